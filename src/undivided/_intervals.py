@@ -1,0 +1,622 @@
+"""Masks as ranges of keys: what a mask means for one call, in O(S) memory.
+
+For every query row the allowed keys are one range ``[start, stop)``, or two. ``build`` intersects the ranges of a
+mask's parts; ``NormalForm`` holds the result. What is not a range (dense tensors, predicates, document ids in
+several runs, a second union) stays beside the ranges as an ``Extra`` and is evaluated for the block asked for, never
+as one S x S temporary. Nothing here synchronises with a GPU, but ``NormalForm.hull``, which serves CPU kernels.
+
+Axes: B batch, H heads, Sq query rows, Sk keys, N sequences (batch elements, or documents where packed). Positions
+are i' and j' within a sequence; a raw index is ``position + start``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from undivided._mask_parts import (
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    Field,
+    GlobalBand,
+    Lengths,
+    Part,
+    Predicate,
+    PredicateFunction,
+    Prefix,
+    Size,
+    readable,
+)
+from undivided.errors import InputError
+
+Bound = Size | None
+Interval = tuple[Bound, Bound]
+Index = slice | Tensor
+
+# Pairs evaluated at a time: 4 MiB of bool, 16 MiB for the int32 temporaries beside it; small beside S x S, large
+# enough that the Python around each block does not show.
+BLOCK_PAIRS = 1 << 22
+
+
+def _lower(a: Bound, b: Bound) -> Bound:
+    """The smaller of two upper bounds; None is unbounded."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def _higher(a: Bound, b: Bound) -> Bound:
+    """The larger of two lower bounds; None is unbounded."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def _intersect(a: Interval, b: Interval) -> Interval:
+    return _higher(a[0], b[0]), _lower(a[1], b[1])
+
+
+def _own(value: Field, device: torch.device, default: int = 0) -> Size:
+    """A private int64 copy: what is worked out later still means what the tensor held now."""
+    if value is None:
+        return default
+    return value.to(device=device, dtype=torch.int64, copy=True) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where each sequence lies in the call's rows and keys; sizes are ints, or int64 ``[N]``."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    device: torch.device
+    q_start: Size
+    q_size: Size
+    kv_start: Size
+    kv_size: Size
+    shift: Size = 0
+    q_slot_ends: Tensor | None = None
+    kv_slot_ends: Tensor | None = None
+
+    @staticmethod
+    def of(
+        parts: Sequence[Part], bottom_right: bool, batch: int, q_len: int, kv_len: int, device: torch.device
+    ) -> Geometry:
+        q_ends = kv_ends = None
+        q_start: Size = 0
+        kv_start: Size = 0
+        q_size: Size = q_len
+        kv_size: Size = kv_len
+        for part in parts:
+            if isinstance(part, Lengths):
+                q_start, kv_start = _own(part.q_start, device), _own(part.kv_start, device)
+                q_size, kv_size = _own(part.q, device, q_len), _own(part.kv, device)
+            elif isinstance(part, Documents):
+                q_start, q_size, q_ends = _slots(part.cu_seqlens_q, part.padded_q, device)
+                kv_start, kv_size, kv_ends = _slots(part.cu_seqlens_kv, part.padded_kv, device)
+        shift = kv_size - q_size if bottom_right else 0
+        return Geometry(
+            batch, q_len, kv_len, device, q_start, q_size, kv_start, kv_size, shift, q_ends, kv_ends
+        )  # fmt: skip
+
+    @cached_property
+    def q_sequence(self) -> Tensor:
+        """The sequence of each row, int64 ``[B, Sq]`` (packed: the document, ``[1, Sq]``)."""
+        if self.q_slot_ends is None:
+            rows = torch.arange(self.batch, device=self.device)[:, None]
+            return rows.expand(self.batch, self.q_len)
+        return _slot_of(self.q_slot_ends, self.q_len)
+
+    def per_row(self, value: Size) -> Size:
+        """A value of each sequence (int or ``[N]``) as a value of each row: int, ``[B, 1]`` or ``[1, Sq]``."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.q_slot_ends is None:
+            return value[:, None]
+        return value[self.q_sequence] if value.numel() else 0
+
+    @cached_property
+    def q_position(self) -> Tensor:
+        """i' of each row, int64 ``[B|1, Sq]``."""
+        return torch.arange(self.q_len, device=self.device)[None] - self.per_row(self.q_start)
+
+    @cached_property
+    def kv_position(self) -> Tensor:
+        """j' of each key, int64 ``[B|1, Sk]``."""
+        keys = torch.arange(self.kv_len, device=self.device)[None]
+        if self.kv_slot_ends is None or not isinstance(self.kv_start, Tensor):
+            return keys - (self.kv_start[:, None] if isinstance(self.kv_start, Tensor) else self.kv_start)
+        return keys - self.kv_start[_slot_of(self.kv_slot_ends, self.kv_len)]
+
+    @cached_property
+    def anchor(self) -> Tensor:
+        """i' + d of each row, int64 ``[B|1, Sq]``: the key that the row stands on."""
+        return self.q_position + self.per_row(self.shift)
+
+    @property
+    def real_rows(self) -> Tensor | None:
+        """Rows that belong to a sequence, bool ``[B|1, Sq]``; None where all do."""
+        if not isinstance(self.q_size, Tensor) and not isinstance(self.q_start, Tensor):
+            return None
+        return (self.q_position >= 0) & (self.q_position < self.per_row(self.q_size))
+
+
+def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, real size and end of each document's slot, int64 ``[N]``; no document reads as one empty one."""
+    real = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
+    offsets = real if padded is None else padded.to(device=device, dtype=torch.int64, copy=True)
+    if real.numel() == 1:
+        return offsets, torch.zeros_like(offsets), offsets
+    return offsets[:-1], real.diff(), offsets[1:].contiguous()
+
+
+def _slot_of(ends: Tensor, length: int) -> Tensor:
+    """The slot of each of ``length`` tokens, int64 ``[1, length]``; the last slot for tokens after them all."""
+    tokens = torch.arange(length, device=ends.device)
+    return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]
+
+
+class Extra(Protocol):
+    """What ranges cannot say, evaluated for one block of raw indices."""
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        """Allowed pairs, bool ``[b|1, h|1, r|1, k|1]``."""
+        ...
+
+
+def _narrow(tensor: Tensor, dim: int, index: slice) -> Tensor:
+    """``tensor`` at ``index`` along ``dim``, unless that dimension is broadcast."""
+    if tensor.shape[dim] == 1:
+        return tensor
+    start, stop, _ = index.indices(tensor.shape[dim])
+    return tensor.narrow(dim, start, max(stop - start, 0))
+
+
+def _at(tensor: Tensor, dim: int, index: Index) -> Tensor:
+    if isinstance(index, slice) or tensor.shape[dim] == 1:
+        return _narrow(tensor, dim, index if isinstance(index, slice) else slice(None))
+    return tensor.index_select(dim, index)
+
+
+def _index_tensor(index: Index, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    if isinstance(index, Tensor):
+        return index.to(dtype)
+    return torch.arange(index.start, index.stop, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class RangePairs:
+    """Ranges as pairs: ``ranges`` int32 ``[B|1, Sq, 2|4]``."""
+
+    ranges: Tensor
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        ranges = _at(_narrow(self.ranges, 0, batch), 1, rows)[:, None, :, :, None]
+        key = _index_tensor(keys, ranges.device, ranges.dtype)
+        allowed = (key >= ranges[..., 0, :]) & (key < ranges[..., 1, :])
+        if ranges.shape[3] == 4:
+            allowed |= (key >= ranges[..., 2, :]) & (key < ranges[..., 3, :])
+        return allowed
+
+
+@dataclass(frozen=True, eq=False)
+class IdPairs:
+    ids_q: Tensor
+    ids_kv: Tensor
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        ids_q = _at(_narrow(self.ids_q, 0, batch), 1, rows)[:, None, :, None]
+        ids_kv = _at(_narrow(self.ids_kv, 0, batch), 1, keys)[:, None, None, :]
+        return (ids_q == ids_kv) & (ids_q >= 0)
+
+
+@dataclass(frozen=True, eq=False)
+class DensePairs:
+    tensor: Tensor
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        return _at(_at(_narrow(_narrow(self.tensor, 0, batch), 1, heads), 2, rows), 3, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class PredicatePairs:
+    fn: PredicateFunction
+    device: torch.device
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        b, h, q_idx, kv_idx = (_index_tensor(index, self.device) for index in (batch, heads, rows, keys))
+        b, h, q_idx = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None]
+        kv_idx = kv_idx[None, None, None, :]
+        allowed = self.fn(b, h, q_idx, kv_idx)
+        want = (b.numel(), h.numel(), q_idx.numel(), kv_idx.numel())
+        if isinstance(allowed, bool):
+            allowed = torch.full((1, 1, 1, 1), allowed, device=self.device)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+            raise InputError(
+                "fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool"
+            )
+        shape = (1,) * (4 - allowed.dim()) + tuple(allowed.shape)
+        if len(shape) != 4 or any(have not in (1, size) for have, size in zip(shape, want, strict=True)):
+            raise InputError("fn", f"return a tensor broadcastable to {list(want)}", list(allowed.shape))
+        return allowed.reshape(shape)
+
+
+def _all_pairs(extras: Sequence[Extra], batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+    allowed = extras[0].pairs(batch, heads, rows, keys)
+    for extra in extras[1:]:
+        allowed = allowed & extra.pairs(batch, heads, rows, keys)
+    return allowed
+
+
+def row_blocks(rows: int, pairs_per_row: int) -> Iterator[slice]:
+    """Slices of rows with at most ``BLOCK_PAIRS`` pairs each (at least one row)."""
+    step = max(1, BLOCK_PAIRS // max(1, pairs_per_row))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+@dataclass(frozen=True, eq=False)
+class NormalForm:
+    """A mask for one call: ranges of keys for every row, and what they leave open.
+
+    Args:
+        ranges: int32 ``[B|1, Sq, 2|4]``, ``[start, stop)`` of raw key indices; with four columns the first range
+            lies before the second; an unused or empty one is ``[0, 0)``.
+        kv_len: number of keys.
+        batch, heads: sizes that the ``1`` of a broadcast dimension stands for.
+        extras: what the ranges do not say; each is a further condition on a pair.
+        geometry: where the sequences lie; None: one that starts at 0.
+        row_index, key_index: int64 raw indices of these rows and (sorted) keys, where they are some of a longer
+            sequence's (see ``shard``).
+
+    >>> form = NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2)
+    >>> form.allowed(slice(0, 1), slice(0, 2), slice(0, 2), slice(0, 1)).int().tolist()
+    [[[[1, 0], [1, 1]]]]
+    """
+
+    ranges: Tensor
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+    extras: tuple[Extra, ...] = ()
+    geometry: Geometry | None = None
+    row_index: Tensor | None = None
+    key_index: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the ranges alone say everything."""
+        return not self.extras
+
+    @property
+    def q_len(self) -> int:
+        return self.ranges.shape[1]
+
+    def allowed(self, batch: slice, rows: slice, keys: slice, heads: slice) -> Tensor:
+        """The exact pairs of a block, bool ``[b|1, h|1, r, k]``."""
+        batch, rows = _bounded(batch, self.batch), _bounded(rows, self.q_len)
+        keys, heads = _bounded(keys, self.kv_len), _bounded(heads, self.heads)
+        pairs = RangePairs(self.ranges).pairs(batch, heads, rows, keys)
+        if self.extras:
+            raw_rows = rows if self.row_index is None else self.row_index[rows]
+            raw_keys = keys if self.key_index is None else self.key_index[keys]
+            pairs = pairs & _all_pairs(self.extras, batch, heads, raw_rows, raw_keys)
+        return pairs
+
+    def hull(self, batch: slice, rows: slice) -> tuple[int, int]:
+        """The smallest ``[start, stop)`` of keys over these rows; (0, 0) if there is none. For CPU kernels."""
+        starts, stops = self._row_hulls
+        starts, stops = _narrow(starts, 0, batch)[:, rows], _narrow(stops, 0, batch)[:, rows]
+        if not starts.numel():
+            return 0, 0
+        start, stop = int(starts.amin()), int(stops.amax())
+        return (start, stop) if start < stop else (0, 0)
+
+    @cached_property
+    def _row_hulls(self) -> tuple[Tensor, Tensor]:
+        """First and one-past-last key of each row ``[B|1, Sq]``; ``kv_len`` and 0 for rows without keys."""
+        start, stop = self.ranges[..., 0], self.ranges[..., 1]
+        if self.ranges.shape[-1] == 4:
+            stop = torch.maximum(stop, self.ranges[..., 3])
+        return torch.where(stop > start, start, self.kv_len), stop
+
+    @cached_property
+    def rows_allowed(self) -> Tensor:
+        """Rows with any allowed key, bool ``[B|1, Sq]`` (with extras: ``[B|1, H|1, Sq]``)."""
+        if self.exact:
+            return self.ranges[..., 1] > self.ranges[..., 0]
+        blocks = [self.allowed(all_, rows, all_, all_).any(-1) for rows in self._row_blocks()]
+        return torch.cat(blocks, -1) if blocks else self.ranges.new_zeros(1, 1, 0, dtype=torch.bool)
+
+    def _row_blocks(self) -> Iterator[slice]:
+        """Slices of rows whose exact pairs fit in a block, for all keys, heads and batch elements they differ in."""
+        one = slice(0, 1)
+        if not self.q_len or not self.kv_len:
+            return row_blocks(self.q_len, 1)
+        probe = self.allowed(all_, one, one, all_)
+        return row_blocks(self.q_len, probe.numel() * self.kv_len)
+
+    def counts(self, row_edges: Sequence[int], key_edges: Sequence[int]) -> Tensor:
+        """Allowed pairs in each cell of a grid, int64 ``[B|1, H|1, len(row_edges)-1, len(key_edges)-1]``.
+
+        The edges ascend from 0 to the number of rows and of keys. From ranges alone this takes O(S + cells).
+        """
+        row_cuts = torch.tensor(row_edges, device=self.ranges.device)
+        key_cuts = torch.tensor(key_edges, device=self.ranges.device)
+        cell = torch.searchsorted(row_cuts, torch.arange(self.q_len, device=row_cuts.device), right=True) - 1
+        if self.exact:
+            return _range_counts(self.ranges, cell, len(row_edges) - 1, key_cuts)[:, None]
+        total: Tensor | None = None
+        for rows in self._row_blocks():
+            running = torch.nn.functional.pad(self.allowed(all_, rows, all_, all_).cumsum(-1), (1, 0))
+            in_cells = running.index_select(-1, key_cuts).diff(dim=-1)
+            if total is None:
+                total = in_cells.new_zeros(*in_cells.shape[:2], len(row_edges) - 1, in_cells.shape[-1])
+            total.index_add_(2, cell[rows], in_cells)
+        if total is None:
+            return torch.zeros(
+                1, 1, len(row_edges) - 1, len(key_edges) - 1, dtype=torch.int64, device=cell.device
+            )
+        return total
+
+    def tiles(self, block_q: int, block_k: int) -> Tensor:
+        """Which tiles are empty (0), partial (1) or full (2): uint8 ``[B|1, H|1, nq, nk]``."""
+        row_edges, key_edges = _edges(self.q_len, block_q), _edges(self.kv_len, block_k)
+        rows = torch.tensor(row_edges, device=self.ranges.device).diff()
+        keys = torch.tensor(key_edges, device=self.ranges.device).diff()
+        blocks = []
+        for some in row_blocks(len(rows), len(keys) * 8):
+            part = self._rows(slice(row_edges[some.start], row_edges[some.stop]))
+            edges = [edge - row_edges[some.start] for edge in row_edges[some.start : some.stop + 1]]
+            counts = part.counts(edges, key_edges)
+            full = counts == rows[some, None] * keys
+            blocks.append((counts > 0).to(torch.uint8) + full.to(torch.uint8))
+        if not blocks:
+            return torch.zeros(1, 1, 0, len(keys), dtype=torch.uint8, device=self.ranges.device)
+        return torch.cat(blocks, 2)
+
+    def _rows(self, rows: slice) -> NormalForm:
+        index = self.row_index[rows] if self.row_index is not None else None
+        if index is None and self.extras:
+            index = torch.arange(rows.start, rows.stop, device=self.ranges.device)
+        return NormalForm(
+            self.ranges[:, rows],
+            self.kv_len,
+            self.batch,
+            self.heads,
+            self.extras,
+            None,
+            index,
+            self.key_index,
+        )
+
+    def shard(self, rows: Tensor, keys: Tensor) -> NormalForm:
+        """The same mask for some rows and some keys: int64 indices, the keys ascending.
+
+        A range of all keys holds a range of the sorted local ones, so the result has as many columns.
+
+        >>> form = NormalForm(torch.tensor([[[0, 1], [0, 2], [0, 3], [0, 4]]], dtype=torch.int32), kv_len=4)
+        >>> form.shard(torch.tensor([0, 3]), torch.tensor([1, 2])).ranges.tolist()
+        [[[0, 0], [0, 2]]]
+        """
+        local = torch.searchsorted(keys, self.ranges.index_select(1, rows).to(keys.dtype))
+        row_index = rows if self.row_index is None else self.row_index[rows]
+        key_index = keys if self.key_index is None else self.key_index[keys]
+        return NormalForm(
+            _tidy(local),
+            keys.numel(),
+            self.batch,
+            self.heads,
+            self.extras,
+            self._geometry,
+            row_index,
+            key_index,
+        )
+
+    @cached_property
+    def q_position(self) -> Tensor:
+        """i' of each row, int32 ``[B|1, Sq]``."""
+        return self._picked(self._geometry.q_position, self.row_index)
+
+    @cached_property
+    def kv_position(self) -> Tensor:
+        """j' of each key, int32 ``[B|1, Sk]``."""
+        return self._picked(self._geometry.kv_position, self.key_index)
+
+    @cached_property
+    def shift(self) -> Tensor:
+        """d of each row's sequence, int32 ``[B|1, Sq]``."""
+        return self._picked(self._geometry.anchor - self._geometry.q_position, self.row_index)
+
+    @cached_property
+    def q_sequence(self) -> Tensor:
+        """The batch element of each row, int32 ``[B, Sq]``; packed: its document, ``[1, Sq]``."""
+        return self._picked(self._geometry.q_sequence, self.row_index)
+
+    @staticmethod
+    def _picked(values: Tensor, index: Tensor | None) -> Tensor:
+        return (values if index is None else values.index_select(1, index)).to(torch.int32)
+
+    @cached_property
+    def _geometry(self) -> Geometry:
+        if self.geometry is not None:
+            return self.geometry
+        rows, keys = self.q_len, self.kv_len
+        return Geometry(self.batch, rows, keys, self.ranges.device, 0, rows, 0, keys)
+
+
+all_ = slice(None)
+
+
+def _bounded(index: slice, length: int) -> slice:
+    start, stop, _ = index.indices(length)
+    return slice(start, max(start, stop))
+
+
+def _edges(length: int, step: int) -> list[int]:
+    return [*range(0, length, step), length]
+
+
+def _range_counts(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Tensor:
+    """Pairs of ``[B|1, Sq, 2|4]`` ranges in each cell, int64 ``[B|1, cells, len(cuts)-1]``.
+
+    A range [s, e) covers F(e) - F(s) of a column, F(x) = clamp(x - left, 0, width): all of every column left of x,
+    and x - left of the one that x is in. So each end needs one histogram entry and one remainder.
+    """
+    batch, columns = ranges.shape[0], cuts.numel() - 1
+    if columns < 1 or not ranges.shape[1]:
+        return torch.zeros(batch, cells, max(columns, 0), dtype=torch.int64, device=ranges.device)
+    left_of = torch.zeros(batch, cells * (columns + 1), dtype=torch.int64, device=ranges.device)
+    remainder = torch.zeros_like(left_of)
+    for side in range(ranges.shape[-1]):
+        end = ranges[..., side].to(torch.int64)
+        column = torch.searchsorted(cuts, end, right=True) - 1
+        sign = 1 if side % 2 else -1
+        where = cell * (columns + 1) + column
+        left_of.scatter_add_(1, where, torch.full_like(where, sign))
+        remainder.scatter_add_(1, where, (end - cuts[column]) * sign)
+    left_of = left_of.view(batch, cells, columns + 1)
+    beyond = left_of.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    return beyond * cuts.diff() + remainder.view(batch, cells, columns + 1)[..., :-1]
+
+
+def _tidy(bounds: Tensor) -> Tensor:
+    """``[B|1, Sq, 2|4]`` bounds in the normal form's order: touching ranges joined, empty ones ``[0, 0)`` and last."""
+    start, stop = bounds[..., 0], bounds[..., 1]
+    used = stop > start
+    if bounds.shape[-1] == 2:
+        return (bounds * used[..., None]).to(torch.int32)
+    next_start, next_stop = bounds[..., 2], bounds[..., 3]
+    next_used = next_stop > next_start
+    joined = used & next_used & (stop == next_start)
+    stop = torch.where(joined | ~used, next_stop, stop)
+    start = torch.where(used, start, next_start)
+    both = used & next_used & ~joined
+    first = torch.stack((start, stop), -1) * (used | next_used)[..., None]
+    return torch.cat((first, bounds[..., 2:] * both[..., None]), -1).to(torch.int32)
+
+
+def _band(geometry: Geometry, left: int | None, right: int | None) -> Interval:
+    start = None if left is None else geometry.anchor - left
+    return start, None if right is None else geometry.anchor + (right + 1)
+
+
+def _chunk(geometry: Geometry, part: Chunk) -> Interval:
+    shift = geometry.per_row(geometry.shift)
+    offset = shift if part.offset is None else geometry.per_row(_own(part.offset, geometry.device))
+    start = (geometry.q_position + offset).div(part.size, rounding_mode="floor") * part.size + (
+        shift - offset
+    )
+    return start, start + part.size
+
+
+def _union(geometry: Geometry, part: GlobalBand) -> tuple[Interval, Size]:
+    return _band(geometry, part.left, part.right), geometry.per_row(_own(part.prefix, geometry.device))
+
+
+def _pack(geometry: Geometry, *intervals: Interval) -> Tensor:
+    """Intervals of positions j' as ranges of raw keys, int32 ``[B|1, Sq, 2 * len(intervals)]``."""
+    origin = geometry.per_row(geometry.kv_start)
+    ends = [_lower(end, geometry.kv_len) if end is not None else 0 for pair in intervals for end in pair]
+    raw = [end + origin for end in ends]
+    real = geometry.real_rows
+    shapes = [value.shape for value in (*raw, real) if isinstance(value, Tensor)]
+    shape = torch.broadcast_shapes((1, geometry.q_len), *shapes)
+    bounds = torch.empty(*shape, len(raw), dtype=torch.int64, device=geometry.device)
+    for column, value in enumerate(raw):
+        bounds[..., column] = value
+    bounds.clamp_(0, geometry.kv_len)
+    return _tidy(bounds if real is None else bounds * real[..., None])
+
+
+def _with_union(geometry: Geometry, base: Interval, part: GlobalBand) -> Tensor:
+    band, prefix = _union(geometry, part)
+    if part.left is None:
+        return _pack(geometry, _intersect(base, (None, _higher(band[1], prefix))))
+    beside = _intersect(base, (_higher(band[0], prefix), band[1]))
+    return _pack(geometry, _intersect(base, (None, prefix)), beside)
+
+
+def _id_ranges(part: DocumentIds, batch: int, device: torch.device) -> tuple[Interval, Tensor, IdPairs]:
+    """First and one-past-last key of each row's id ``[B|1, Sq]``, whether the keys between are all its own, pairs."""
+    ids_q, ids_kv = (ids.to(device=device, dtype=torch.int64, copy=True) for ids in (part.ids_q, part.ids_kv))
+    pairs = IdPairs(ids_q, ids_kv)
+    if ids_q.shape[0] != ids_kv.shape[0]:
+        ids_q, ids_kv = (ids.expand(batch, -1) for ids in (ids_q, ids_kv))
+    ids, order = ids_kv.sort(dim=1, stable=True)
+    wanted = ids_q.contiguous()
+    low, high = torch.searchsorted(ids, wanted), torch.searchsorted(ids, wanted, right=True)
+    found = (high > low) & (wanted >= 0)
+    if not ids_kv.shape[1]:
+        return (torch.zeros_like(wanted), torch.zeros_like(wanted)), ~found, pairs
+    first = order.gather(1, low.clamp(max=ids.shape[1] - 1))
+    last = order.gather(1, (high - 1).clamp(min=0)) + 1
+    start, stop = torch.where(found, first, 0), torch.where(found, last, 0)
+    return (start, stop), ~found | (stop - start == high - low), pairs
+
+
+def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Interval:
+    """First and one-past-last raw key that the extras allow to any head ``[B|1, Sq]``, a block of rows at a time."""
+    batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
+    if not geometry.q_len or not geometry.kv_len:
+        return 0, 0
+    probe = _all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1))
+    index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
+    starts, stops = [], []
+    for rows in row_blocks(geometry.q_len, probe.numel() * geometry.kv_len):
+        allowed = _all_pairs(extras, batch, all_heads, rows, keys).any(1)
+        allowed = allowed.expand(-1, rows.stop - rows.start, geometry.kv_len)
+        starts.append(torch.where(allowed, index, geometry.kv_len).amin(-1))
+        stops.append(torch.where(allowed, index + 1, 0).amax(-1))
+    return torch.cat(starts, 1).to(torch.int64), torch.cat(stops, 1).to(torch.int64)
+
+
+def build(
+    parts: Sequence[Part],
+    band: tuple[int | None, int | None],
+    bottom_right: bool,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+) -> NormalForm:
+    """The normal form of an intersection of parts and a band, for sizes ``(batch, heads, q_len, kv_len)``."""
+    batch, heads, q_len, kv_len = sizes
+    geometry = Geometry.of(parts, bottom_right, batch, q_len, kv_len, device)
+    base = _intersect((0, geometry.per_row(geometry.kv_size)), _band(geometry, *band))
+    extras: list[Extra] = []
+    origin = geometry.per_row(geometry.kv_start)
+    for part in parts:
+        if isinstance(part, Prefix):
+            base = _intersect(base, (None, geometry.per_row(_own(part.length, device))))
+        elif isinstance(part, Chunk):
+            base = _intersect(base, _chunk(geometry, part))
+        elif isinstance(part, DocumentIds):
+            (start, stop), whole, pairs = _id_ranges(part, batch, device)
+            base = _intersect(base, (start - origin, stop - origin))
+            if not readable(whole) or not bool(whole.all()):
+                extras.append(pairs)
+    opaque: list[Extra] = [DensePairs(part.tensor.to(device)) for part in parts if isinstance(part, Dense)]
+    opaque += [PredicatePairs(part.fn, device) for part in parts if isinstance(part, Predicate)]
+    if opaque:
+        start, stop = _row_hull(opaque, geometry, heads)
+        base = _intersect(base, (start - origin, stop - origin))
+        extras += opaque
+    unions = [part for part in parts if isinstance(part, GlobalBand)]
+    for part in unions[1:]:
+        (_, reach), prefix = _union(geometry, part)
+        extras.append(RangePairs(_with_union(geometry, (0, geometry.per_row(geometry.kv_size)), part)))
+        if reach is not None:
+            base = _intersect(base, (None, _higher(reach, prefix)))
+    ranges = _with_union(geometry, base, unions[0]) if unions else _pack(geometry, base)
+    return NormalForm(ranges, kv_len, batch, heads, tuple(extras), geometry)

@@ -1,0 +1,514 @@
+"""``Mask``: an intersection of parts, one band and one alignment. ``masks.py`` builds them.
+
+A mask is a small frozen value: structure for a backend to ``take`` from, ``normal_form`` for our own kernels,
+``flatten`` for an opaque operator. What is worked out is remembered beside it, by sizes and by the in-place versions
+of its tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided import _intervals, _mask_drawing
+from undivided._intervals import NormalForm
+from undivided._mask_parts import (
+    Call,
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    Field,
+    GlobalBand,
+    Lengths,
+    Part,
+    Predicate,
+    Prefix,
+    Remembers,
+    find_predicate,
+    readable,
+    versions,
+)
+from undivided.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Align = Literal["top_left", "bottom_right"]
+T = TypeVar("T")
+
+# Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in each
+# layer. 64 forms of at most 2 x 64 Ki tokens keep this under 100 MB in the worst case, 1 MB in the usual one.
+SHARED_FORMS = 64
+SHARED_TOKENS = 1 << 17
+OWN_ENTRIES = 16  # results remembered by one mask: sizes differ by layer kind and by step, rarely by more
+_shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
+
+
+class Structure(NamedTuple):
+    """What a mask is made of, without its tensors: hashable, equal for masks that a kernel treats alike."""
+
+    align: str | None
+    left: int | None
+    right: int | None
+    kinds: frozenset[str]
+    detail: tuple[tuple[str | int | None, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask(Remembers):
+    """An intersection of parts, of one band ``i' + d - left <= j' <= i' + d + right``, with one alignment.
+
+    Built by the functions of this module; compared by identity. The tensors are the caller's: a mask whose tensor
+    is changed in place means the new values from then on, and nothing computed before is used again.
+
+    >>> from undivided.masks import *
+    >>> mask = causal(align="bottom_right") & lengths([2, 3])
+    >>> sorted(mask.kinds), mask.band
+    (['causal', 'lengths'], (None, 0))
+    >>> mask.to_dense(batch=2, heads=1, q_len=2, kv_len=3).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0]]], [[[1, 1, 0], [1, 1, 1]]]]
+    """
+
+    align: Align | None = None
+    left: int | None = None
+    right: int | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """``(left, right)`` of the window that all causal and window parts make together; None is unbounded."""
+        return self.left, self.right
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
+        return not self.parts and self.left is None and self.right is None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor in the mask once, in the order of ``flatten``."""
+        found: list[Tensor] = []
+        for part in self.parts:
+            for tensor in part.tensors:
+                if not any(tensor is other for other in found):
+                    found.append(tensor)
+        return tuple(found)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which parts are there: ``causal`` or ``window`` for the band, then the constructors' names; ``global``
+        for a window with a prefix; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold those.
+        """
+        names = [part.name for part in self.parts]
+        if self.left is not None or self.right is not None:
+            names.append("causal" if self.left is None and self.right == 0 else "window")
+        for part in self.parts:
+            if isinstance(part, Lengths):
+                names += ["q_lengths"] if part.q is not None else []
+                names += ["starts"] if part.kv_start is not None or part.q_start is not None else []
+            elif isinstance(part, Documents) and (part.padded_q is not None or part.padded_kv is not None):
+                names.append("padded")
+        return frozenset(names)
+
+    @property
+    def structure(self) -> Structure:
+        """The mask without its tensors, to select a kernel by."""
+        found = self.__dict__.get("_structure")
+        if found is None:
+            detail = tuple(_detail(part) for part in self.parts)
+            found = Structure(self.align, self.left, self.right, self.kinds, detail)
+            self.__dict__["_structure"] = found
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def document_sizes(self) -> tuple[int, int | None, int | None] | None:
+        """Number of documents, the longest query and key length where the host knows them; None without documents."""
+        for part in self.parts:
+            if isinstance(part, Documents):
+                return part.cu_seqlens_q.shape[0] - 1, part.longest("q"), part.longest("kv")
+        return None
+
+    def with_padded_kv(self, padded_kv: Tensor) -> Mask:
+        """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``: the pages of a cache."""
+        parts = tuple(
+            dataclasses.replace(part, padded_kv=padded_kv) if isinstance(part, Documents) else part
+            for part in self.parts
+        )
+        return dataclasses.replace(self, parts=parts)
+
+    def take(self, name: str) -> tuple[Any, Mask]:
+        """One kind of part, or None, and the mask that remains without it.
+
+        ``causal`` gives True; ``window`` and ``band`` give (left, right), the latter for causal as well;
+        ``lengths`` and ``documents`` give the part; ``dense`` and ``predicate`` a tuple of tensors or functions;
+        the other names a tuple of parts.
+
+        >>> from undivided.masks import *
+        >>> window_, rest = (window(4, 0, align="top_left") & prefix(9)).take("window")
+        >>> window_, rest
+        ((4, 0), prefix(9))
+        """
+        if name in ("causal", "window", "band"):
+            if (self.left is None and self.right is None) or (name != "band" and name not in self.kinds):
+                return None, self
+            return (True if name == "causal" else self.band), Mask(self.align, None, None, self.parts)
+        taken = tuple(part for part in self.parts if part.name == name)
+        if not taken:
+            return None, self
+        rest = Mask(
+            self.align, self.left, self.right, tuple(part for part in self.parts if part.name != name)
+        )
+        if isinstance(taken[0], Lengths | Documents):
+            return taken[0], rest
+        return tuple(_taken(part) for part in taken), rest
+
+    def __and__(self, other: Mask) -> Mask:
+        other = _operand("&", other)
+        both = self.parts + tuple(
+            part for part in other.parts if not any(part is mine for mine in self.parts)
+        )
+        if sum(isinstance(part, Lengths | Documents) for part in both) > 1:
+            raise InputError(
+                "mask", "describe its sequences once", f"{self!r} & {other!r}",
+                "keep one of lengths(...) and documents(...)",
+            )  # fmt: skip
+        return Mask(
+            _one_align(self, other, "&"), _least(self.left, other.left), _least(self.right, other.right), both
+        )
+
+    def __or__(self, other: Mask) -> Mask:
+        other = _operand("|", other)
+        band, first = (self, other) if not self.parts else (other, self)
+        bare = len(first.parts) == 1 and first.band == (None, None) and isinstance(first.parts[0], Prefix)
+        if not bare or band.parts:
+            raise InputError(
+                "mask", "join causal or window to a bare prefix with `|`", f"{self!r} | {other!r}",
+                "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+            )  # fmt: skip
+        align = _one_align(self, other, "|")
+        if band.is_full:
+            return Mask(align)
+        length = first.parts[0].fields()[0]
+        assert isinstance(length, int | Tensor)
+        return Mask(align, None, None, (GlobalBand(band.left, band.right, length),))
+
+    def check(
+        self, batch: int, heads: int, q_len: int, kv_len: int, *, packed: bool, device: torch.device,
+        argument: str = "mask",
+    ) -> None:  # fmt: skip
+        """Raise InputError unless the mask fits these sizes. Cheap when it was checked for them already."""
+        key = ("check", batch, heads, q_len, kv_len, packed, device)
+        self._remembered(
+            key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device)
+        )
+
+    def _check(self, call: Call, packed: bool, device: torch.device) -> bool:
+        for part in self.parts:
+            part.validate()
+            if isinstance(part, Documents):
+                call = call._replace(sequences=part.cu_seqlens_q.shape[0] - 1)
+            if packed and isinstance(part, Lengths):
+                raise InputError(
+                    call.argument, "describe packed tokens by documents", "lengths",
+                    "masks.documents(cu_seqlens), where cu_seqlens are the cumulative lengths",
+                )  # fmt: skip
+        for part in self.parts:
+            part.check_call(call)
+        for tensor in self.tensors:
+            if tensor.device != device and tensor.device.type != "cpu" and device.type != "meta":
+                raise InputError(call.argument, f"be on {device}, as the query, or on the CPU", tensor.device)
+        return True
+
+    def resolved_align(self, batch: int, q_len: int, kv_len: int, *, needed: bool = False) -> str | None:
+        """The alignment for these sizes: "both" where the two agree, None where none matters.
+
+        Args:
+            batch, q_len, kv_len: sizes of the call.
+            needed: something outside the mask needs one too (ALiBi).
+        Raises:
+            InputError: they differ, or cannot be compared without waiting for a GPU, and the mask does not say.
+        """
+        shaped = (self.left, self.right) != (None, None) or any(
+            isinstance(part, Chunk | GlobalBand) for part in self.parts
+        )
+        if not shaped and not needed:
+            return None
+        return self._remembered(("align", q_len, kv_len), lambda: self._align(q_len, kv_len))
+
+    def _align(self, q_len: int, kv_len: int) -> str:
+        agree = _alignments_agree(self.parts, q_len, kv_len)
+        if agree:
+            return "both"
+        if self.align is not None:
+            return self.align
+        sizes = f"query length {q_len}, key length {kv_len}"
+        hint = "write align='top_left' or align='bottom_right' in causal, window or chunks"
+        for part in self.parts:
+            if isinstance(part, Lengths):
+                sizes = f"lengths with q={'None' if part.q is None else 'other values than kv'} at {sizes}"
+                if part.q is None:
+                    hint += (
+                        "; for a padded self-attention batch give the queries' lengths as well: lengths(n, n)"
+                    )
+            elif isinstance(part, Documents):
+                sizes = "documents whose cu_seqlens_q and cu_seqlens_kv are different"
+        if agree is None:
+            hint += "; values on a GPU are not compared, so pass one tensor for both where they are equal"
+        raise InputError(
+            "align", "be given where top-left and bottom-right differ (queries and keys of unequal length)",
+            f"None for {sizes}", hint,
+        )  # fmt: skip
+
+    def normal_form(
+        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
+    ) -> NormalForm:
+        """The mask as ranges of keys for every row (see ``NormalForm``), remembered for these sizes.
+
+        >>> from undivided.masks import *
+        >>> causal().normal_form(1, 1, 3, 3, "cpu").ranges.tolist()
+        [[[0, 1], [0, 2], [0, 3]]]
+        """
+        device = torch.device(device)
+        sizes = (batch, heads, q_len, kv_len)
+        align = self.resolved_align(batch, q_len, kv_len)
+        bottom_right = self.align == "bottom_right" and align != "both"
+
+        def build() -> NormalForm:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # a form made while serving may be saved by autograd
+                return _intervals.build(self.parts, self.band, bottom_right, sizes, device)
+
+        static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
+        if static and q_len + kv_len <= SHARED_TOKENS and not torch.compiler.is_compiling():
+            return _shared((self.flatten()[0], bottom_right, sizes, device), build)
+        return self._remembered(("form", bottom_right, sizes, device), build)
+
+    def intervals(
+        self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Each row's keys as ranges ``[start, stop)``: int32 ``[B|1, Sq, 2 or 4]``; rows without keys are [0, 0).
+
+        Dense tensors and predicates give the smallest range that holds the row's keys, over all heads.
+
+        >>> from undivided.masks import *
+        >>> (window(1, 0, align="top_left") | prefix(1)).intervals(4, 4).tolist()
+        [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 1, 2, 4]]]
+        """
+        heads = max([1, *(part.tensor.shape[1] for part in self.parts if isinstance(part, Dense))])
+        return self.normal_form(batch, heads, q_len, kv_len, device).ranges
+
+    def to_dense(
+        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Every pair, bool ``[batch, heads, q_len, kv_len]``, broadcast dimensions expanded: for tests and eyes."""
+        form = self.normal_form(batch, heads, q_len, kv_len, device)
+        everything = slice(None)
+        return form.allowed(everything, everything, everything, everything).expand(
+            batch, heads, q_len, kv_len
+        )
+
+    def flatten(self) -> tuple[str, list[Tensor]]:
+        """The mask as a constant string and its tensors, to pass through an operator; ``unflatten`` undoes it.
+
+        >>> from undivided.masks import *
+        >>> spec, tensors = (causal() & lengths([2, 3])).flatten()
+        >>> spec
+        'None;None,0;lengths,t0,None,None,None'
+        """
+        tensors = list(self.tensors)
+        words = [f"{self.align}", f"{self.left},{self.right}"]
+        for part in self.parts:
+            fields = [part.name]
+            for value in part.fields():
+                if isinstance(value, Tensor):
+                    fields += [f"t{n}" for n, tensor in enumerate(tensors) if tensor is value]
+                else:
+                    fields.append(f"{value}")
+            words.append(",".join(fields))
+        return ";".join(words), tensors
+
+    @staticmethod
+    def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
+        """The mask that ``flatten`` took apart."""
+        align, band, *words = spec.split(";")
+        left, right = (_parsed(field, tensors) for field in band.split(","))
+        parts: list[Part] = []
+        for word in words:
+            name, *fields = word.split(",")
+            values = [_parsed(field, tensors) for field in fields]
+            parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
+        return Mask(None if align == "None" else align, left, right, tuple(parts))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return _mask_drawing.describe(self)
+
+    def __str__(self) -> str:
+        sizes = _mask_drawing.natural_sizes(self) if readable(*self.tensors) else None
+        if sizes is None or max(sizes[2:]) > _mask_drawing.LARGEST_PICTURE:
+            return repr(self)
+        try:
+            return f"{self!r}\n{_mask_drawing.draw(self.normal_form(*sizes, 'cpu'))}"
+        except InputError as error:
+            return f"{self!r}\n({error})"
+
+    def draw(self, q_len: int, kv_len: int, batch: int = 1) -> str:
+        """The allowed pairs of every batch element as text, head 0.
+
+        >>> from undivided.masks import *
+        >>> print(causal(align="bottom_right").draw(2, 4))
+          0 1 2 3
+        0 ■ ■ ■ ·
+        1 ■ ■ ■ ■
+        """
+        form = self.normal_form(batch, 1, q_len, kv_len, "cpu")
+        return "\n\n".join(_mask_drawing.draw(form, index) for index in range(batch))
+
+    def plot(
+        self, q_len: int, kv_len: int, path: str | PathLike[str] | None = None, *, batch: int = 1, heads: int = 1,
+        pixels: int = 512,
+    ) -> Figure:  # fmt: skip
+        """Plot the share of allowed pairs under each pixel with matplotlib, for a call of any size."""
+        return _mask_drawing.plot(
+            self.normal_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels
+        )
+
+    def _remembered(self, key: object, build: Callable[[], T]) -> T:
+        """``build()``, or its last result for this key if no tensor has changed since."""
+        if torch.compiler.is_compiling():
+            return build()
+        captured = (part.captured() for part in self.parts if isinstance(part, Predicate))
+        tensors = (*self.tensors, *(tensor for some in captured for tensor in some))
+        now = versions(tensors)
+        if now is None:
+            return build()
+        now += tuple(id(tensor) for tensor in tensors)
+        memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
+        found = memory.get(key)
+        if found is not None and found[0] == now:
+            return found[1]
+        result = build()
+        memory[key] = (now, result)
+        if len(memory) > OWN_ENTRIES:
+            memory.pop(next(iter(list(memory))), None)
+        return result
+
+
+_PARTS: dict[str, Callable[..., Part]] = {
+    kind.name: kind for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense)
+}
+
+
+def _parsed(field: str, tensors: Sequence[Tensor]) -> Any:
+    if field == "None":
+        return None
+    return tensors[int(field[1:])] if field.startswith("t") else int(field)
+
+
+def _operand(sign: str, other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    hint = "masks.dense(tensor) makes a mask of a boolean tensor" if isinstance(other, Tensor) else None
+    raise InputError("mask", f"be joined to another mask by `{sign}`", type(other).__name__, hint)
+
+
+def _one_align(a: Mask, b: Mask, sign: str) -> Align | None:
+    if a.align is not None and b.align is not None and a.align != b.align:
+        raise InputError(
+            "mask",
+            "have one alignment",
+            f"{a!r} {sign} {b!r}",
+            "give both the same align, or only one of them any",
+        )
+    return b.align if a.align is None else a.align
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _detail(part: Part) -> tuple[str | int | None, ...]:
+    """What tells parts of one kind apart for a kernel: sizes written in the mask, and which tensors are there."""
+    if isinstance(part, Dense):
+        return (part.name, *(min(size, 2) for size in part.tensor.shape[:2]))
+    if isinstance(part, Chunk):  # an offset moves at every decoding step and changes no kernel
+        return (part.name, part.size)
+    if isinstance(part, Predicate):
+        return (part.name,)
+    return (part.name, *(_kept(part, value) for value in part.fields()))
+
+
+def _kept(part: Part, value: Field) -> str | int | None:
+    if isinstance(value, Tensor):
+        return "tensor"
+    return None if isinstance(part, Documents) else value
+
+
+def _taken(part: Part) -> object:
+    if isinstance(part, Dense):
+        return part.tensor
+    return part.fn if isinstance(part, Predicate) else part
+
+
+def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
+    """Whether every sequence has as many keys as queries; None where that cannot be seen without a GPU's values."""
+    for part in parts:
+        if isinstance(part, Lengths | Documents):
+            q, kv = (
+                (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)
+            )
+            if q is kv:
+                return True
+            if not readable(q, kv):
+                return None
+            return bool((kv == q_len).all()) if q is None else bool((q == kv).all())
+    return q_len == kv_len
+
+
+def _shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
+    """The form of a mask without tensors, from the bounded cache that all such masks share."""
+    form = _shared_forms.get(key)
+    if form is None:
+        form = build()
+        if type(form.ranges) is not Tensor:  # a fake tensor means nothing to the next call
+            return form
+        _shared_forms[key] = form
+        if len(_shared_forms) > SHARED_FORMS:
+            _shared_forms.popitem(last=False)
+    return form
+
+
+def describe(structure: Structure) -> str:
+    """A mask's structure in one line, without its values.
+
+    >>> from undivided.masks import *
+    >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
+    'causal & lengths (bottom-right)'
+    """
+    words = []
+    if "causal" in structure.kinds:
+        words.append("causal")
+    elif structure.left is not None or structure.right is not None:
+        words.append(f"window({structure.left}, {structure.right})")
+    for name, *fields in structure.detail:
+        if name == GlobalBand.name:
+            left, right, _ = fields
+            band = "causal" if (left, right) == (None, 0) else f"window({left}, {right})"
+            words.append(f"({band} | prefix)")
+        elif name == Chunk.name:
+            words.append(f"chunks({fields[0]})")
+        else:
+            words.append(str(name))
+    align = f" ({structure.align.replace('_', '-')})" if structure.align else ""
+    return (" & ".join(words) or "every pair") + align

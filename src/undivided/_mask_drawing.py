@@ -1,0 +1,184 @@
+"""Masks for the eye: one line, a small picture in text, and a plot of any size.
+
+The plot counts the allowed pairs under each pixel from the ranges, so it takes O(S + pixels) for structured masks
+and one pass over blocks of rows for dense ones; S x S is never built.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from undivided._intervals import NormalForm
+from undivided._mask_parts import (
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    Field,
+    GlobalBand,
+    Lengths,
+    Predicate,
+    Prefix,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from undivided._mask_parts import Part
+    from undivided.masks import Mask
+
+ALLOWED, MASKED = "■", "·"
+EXAMPLE = 8  # size of the picture for a mask that has none of its own
+LARGEST_PICTURE = 32  # beyond this a line of text no longer fits a terminal
+
+
+def describe(mask: Mask) -> str:
+    """The mask in one line, as the calls that would build it.
+
+    >>> from undivided import masks
+    >>> describe(masks.window(3, 0, align="bottom_right") & masks.prefix(5))
+    "window(3, 0, align='bottom_right') & prefix(5)"
+    """
+    align = f"align={mask.align!r}" if mask.align else ""
+    words = []
+    if mask.band != (None, None):
+        words.append(_band(*mask.band, align))
+    words += [_part(part, align) for part in mask.parts]
+    if not words:
+        return _band(None, None, align) if align else "every pair"
+    return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
+
+
+def _band(left: int | None, right: int | None, align: str) -> str:
+    return (
+        _call("causal", align) if (left, right) == (None, 0) else _call("window", f"{left}, {right}", align)
+    )
+
+
+def _call(name: str, *arguments: str) -> str:
+    return f"{name}({', '.join(argument for argument in arguments if argument)})"
+
+
+def _part(part: Part, align: str) -> str:
+    match part:
+        case Lengths():
+            names = ("kv", "q", "kv_start", "q_start")
+            given = [
+                f"{name}={_value(value)}"
+                for name, value in zip(names, part.fields(), strict=True)
+                if value is not None
+            ]
+            return _call("lengths", *given)
+        case Documents():
+            keys = "" if part.cu_seqlens_kv is part.cu_seqlens_q else _value(part.cu_seqlens_kv)
+            padded = "" if part.padded_q is None else f"padded_q={_value(part.padded_q)}"
+            return _call("documents", _value(part.cu_seqlens_q), keys, padded)
+        case DocumentIds():
+            return _call(
+                "document_ids", _value(part.ids_q), "" if part.ids_kv is part.ids_q else _value(part.ids_kv)
+            )
+        case Prefix():
+            return _call("prefix", _value(part.length))
+        case GlobalBand():
+            return f"{_band(part.left, part.right, align)} | prefix({_value(part.prefix)})"
+        case Chunk():
+            return _call(
+                "chunks",
+                str(part.size),
+                align,
+                "" if part.offset is None else f"offset={_value(part.offset)}",
+            )
+        case Dense():
+            return _call("dense", _value(part.tensor))
+        case Predicate():
+            return _call("predicate", getattr(part.fn, "__name__", type(part.fn).__name__))
+    return part.name
+
+
+def _value(value: Field) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    if value.dim() == 1 and value.numel() <= EXAMPLE and value.device.type == "cpu" and type(value) is Tensor:
+        return str(value.tolist())
+    return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+
+
+def natural_sizes(mask: Mask) -> tuple[int, int, int, int]:
+    """Batch, heads, query rows and keys of a small call that shows the mask."""
+    batch = heads = 1
+    q_len = kv_len = 0
+    for part in mask.parts:
+        match part:
+            case Lengths():
+                batch = part.kv.numel()
+                kv_len = _end(part.kv, part.kv_start)
+                q_len = kv_len if part.q is None else _end(part.q, part.q_start)
+            case Documents():
+                q_len = _end((part.cu_seqlens_q if part.padded_q is None else part.padded_q)[-1:], None)
+                kv_len = _end((part.cu_seqlens_kv if part.padded_kv is None else part.padded_kv)[-1:], None)
+            case DocumentIds():
+                batch, q_len, kv_len = (
+                    max(batch, len(part.ids_q), len(part.ids_kv)),
+                    part.ids_q.shape[1],
+                    part.ids_kv.shape[1],
+                )
+            case Dense():
+                batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
+                q_len, kv_len = part.tensor.shape[2:]
+            case Prefix(n) | GlobalBand(prefix=n) | Chunk(offset=n) if (
+                isinstance(n, Tensor) and "documents" not in mask.kinds
+            ):
+                batch = max(batch, n.numel())
+    return batch, heads, q_len or EXAMPLE, kv_len or EXAMPLE
+
+
+def _end(length: Tensor, start: Tensor | None) -> int:
+    end = length if start is None else length + start
+    return int(end.max()) if end.numel() else 0
+
+
+def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
+    """One batch element of a form as text: a row a query, a column a key."""
+    one = slice(index, index + 1)
+    pairs = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0].tolist()
+    width = len(str(max(form.q_len - 1, 0)))
+    ruler = " ".join(str(key % 10) for key in range(form.kv_len))
+    rows = [
+        f"{row:>{width}} " + " ".join(ALLOWED if allowed else MASKED for allowed in line)
+        for row, line in enumerate(pairs)
+    ]
+    return "\n".join([f"{'':>{width}} {ruler}".rstrip(), *rows])
+
+
+def density(form: NormalForm, height: int, width: int) -> Tensor:
+    """The share of allowed pairs under each pixel of the first batch element's mean head, float ``[height, width]``."""
+    rows, keys = _pixel_edges(form.q_len, height), _pixel_edges(form.kv_len, width)
+    counts = form.counts(rows, keys)[0].to(torch.float64).mean(0).cpu()
+    area = torch.tensor(rows).diff()[:, None] * torch.tensor(keys).diff()
+    return (counts / area.clamp(min=1)).to(torch.float32)
+
+
+def _pixel_edges(length: int, pixels: int) -> list[int]:
+    pixels = max(1, min(pixels, length))
+    return [length * pixel // pixels for pixel in range(pixels + 1)]
+
+
+def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
+    """Draw the density of allowed pairs with matplotlib, and save it where a path is given."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        density(form, pixels, pixels).numpy(), extent=(0, form.kv_len, form.q_len, 0), cmap="Blues", vmin=0, vmax=1,
+        interpolation="nearest", aspect="auto" if form.q_len != form.kv_len else "equal",
+    )  # fmt: skip
+    axes.set(xlabel="key", ylabel="query", title=title)
+    figure.colorbar(image, label="share of allowed pairs", shrink=0.8)
+    if path is not None:
+        figure.savefig(path)
+    return figure

@@ -1,0 +1,307 @@
+"""Which query may attend to which key.
+
+A mask is an exact set of pairs (i, j) of a query row and a key. Each function here describes one set, ``&`` intersects
+them, and ``window(...) | prefix(n)`` adds the first n keys to a window. Every mask but ``dense`` and ``predicate``
+takes memory in proportion to the sequence, never to its square.
+
+Positions are counted within a sequence: i' = i - q_start and j' = j - kv_start, where a sequence is a batch element
+(as long as the tensor, or as ``lengths`` says) or a document. Where a sequence has n = kv_len - q_len more keys than
+queries, a query stands on key i' + d:
+
+    align="top_left"      d = 0    the first query stands on the first key
+    align="bottom_right"  d = n    the last query stands on the last key (decoding, chunked prefill)
+
+``align=None`` is accepted where the two agree (n = 0 for every sequence). A mask has one alignment.
+
+Values are checked when a mask is built from CPU tensors, and again after one was changed in place. On a GPU, and
+while compiling, only shapes are, so that nothing waits for the device.
+
+>>> print(causal() & document_ids(torch.tensor([0, 0, 0, 1, 1])))
+causal() & document_ids(<int64 [1, 5]>)
+  0 1 2 3 4
+0 ■ · · · ·
+1 ■ ■ · · ·
+2 ■ ■ ■ · ·
+3 · · · ■ ·
+4 · · · ■ ■
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided._intervals import NormalForm
+from undivided._mask import Align, Mask, Structure, describe
+from undivided._mask_parts import (
+    INT32_MAX,
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    Lengths,
+    Part,
+    PredicateFunction,
+    Prefix,
+    Size,
+    as_integer,
+    as_vector,
+    check_int_dtype,
+    register_predicate,
+)
+from undivided.errors import InputError
+
+__all__ = [
+    "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids", "documents", "lengths",
+    "predicate", "prefix", "window",
+]  # fmt: skip
+
+Ints = Tensor | Sequence[int]
+
+FULL = Mask()
+"""Every pair: what ``mask=None`` means."""
+
+
+def causal(align: Align | None = None) -> Mask:
+    """Each query attends to the keys up to its own: ``j' <= i' + d``.
+
+    Args:
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
+    Raises:
+        InputError: ``align`` is another word.
+
+    >>> causal(align="bottom_right").intervals(2, 3).tolist()
+    [[[0, 2], [0, 3]]]
+    """
+    return Mask(_align(align), None, 0)
+
+
+def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
+    """Each query attends to the keys near its own, both ends included: ``i' + d - left <= j' <= i' + d + right``.
+
+    Args:
+        left, right: keys before and after the query's own; None (or -1) is unbounded on that side.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
+    Raises:
+        InputError: a side is negative, or ``align`` is another word.
+
+    >>> window(1, 0).intervals(4, 4).tolist()
+    [[[0, 1], [0, 2], [1, 3], [2, 4]]]
+    """
+    return Mask(_align(align), _side("left", left), _side("right", right))
+
+
+def lengths(
+    kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None
+) -> Mask:
+    """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``; others see and are seen never.
+
+    Args:
+        kv: real keys of each batch element, int ``[B]`` or a list.
+        q: real queries; None: every row is real. A padded self-attention batch is ``lengths(n, n)``.
+        kv_start, q_start: where the real tokens begin (left padding); None: at 0.
+    Raises:
+        InputError: no integers, shapes that differ, a negative value, or ``q_start`` without ``q``.
+
+    >>> lengths([1, 2], kv_start=[2, 0]).intervals(1, 3, batch=2).tolist()
+    [[[2, 3]], [[0, 2]]]
+    """
+    keys = as_vector("kv", kv)
+    queries = keys if q is kv else None if q is None else as_vector("q", q)
+    key_start = None if kv_start is None else as_vector("kv_start", kv_start)
+    if q_start is kv_start:
+        query_start = key_start
+    else:
+        query_start = None if q_start is None else as_vector("q_start", q_start)
+    for argument, value in (("q", queries), ("kv_start", key_start), ("q_start", query_start)):
+        if value is not None and value.shape != keys.shape:
+            raise InputError(
+                argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries"
+            )
+    if query_start is not None and queries is None:
+        raise InputError("q", "be given with q_start", None, "say how many rows are real from q_start on")
+    return _of(Lengths(keys, queries, key_start, query_start))
+
+
+def documents(
+    cu_seqlens_q: Ints, cu_seqlens_kv: Ints | None = None, padded_q: Ints | None = None, padded_kv: Ints | None = None,
+    max_q: int | None = None, max_kv: int | None = None,
+) -> Mask:  # fmt: skip
+    """Documents packed one after another: a query attends to the keys of its own document alone.
+
+    Args:
+        cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, int ``[N + 1]`` or a list.
+        cu_seqlens_kv: those of the keys; None: the same as the queries'.
+        padded_q, padded_kv: where each document begins in memory, and the total, if there are gaps between them;
+            ``padded_kv`` is ``padded_q`` where both it and ``cu_seqlens_kv`` are None.
+        max_q, max_kv: the longest document, for kernels that need it on the host.
+    Raises:
+        InputError: offsets that do not start at 0 or decrease, different numbers of documents, gaps too small.
+
+    >>> documents([0, 2, 3]).intervals(3, 3).tolist()
+    [[[0, 2], [0, 2], [2, 3]]]
+    >>> documents([0, 1, 3], padded_q=[0, 2, 4]).intervals(4, 4).tolist()
+    [[[0, 1], [0, 0], [2, 4], [2, 4]]]
+    """
+    same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
+    real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
+    real_kv = real_q if cu_seqlens_kv is None or same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
+    slots_q = None if padded_q is None else as_vector("padded_q", padded_q)
+    slots_kv = None if padded_kv is None else as_vector("padded_kv", padded_kv)
+    if padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None):
+        slots_kv = slots_q
+    if real_q.shape[0] < 1:
+        raise InputError("cu_seqlens_q", "hold N + 1 offsets for N documents", "none", "no documents are [0]")
+    for argument, value in (("cu_seqlens_kv", real_kv), ("padded_q", slots_q), ("padded_kv", slots_kv)):
+        if value is not None and value.shape != real_q.shape:
+            must = f"have as many entries as cu_seqlens_q ({real_q.shape[0]})"
+            raise InputError(argument, must, f"{value.shape[0]} entries")
+    most_q = None if max_q is None else as_integer("max_q", max_q, 0)
+    most_kv = None if max_kv is None else as_integer("max_kv", max_kv, 0)
+    return _of(
+        Documents(real_q, real_kv, slots_q, slots_kv, most_q, most_q if same and max_kv is None else most_kv)
+    )
+
+
+def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
+    """A query attends to the keys with its own id; negative ids are padding. Positions stay those of the rows.
+
+    Args:
+        ids_q: integer ids ``[B, Sq]``, or ``[1, Sq]`` or ``[Sq]`` for every batch element.
+        ids_kv: those of the keys; None: the same as the queries'.
+    Raises:
+        InputError: no integers, or another number of dimensions.
+
+    >>> document_ids([7, 7, -1, 3]).intervals(4, 4).tolist()
+    [[[0, 2], [0, 2], [0, 0], [3, 4]]]
+    """
+    queries = _ids("ids_q", ids_q)
+    keys = queries if ids_kv is None or ids_kv is ids_q else _ids("ids_kv", ids_kv)
+    if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
+        raise InputError("ids_kv", f"have the batch of ids_q ({queries.shape[0]})", keys.shape[0])
+    return _of(DocumentIds(queries, keys))
+
+
+def prefix(n: int | Ints) -> Mask:
+    """The first keys of each sequence: ``j' < n``. With ``|``, beside a window: prefix-LM, attention sinks' tokens.
+
+    Args:
+        n: number of keys, or one for each batch element (packed: each document), int ``[B]`` or a list.
+    Raises:
+        InputError: not an integer, or negative.
+
+    >>> (causal() | prefix(2)).intervals(4, 4).tolist()
+    [[[0, 2], [0, 2], [0, 3], [0, 4]]]
+    """
+    return _of(Prefix(_size("n", n, 0)))
+
+
+def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
+    """The sequence in chunks that see only themselves: ``floor(p_q / size) == floor(p_k / size)``.
+
+    ``p_q = i' + offset`` and ``p_k = j' - d + offset`` are absolute positions.
+
+    Args:
+        size: tokens in a chunk.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
+        offset: where the first query stands in its sequence, an int, int ``[B]`` or a list; None: the keys begin
+            the sequence, so the first query stands at d.
+    Raises:
+        InputError: ``size`` is not a positive integer, or ``offset`` not an integer.
+
+    >>> chunks(2).intervals(3, 3).tolist()
+    [[[0, 2], [0, 2], [2, 3]]]
+    >>> chunks(2, align="bottom_right").intervals(1, 4).tolist()
+    [[[2, 4]]]
+    """
+    return _of(
+        Chunk(
+            min(as_integer("size", size, 1), INT32_MAX), None if offset is None else _size("offset", offset)
+        ),
+        _align(align),
+    )
+
+
+def dense(tensor: Tensor) -> Mask:
+    """Any pairs at all, as a boolean tensor: True = attend.
+
+    Args:
+        tensor: bool ``[Sq, Sk]``, or four dimensions that broadcast to ``[B, H, Sq, Sk]``.
+    Raises:
+        InputError: not boolean (scores to add go to ``bias=``), or another number of dimensions.
+
+    >>> dense(torch.tensor([[True, False, True]])).intervals(1, 3).tolist()
+    [[[0, 3]]]
+    """
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InputError("tensor", "be boolean, True = attend", got, "scores to add to q . k go to bias=")
+    if tensor.dim() not in (2, 4):
+        raise InputError(
+            "tensor", "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]", f"shape {list(tensor.shape)}",
+            "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
+        )  # fmt: skip
+    return _of(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
+
+
+def predicate(fn: PredicateFunction) -> Mask:
+    """Any pairs at all, as a function of indices that is evaluated a block at a time.
+
+    Args:
+        fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It receives
+            int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and ``[1, 1, 1, k]``:
+            raw indices into the tensors (packed: b = 0). It must be a pure function; tensors that it captures may
+            change in place between calls.
+    Raises:
+        InputError: ``fn`` cannot be called, or a predicate is built while compiling.
+
+    >>> predicate(lambda b, h, q, k: (q + k) % 2 == 0).intervals(2, 4).tolist()
+    [[[0, 3], [1, 4]]]
+    """
+    if not callable(fn):
+        raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
+    if torch.compiler.is_compiling():
+        raise InputError(
+            "mask", "be built outside of torch.compile where it holds a predicate", "masks.predicate(fn) inside",
+            "build the mask before the compiled function and pass it in",
+        )  # fmt: skip
+    return _of(register_predicate(fn))
+
+
+def _of(part: Part, align: Align | None = None) -> Mask:
+    part.validate()
+    return Mask(align, None, None, (part,))
+
+
+def _align(align: object) -> Align | None:
+    if align is None or align == "top_left" or align == "bottom_right":
+        return align  # type: ignore[return-value]
+    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
+
+
+def _side(argument: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    side = as_integer(argument, value)
+    if side < -1:
+        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side)
+    return None if side == -1 else min(side, INT32_MAX)
+
+
+def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size:
+    if isinstance(value, Tensor | list | tuple):
+        return as_vector(argument, value, f"{argument} is an int, or one for each sequence")
+    number = as_integer(argument, value, at_least)
+    if abs(number) > INT32_MAX:
+        raise InputError(argument, f"be at most {INT32_MAX}", number)
+    return number
+
+
+def _ids(argument: str, value: Tensor | Sequence[int]) -> Tensor:
+    ids = value if isinstance(value, Tensor) else as_vector(argument, value)
+    check_int_dtype(argument, ids)
+    if ids.dim() not in (1, 2):
+        raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))
+    return ids if ids.dim() == 2 else ids[None]
