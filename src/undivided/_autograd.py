@@ -1,0 +1,158 @@
+"""Running a backend under autograd: first derivatives by the backend, all others by the reference.
+
+    forward            the chosen backend
+    backward           the same backend, by recomputation from (out, lse)
+    double backward    the reference, block by block, whatever ran before
+    forward mode, vmap and torch.func    the reference as plain tensor operations
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from undivided import _layout
+from undivided._problem import Operands, Problem
+from undivided._result import Result, lse_dtype
+from undivided.backends import reference
+from undivided.backends._base import Backend, Gradients
+
+
+def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out in the caller's layout, lse [B, H, Sq] or [H, T])."""
+    if _is_transformed(operands):
+        return _restore(reference.composite(problem, operands), problem)
+    if "backward" not in problem.features:
+        return _restore(forward(backend, problem, operands), problem)
+    outputs: tuple[Tensor, Tensor] = _Attention.apply(backend, problem, operands, *operands.differentiable)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
+    """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
+    if operands.q.is_meta:
+        shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
+        lse = operands.q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype))
+        return Result(_layout.empty(problem.layout, shape, operands.q), lse)
+    device = operands.q.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return backend.forward(problem, operands)
+    return backend.forward(problem, operands)
+
+
+def backward(
+    backend: Backend, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Run a backend's backward with autocast off."""
+    if operands.q.is_meta:
+        return [
+            torch.empty_like(t) if t is not None and needed else None
+            for t, needed in zip(operands.differentiable, operands.needs, strict=True)
+        ]
+    with torch.autocast(operands.q.device.type, enabled=False):
+        return backend.backward(problem, operands, result, grad_out, grad_lse)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts the arguments of scaled_dot_product_attention: all but float64, to its lower precision."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _is_transformed(operands: Operands) -> bool:
+    """Whether torch.func or forward-mode differentiation is looking: they see through plain operations only."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable)
+
+
+def _restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+    lse = result.lse.squeeze(0) if problem.packed else result.lse
+    return _layout.restore(result.out, problem.layout), lse
+
+
+def _canonical(out: Tensor, lse: Tensor, problem: Problem) -> Result:
+    return Result(_layout.canonical(out, problem.layout), lse.unsqueeze(0) if problem.packed else lse)
+
+
+class _Attention(torch.autograd.Function):
+    """The chosen backend as one differentiable operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend: Backend, problem: Problem, operands: Operands, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _restore(forward(backend, problem, operands), problem)
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.backend, ctx.problem, ctx.operands = backend, problem, operands.without_tensors()
+        ctx.mask_state = operands.mask.state()
+        ctx.set_materialize_grads(False)
+        if "lse" not in problem.features:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 9
+        *inputs, out, lse = ctx.saved_tensors
+        operands: Operands = ctx.operands
+        if operands.mask.state() != ctx.mask_state:
+            raise RuntimeError(
+                "the mask's tensors (lengths, cu_seqlens, ...) were changed in place between forward and backward; "
+                "pass a clone to the mask, or call backward first"
+            )
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        arguments = (ctx.backend, ctx.problem, operands, out, lse, grad_out, grad_lse, *inputs)
+        if torch.is_grad_enabled():
+            return (None, None, None, *_AttentionBackward.apply(*arguments))  # type: ignore[no-untyped-call]
+        return (None, None, None, *_gradients(*arguments))
+
+
+def _gradients(
+    backend: Backend,
+    problem: Problem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *inputs: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    if grad_lse is not None and problem.packed:
+        grad_lse = grad_lse.unsqueeze(0)
+    result = _canonical(out, lse, problem)
+    return tuple(backward(backend, problem, operands.with_differentiable(inputs), result, grad_out, grad_lse))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as an operation of its own, so that it has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *inputs = arguments
+        ctx.save_for_backward(*inputs, grad_out, grad_lse)
+        ctx.set_materialize_grads(False)
+        return _gradients(*arguments)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, grad_out, grad_lse = ctx.saved_tensors
+        problem: Problem = ctx.problem
+        if grad_lse is not None and problem.packed:
+            grad_lse = grad_lse.unsqueeze(0)
+        gradients, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
+            problem, ctx.operands.with_differentiable(inputs), grad_out, grad_lse, grad_gradients
+        )
+        if for_grad_lse is not None and problem.packed:
+            for_grad_lse = for_grad_lse.squeeze(0)
+        return (None, None, None, None, None, for_grad_out, for_grad_lse, *gradients)

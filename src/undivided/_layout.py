@@ -1,0 +1,70 @@
+"""Layout names, and the strided views between them. Nothing here copies: a layout is only strides.
+
+Legend: B batch, S sequence, H heads, D head size, T total tokens of all packed documents.
+
+    bshd  [B, S, H, D]   the canonical order inside the library
+    sbhd  [S, B, H, D]   TransformerEngine's and Megatron's default
+    bhsd  [B, H, S, D]   torch.nn.functional.scaled_dot_product_attention
+    thd   [T, H, D]      packed documents: a batch of one, with a document mask
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
+LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd", "thd")
+
+
+def rank(layout: Layout) -> int:
+    """Number of axes of a tensor in this layout."""
+    return 3 if layout == "thd" else 4
+
+
+def sizes(shape: torch.Size, layout: Layout) -> tuple[int, int, int, int]:
+    """(B, S, H, D) of a tensor of this shape."""
+    if layout == "bshd":
+        return shape[0], shape[1], shape[2], shape[3]
+    if layout == "bhsd":
+        return shape[0], shape[2], shape[1], shape[3]
+    if layout == "sbhd":
+        return shape[1], shape[0], shape[2], shape[3]
+    return 1, shape[0], shape[1], shape[2]
+
+
+def canonical(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensor seen as [B, S, H, D]."""
+    if layout == "bshd":
+        return tensor
+    if layout == "bhsd":
+        return tensor.transpose(1, 2)
+    if layout == "sbhd":
+        return tensor.transpose(0, 1)
+    return tensor.unsqueeze(0)
+
+
+def restore(tensor_BSHD: Tensor, layout: Layout) -> Tensor:
+    """The inverse of `canonical`."""
+    return tensor_BSHD.squeeze(0) if layout == "thd" else canonical(tensor_BSHD, layout)
+
+
+def heads_first(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensor seen as [B, H, S, D], the order that most kernels take."""
+    if layout == "bhsd":
+        return tensor
+    if layout == "bshd":
+        return tensor.transpose(1, 2)
+    if layout == "sbhd":
+        return tensor.permute(1, 2, 0, 3)
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def empty(layout: Layout, shape_BSHD: tuple[int, int, int, int], like: Tensor, zero: bool = False) -> Tensor:
+    """A new [B, S, H, D] view whose memory is contiguous in `layout`, so that `restore` gives a contiguous tensor."""
+    b, s, h, d = shape_BSHD
+    native = {"bshd": (b, s, h, d), "bhsd": (b, h, s, d), "sbhd": (s, b, h, d), "thd": (s, h, d)}[layout]
+    make = torch.zeros if zero else torch.empty
+    return canonical(make(native, dtype=like.dtype, device=like.device), layout)

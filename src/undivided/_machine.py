@@ -1,0 +1,171 @@
+"""What the hardware and the installed libraries are: probed once, or described.
+
+Selection reads a `Machine` and nothing else about the world, so it can be asked about a machine one is not on:
+``undivided.explain(q, k, v, layout="bshd", machine=Machine(device="cuda", compute_capability=(8, 0)))``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from undivided.errors import InputError
+
+Version = tuple[int, ...]
+
+# import name -> distribution names that provide it, in order of preference
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "flash_attn": ("flash-attn",),
+    "flash_attn_3": ("flash-attn-3", "flash_attn_3"),
+    "flash_attn_4": ("flash-attn-4",),
+    "cudnn_frontend": ("nvidia-cudnn-frontend",),
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
+}
+
+KNOWN_GPUS: dict[str, tuple[int, int]] = {
+    "v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a10": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "l40s": (8, 9),
+    "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "b300": (10, 3), "rtx5090": (12, 0),
+}  # fmt: skip
+"""Compute capability by name (NVIDIA's CUDA GPU list), for describing a machine in a word."""
+
+
+def parse_version(text: str) -> Version:
+    """``"8.9.7"`` -> ``(8, 9, 7)``; what follows the leading numbers (``+cu126``, ``.post1``) does not count."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    if match is None:
+        raise InputError("version", "start with a number such as '9.1.0'", repr(text))
+    return tuple(int(part) for part in match.group().split("."))
+
+
+def format_version(version: Version) -> str:
+    """``(8, 9, 7)`` -> ``"8.9.7"``."""
+    return ".".join(map(str, version))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, as far as choosing a backend needs it.
+
+    Args:
+        device: "cpu" or "cuda"; None where the tensors say.
+        name: what people call it; only printed.
+        compute_capability: of the CUDA device, e.g. (8, 0) for an A100.
+        cudnn: cuDNN's version, e.g. "8.9.7".
+        packages: versions of installed packages by import name, e.g. {"flash_attn": "2.8.4"}.
+            Known: flash_attn, flash_attn_3, flash_attn_4, cudnn_frontend, triton.
+        torch: PyTorch's version; this one's if not said.
+        isa: the CPU's instruction set as PyTorch names it ("AVX2", "AVX512", "DEFAULT", ...).
+        hip: an AMD GPU (ROCm) behind torch's "cuda" device.
+        probed: True where `Machine.this` filled it in.
+
+    >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
+    >>> a100.version("flash_attn")
+    (2, 8, 4)
+    """
+
+    device: str | None = None
+    name: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    cudnn: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch: str = torch.__version__
+    isa: str = ""
+    hip: bool = False
+    probed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in (None, "cpu", "cuda"):
+            raise InputError("Machine.device", "be 'cpu', 'cuda' or None", repr(self.device))
+        if self.device == "cuda" and self.compute_capability is None and not self.hip:
+            raise InputError(
+                "Machine.compute_capability", "be given for a CUDA device", None,
+                hint="for example (8, 0) for an A100, (9, 0) for an H100",
+            )  # fmt: skip
+        unknown = sorted(set(self.packages) - set(_PACKAGES))
+        if unknown:
+            raise InputError("Machine.packages", f"name only {', '.join(_PACKAGES)}", unknown)
+        for text in (self.torch, *self.packages.values(), *([self.cudnn] if self.cudnn else [])):
+            parse_version(text)
+        object.__setattr__(self, "packages", dict(self.packages))
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch))
+
+    def version(self, package: str) -> Version | None:
+        """Version of a package, of "torch" or of "cudnn"; None where it is not installed."""
+        text = {"torch": self.torch, "cudnn": self.cudnn}.get(package) or self.packages.get(package)
+        return parse_version(text) if text else None
+
+    @staticmethod
+    def this(device: torch.device | str | None = None) -> Machine:
+        """The machine one is on, probed once for each device."""
+        return _probe(str(device) if device is not None and str(device).startswith("cuda") else "cpu")
+
+    @staticmethod
+    def named(name: str, cudnn: str | None = None, packages: Mapping[str, str] | None = None) -> Machine:
+        """A machine with a GPU known by name, or "cpu".
+
+        >>> Machine.named("a100").compute_capability
+        (8, 0)
+        """
+        key = name.lower().replace(" ", "").replace("-", "")
+        if key == "cpu":
+            return Machine(device="cpu", name="cpu", packages=packages or {})
+        if key not in KNOWN_GPUS:
+            raise InputError("device", f"be cpu or one of {', '.join(KNOWN_GPUS)}", repr(name))
+        return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, packages or {})
+
+    def __str__(self) -> str:
+        parts = [self.name or self.device or "this machine"]
+        if self.compute_capability:
+            parts.append("sm" + "".join(map(str, self.compute_capability)))
+        if self.isa:
+            parts.append(self.isa)
+        parts.append(f"torch {self.torch}")
+        if self.cudnn:
+            parts.append(f"cuDNN {self.cudnn}")
+        parts += [f"{package} {version}" for package, version in sorted(self.packages.items())]
+        return ", ".join(parts)
+
+
+def _installed(names: tuple[str, ...]) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@functools.cache
+def _probe(device: str) -> Machine:
+    packages = {name: version for name, names in _PACKAGES.items() if (version := _installed(names))}
+    isa = torch.backends.cpu.get_cpu_capability()
+    if device == "cpu":
+        name = f"{platform.machine()} {platform.system()}"
+        return Machine(name=name, packages=packages, isa=isa, probed=True)
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    cudnn = torch.backends.cudnn.version()
+    return Machine(
+        name=properties.name,
+        compute_capability=(properties.major, properties.minor),
+        cudnn=_cudnn_text(cudnn) if cudnn else None,
+        packages=packages,
+        isa=isa,
+        hip=torch.version.hip is not None,
+        probed=True,
+    )
+
+
+def _cudnn_text(number: int) -> str:
+    """cuDNN writes 8.9.7 as 8907 and 9.10.2 as 91002."""
+    major, rest = divmod(number, 10000) if number >= 90000 else divmod(number, 1000)
+    minor, patch = divmod(rest, 100)
+    return f"{major}.{minor}.{patch}"

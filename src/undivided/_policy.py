@@ -1,0 +1,171 @@
+"""Which backends the caller allows: argument > context manager > environment.
+
+All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from types import TracebackType
+from typing import NamedTuple
+
+from undivided.errors import InputError
+
+
+class Policy(NamedTuple):
+    """What the caller allows.
+
+    forced: the backend or family that must run, or None. An explicit request never falls back.
+    allowed: names or families, in the order to try them, or None for all in the default order.
+    disabled: (name or family, who said so) pairs that must not run.
+    deterministic: results must repeat bit for bit.
+    log: "" (nothing), "info" (each new Decision) or "debug" (and its reasons).
+    """
+
+    forced: str | None = None
+    allowed: tuple[str, ...] | None = None
+    allowed_by: str = ""
+    disabled: tuple[tuple[str, str], ...] = ()
+    deterministic: bool = False
+    log: str = ""
+
+
+class _Switch(NamedTuple):
+    """One setting of `use_backends`, or several laid over each other."""
+
+    allowed: tuple[str, ...] | None = None
+    disabled: tuple[str, ...] = ()
+
+
+_process_switch = _Switch()
+_context_switch: contextvars.ContextVar[_Switch | None] = contextvars.ContextVar("undivided_backends", default=None)
+
+
+def _current_switch() -> _Switch:
+    switch = _context_switch.get()
+    return _process_switch if switch is None else switch
+
+
+class use_backends:  # noqa: N801 - reads as a function, like torch.no_grad
+    """Allow only these backends or families, in this order; as a statement for the process, or in a ``with``.
+
+    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others.
+
+    Args:
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...).
+
+    Raises:
+        InputError: a name that no backend or family has.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> with undivided.use_backends("reference"):
+    ...     undivided.explain(q, q, q, layout="bshd").backend.name
+    'reference'
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._install(_Switch(_known(names) if names else None, ()))
+
+    @classmethod
+    def disable(cls, *names: str) -> use_backends:
+        """Forbid these backends or families on top of what is set."""
+        handle = cls.__new__(cls)
+        before = _current_switch()
+        handle._install(_Switch(before.allowed, (*before.disabled, *_known(names))))
+        return handle
+
+    def _install(self, switch: _Switch) -> None:
+        """Set it for the process at once; `with` narrows it to the block."""
+        global _process_switch
+        self._switch, self._before = switch, _process_switch
+        self._token: contextvars.Token[_Switch | None] | None = None
+        _process_switch = switch
+
+    def __enter__(self) -> use_backends:
+        global _process_switch
+        _process_switch = self._before
+        self._token = _context_switch.set(self._switch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._token is not None
+        _context_switch.reset(self._token)
+
+
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    from undivided.backends import names_and_families
+
+    known = names_and_families()
+    for name in names:
+        if name not in known:
+            raise InputError("backend", f"be one of {', '.join(sorted(known))}", repr(name))
+    return tuple(names)
+
+
+# The variables, as the process' environment stores them. os.environ.get encodes and decodes on every call (1 us each, and
+# nine of them are read); its inner dictionary is looked up instead, with the plain way as the fallback.
+_VARIABLES = (
+    "UNDIVIDED_BACKENDS", "UNDIVIDED_DETERMINISTIC", "UNDIVIDED_LOG", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL",
+)  # fmt: skip
+_inner = getattr(os.environ, "_data", None)
+_ENCODED = tuple(os.fsencode(name) if os.name == "posix" else name for name in _VARIABLES)
+
+Environment = tuple[object, ...]
+
+
+def environment() -> Environment:
+    """The raw values of the variables that matter, to be compared and hashed."""
+    if _inner is not None:
+        return tuple(map(_inner.get, _ENCODED))
+    return tuple(map(os.environ.get, _VARIABLES))
+
+
+def policy(backend: str | None = None, deterministic: bool | None = None) -> Policy:
+    """The policy of this call."""
+    key = (backend, deterministic, _current_switch(), environment())
+    found = _policies.get(key)
+    if found is None:
+        if len(_policies) >= _MOST_POLICIES:
+            _policies.clear()
+        found = _policies[key] = _read_policy(backend, deterministic, key[2])
+    return found
+
+
+_policies: dict[object, Policy] = {}
+_MOST_POLICIES = 256
+
+
+def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch) -> Policy:
+    if backend is not None:
+        _known((backend,))
+    if deterministic not in (None, True, False):
+        raise InputError("deterministic", "be True, False or None", repr(deterministic))
+    disabled = [(name, "use_backends.disable") for name in switch.disabled]
+    for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
+        if os.environ.get(f"NVTE_{variable}_ATTN", "1") == "0":
+            disabled.append((family, f"NVTE_{variable}_ATTN=0"))
+    allowed, allowed_by = switch.allowed, "use_backends"
+    if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "").strip()):
+        allowed = _known(tuple(name.strip() for name in text.split(",") if name.strip()))
+        allowed_by = "UNDIVIDED_BACKENDS"
+    if deterministic is None:
+        deterministic = (
+            os.environ.get("UNDIVIDED_DETERMINISTIC", "0") not in ("", "0")
+            or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+        )
+    return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, _log_level())
+
+
+def _log_level() -> str:
+    """UNDIVIDED_LOG, or TransformerEngine's NVTE_DEBUG x NVTE_DEBUG_LEVEL (1 = info, 2 = debug)."""
+    level = os.environ.get("UNDIVIDED_LOG", "").strip().lower()
+    if level not in ("", "0", "info", "debug"):
+        raise InputError("UNDIVIDED_LOG", "be 'info' or 'debug'", repr(level))
+    if level in ("", "0") and os.environ.get("NVTE_DEBUG", "0") == "1":
+        return {"0": "", "1": "info"}.get(os.environ.get("NVTE_DEBUG_LEVEL", "0"), "debug")
+    return level if level in ("info", "debug") else ""

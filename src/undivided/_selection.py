@@ -1,0 +1,209 @@
+"""Which backend runs a problem, and why not the others: a pure function of (Problem, Machine, Policy).
+
+The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from undivided._machine import Machine
+from undivided._policy import Policy
+from undivided._problem import Problem
+from undivided.backends import all_backends, is_called
+from undivided.backends._base import Backend
+from undivided.errors import NoBackendError
+
+_logger = logging.getLogger("undivided")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not."""
+
+    backend: Backend
+    reasons: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The chosen backend, and for every other one its list of reasons.
+
+    ``decision.backend`` is the one that runs (None where there is none), ``decision.reasons`` maps every other name to its
+    reasons, ``str(decision)`` is the table.
+    """
+
+    problem: Problem
+    machine: Machine
+    policy: Policy
+    chosen: Backend | None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that runs.
+
+        Raises:
+            NoBackendError: there is none.
+        """
+        if self.chosen is None:
+            raise NoBackendError(self)
+        return self.chosen
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every backend in the order it was tried, with its reasons. Built when first read."""
+        return tuple(self._verdict(backend) for backend in _in_order(self.problem, self.machine, self.policy))
+
+    @property
+    def reasons(self) -> dict[str, tuple[str, ...]]:
+        """Reasons by backend name. The chosen one has none; one that lost only by rank has the note that says so."""
+        return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
+
+    def _verdict(self, backend: Backend) -> Verdict:
+        reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))
+        if reasons or backend is self.chosen:
+            return Verdict(backend, reasons)
+        name = self.chosen.name if self.chosen else "none"
+        return Verdict(backend, (), f"can run, ranked after {name}")
+
+    def __str__(self) -> str:
+        head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
+        lines = [head, f"  problem: {self.problem}", f"  machine: {self.machine}"]
+        width = max(len(v.backend.name) for v in self.verdicts)
+        for verdict in self.verdicts:
+            name = verdict.backend.name.ljust(width)
+            if verdict.backend is self.chosen:
+                lines.append(f"  {name}  chosen ({verdict.backend.family})")
+                continue
+            for i, reason in enumerate(verdict.reasons or (verdict.note,)):
+                lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
+        if self.chosen is None and self.policy.forced is not None:
+            lines.append(f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out to let selection choose")
+        return "\n".join(lines)
+
+
+def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    """Choose. Repeated problems are a dictionary look-up.
+
+    Raises:
+        NoBackendError: nothing may run it; the error carries the Decision.
+    """
+    key = (problem, policy, id(machine))
+    decision = _decisions.get(key)
+    if decision is not None and decision.machine is machine:
+        return decision
+    decision = _select_by_class(problem, machine, policy)
+    _remember(_decisions, key, decision)
+    return decision
+
+
+def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    """The Decision for exactly this problem, also where no backend can run it. Nothing is cached, nothing raised."""
+    if policy.deterministic and not problem.deterministic:
+        problem = problem._replace(deterministic=True)
+    for backend in _in_order(problem, machine, policy):
+        if not _objections(backend, problem, machine, policy):
+            return Decision(problem, machine, policy, backend)
+    return Decision(problem, machine, policy, None)
+
+
+def selection_key(problem: Problem) -> Problem:
+    """The problem with its lengths replaced by what a backend may look at in them, so that decoding shares decisions.
+
+    Kept of a length: whether it is 0 to 16, its divisibility by 8 to 64, between which powers of two it lies; and how
+    query and key length compare. `Backend.reasons` promises to look at nothing else.
+    """
+    q_len, kv_len = _length_class(problem.q_len), _length_class(problem.kv_len)
+    order = (problem.q_len > problem.kv_len) - (problem.q_len < problem.kv_len)
+    documents = problem.documents
+    if documents is not None:
+        count, max_q, max_kv = documents
+        documents = (_length_class(count), _maybe_class(max_q), _maybe_class(max_kv))
+    # a class is a length that stands for its like; the comparison of the two rides along in the unused sign of kv_len
+    return problem._replace(q_len=q_len * 4 + order, kv_len=kv_len, documents=documents)
+
+
+def _length_class(length: int) -> int:
+    if length <= 16:
+        return length
+    alignment = min(length & -length, 64)
+    return (length - 1).bit_length() * 1024 + alignment
+
+
+def _maybe_class(length: int | None) -> int | None:
+    return None if length is None else _length_class(length)
+
+
+_decisions: dict[object, Decision] = {}
+_by_class: dict[object, Decision] = {}
+_MOST_DECISIONS = 4096
+
+
+def _remember(cache: dict[object, Decision], key: object, decision: Decision) -> None:
+    if len(cache) >= _MOST_DECISIONS:
+        cache.clear()
+    cache[key] = decision
+
+
+def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    key = (selection_key(problem), policy, id(machine))
+    known = _by_class.get(key)
+    if known is not None and known.machine is machine:
+        exact = problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
+        return Decision(exact, machine, policy, known.chosen)
+    decision = decide(problem, machine, policy)
+    _log(decision, policy)
+    if decision.chosen is None:
+        raise NoBackendError(decision)
+    _remember(_by_class, key, decision)
+    return decision
+
+
+def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
+    """Backends in the order to try: the caller's order first where there is one, then by rank."""
+
+    def place(backend: Backend) -> tuple[int, float]:
+        listed = policy.allowed or ()
+        first = next((i for i, word in enumerate(listed) if is_called(backend, word)), len(listed))
+        return first, backend.rank(problem, machine)
+
+    return sorted(all_backends(), key=place)
+
+
+def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
+    """Everything that stands against this backend: what the caller said first, then what the backend says."""
+    said = []
+    asked = policy.forced is not None and is_called(backend, policy.forced)
+    if policy.forced is not None and not asked:
+        said.append(f"not asked for: backend={policy.forced!r}")
+    if policy.allowed is not None and not any(is_called(backend, word) for word in policy.allowed):
+        said.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
+    said += [f"switched off by {who}" for word, who in policy.disabled if is_called(backend, word)]
+    reasons = said + backend.reasons(problem, machine)
+    named = asked or (policy.allowed is not None and backend.name in policy.allowed)
+    if not reasons and not named and (hesitation := backend.only_when_asked(problem, machine)):
+        reasons.append(hesitation)
+    return reasons
+
+
+def _log(decision: Decision, policy: Policy) -> None:
+    """Print a new Decision where UNDIVIDED_LOG asks for it: one line for "info", the table for "debug"."""
+    if not policy.log:
+        return
+    if not _logger.handlers:
+        _logger.addHandler(logging.StreamHandler(sys.stderr))
+        _logger.setLevel(logging.INFO)
+        _logger.propagate = False
+    chosen = decision.chosen.name if decision.chosen else "no backend"
+    text = str(decision) if policy.log == "debug" else f"{chosen} for {decision.problem}"
+    _logger.info("undivided: %s", text)

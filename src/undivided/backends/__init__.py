@@ -1,0 +1,40 @@
+"""Every backend, one file each. A file ends in ``BACKEND = ...``; nothing else has to know that it exists."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+
+from undivided.backends._base import Backend
+from undivided.errors import InputError
+
+FAMILY_ALIASES = {"unfused": "math"}
+
+
+@functools.cache
+def all_backends() -> tuple[Backend, ...]:
+    """The backends, by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return tuple(module.BACKEND for module in modules if hasattr(module, "BACKEND"))
+
+
+@functools.cache
+def names_and_families() -> frozenset[str]:
+    """Every word that may be given as ``backend=``."""
+    found = {word for backend in all_backends() for word in (backend.name, backend.family)}
+    return frozenset(found | set(FAMILY_ALIASES))
+
+
+def is_called(backend: Backend, word: str) -> bool:
+    """Whether this name or family means this backend."""
+    return word == backend.name or FAMILY_ALIASES.get(word, word) == backend.family
+
+
+def get(name: str) -> Backend:
+    """The backend of this name."""
+    for backend in all_backends():
+        if backend.name == name:
+            return backend
+    raise InputError("backend", f"be one of {', '.join(b.name for b in all_backends())}", repr(name))

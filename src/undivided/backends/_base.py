@@ -1,0 +1,179 @@
+"""What a backend is: limits as data, reasons, forward, backward.
+
+A backend is one file in this folder that ends in ``BACKEND = <an instance>``. It declares its limits as a `Limits`, adds
+what data cannot say in `reasons`, and computes. Predicate and executor stand side by side, so that they stay one truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from undivided._machine import Machine, Version, format_version
+from undivided._problem import FEATURES, Operands, Problem
+from undivided._result import Result
+
+Gradients = Sequence[Tensor | None]
+"""Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None where not needed."""
+
+ALL_MASKS = frozenset(
+    "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
+)
+ALL_FEATURES = frozenset(FEATURES)
+
+_MASK_WORDS = {
+    "causal": "a causal mask",
+    "window": "a sliding window",
+    "lengths": "per-sequence lengths",
+    "q_lengths": "per-sequence query lengths",
+    "starts": "left padding",
+    "documents": "packed documents",
+    "padded": "documents with padding between them",
+    "document_ids": "document ids",
+    "prefix": "a key prefix",
+    "global": "global keys joined to a window",
+    "chunks": "chunked attention",
+    "dense": "a dense boolean mask",
+    "predicate": "a mask predicate",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a backend can do, as data. The defaults allow nothing special: each ability is said.
+
+    devices: device types. dtypes: of q, k, v.
+    max_head_dim, head_dim_multiple: of both head sizes; None / 1 for any.
+    masks: kinds of mask (`Mask.kinds`) that run natively. alignments: of causal masks and windows where they differ.
+    features: of `FEATURES`.
+    compute_capability: (lowest, highest), either None; only on CUDA.
+    packages: (name, lowest version or None, first version that no longer works or None) that must be installed.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    masks: frozenset[str] = frozenset()
+    alignments: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    compute_capability: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
+    packages: tuple[tuple[str, Version | None, Version | None], ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+    """Why a feature or mask kind is missing, added in brackets to its reason."""
+
+
+class Backend:
+    """The protocol of a backend. Subclasses set the class attributes and the three methods at the end."""
+
+    name: ClassVar[str]
+    family: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for the table of backends."""
+    limits: ClassVar[Limits]
+    how_to_get: ClassVar[str] = ""
+    """What to do where it is not available, e.g. "pip install flash-attn"."""
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """Where it stands in the order to try: lower is tried first. 100 is the reference."""
+        raise NotImplementedError
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """Why this machine cannot run it at all, whatever the problem; None where it can."""
+        return _missing_package(self.limits, machine)
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """Every reason why it cannot run exactly this problem; empty means it can.
+
+        A reason states value and limit. It may look at lengths only by comparison, by divisibility by 8, 16, 32 or 64, or
+        against powers of two, because decisions are shared by lengths that agree in these (`_selection.selection_key`).
+        """
+        return limit_reasons(self.limits, problem, machine)
+
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Why it is not chosen unless asked for by name, although it could run; None where it is."""
+        return None
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """Attention. Called without autograd recording."""
+        raise NotImplementedError
+
+    def backward(
+        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients by recomputation from (out, lse). grad_out has q's layout (any strides), grad_lse is [B, H, Sq]."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
+
+def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[str]:
+    """The reasons that follow from `Limits` alone."""
+    reasons = []
+    if problem.device not in limits.devices:
+        reasons.append(f"device={problem.device} (runs on {', '.join(sorted(limits.devices))})")
+    if (missing := _missing_package(limits, machine)) is not None:
+        reasons.append(missing)
+    if problem.device == "cuda" and "cuda" in limits.devices:
+        reasons += _capability_reasons(limits, machine)
+    if problem.dtype not in limits.dtypes:
+        reasons.append(f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})")
+    reasons += _head_dim_reasons(limits, problem)
+    for kind in sorted(problem.mask.kinds - limits.masks):
+        reasons.append(_with_note(f"no support for {_MASK_WORDS[kind]}", limits.notes.get(kind)))
+    if problem.align in ("top_left", "bottom_right") and problem.align not in limits.alignments:
+        reasons.append(f"{problem.align.replace('_', '-')} alignment, and the two differ here")
+    for feature in sorted(problem.features - limits.features):
+        reasons.append(_with_note(f"no support for {FEATURES[feature]}", limits.notes.get(feature)))
+    return reasons
+
+
+def _head_dim_reasons(limits: Limits, problem: Problem) -> list[str]:
+    reasons = []
+    sizes = {"head_dim": problem.qk_dim}
+    if problem.v_dim != problem.qk_dim:
+        sizes["value_dim"] = problem.v_dim
+    for name, size in sizes.items():
+        if limits.max_head_dim is not None and size > limits.max_head_dim:
+            reasons.append(f"{name}={size} (max {limits.max_head_dim})")
+        if size % limits.head_dim_multiple:
+            reasons.append(f"{name}={size} (must be a multiple of {limits.head_dim_multiple})")
+    return reasons
+
+
+def _missing_package(limits: Limits, machine: Machine) -> str | None:
+    for name, lowest, first_broken in limits.packages:
+        version = machine.version(name)
+        wanted = f" {format_version(lowest)} or later" if lowest else ""
+        if version is None:
+            return f"{name}{wanted} is not installed"
+        if lowest is not None and version < lowest:
+            return f"{name} {format_version(version)} (needs{wanted})"
+        if first_broken is not None and version >= first_broken:
+            return f"{name} {format_version(version)} (must be before {format_version(first_broken)})"
+    return None
+
+
+def _capability_reasons(limits: Limits, machine: Machine) -> list[str]:
+    lowest, highest = limits.compute_capability
+    if machine.compute_capability is None:
+        return []
+    have = ".".join(map(str, machine.compute_capability))
+    if lowest is not None and machine.compute_capability < lowest:
+        return [f"compute capability {have} (min {lowest[0]}.{lowest[1]})"]
+    if highest is not None and machine.compute_capability > highest:
+        return [f"compute capability {have} (max {highest[0]}.{highest[1]})"]
+    return []
+
+
+def _with_note(reason: str, note: str | None) -> str:
+    return f"{reason} ({note})" if note else reason
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,420 @@
+"""The reference: attention in readable PyTorch. It is the specification; every other backend matches it or refuses.
+
+`attend` is the whole of the semantics for one block of query rows, as plain differentiable tensor operations. Forward,
+backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to, so that
+memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by block.
+
+Legend: B batch, H query heads, N key/value heads, R query rows of the block, K keys of the block, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._intervals import NormalForm
+from undivided._machine import Machine
+from undivided._problem import DTYPES, Operands, Problem
+from undivided._result import Result, lse_dtype, sink_factor
+from undivided.backends._base import ALL_FEATURES, ALL_MASKS, Backend, Gradients, Limits
+from undivided.kernels import philox
+
+SCORES_PER_BLOCK = 1 << 22
+"""Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level cache."""
+
+FEWEST_ROWS = 16
+"""Below this many query rows a block, split the heads rather than the rows."""
+
+MOST_ROWS = 256
+"""Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of queries, and the smallest slice of keys that holds all that they may attend to."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+    rows: slice
+    keys: slice
+
+
+def attend(block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """(out [B, H, R, Dv], lse [B, H, R]) of one block; tensors as `_slices` gives them. The specification.
+
+    ``softmax(mask(softcap(scale * q . k) - slope * |i + d - j| + bias)) @ v`` with sinks in the denominator and dropout on
+    the weights. Rows without an allowed key give 0 and -inf, whatever their (unspecified) contents.
+    """
+    q, k, v, bias, sinks, slopes = tensors
+    assert q is not None and k is not None and v is not None
+    allowed = _allowed(block, problem, operands, bias)
+    if allowed is not None:
+        # outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying
+        some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
+        q = torch.where(some_row, q, 0.0)
+        some_key = some_key.unflatten(1, (-1, q.shape[1] // k.shape[1])).any(2) if some_key.shape[1] > 1 else some_key
+        k, v = (torch.where(some_key.unsqueeze(-1), x, 0.0) for x in (k, v))
+    score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale  # [B, H, R, K]
+    if operands.softcap is not None:
+        score = operands.softcap * torch.tanh(score / operands.softcap)
+    if slopes is not None:
+        score = score - slopes * _distance(block, problem, operands).to(score.dtype)
+    if bias is not None:
+        score = score + bias
+    if allowed is not None:
+        score = score.masked_fill(~allowed, -torch.inf)
+    lse, weights = _softmax(score)
+    if sinks is not None:
+        weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
+    if operands.dropout_p > 0:
+        kept = _kept(block, problem, operands)
+        weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(operands.dropout_p)
+    return _grouped_matmul(weights, v), lse
+
+
+def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
+    """(lse, weights) over the last axis; a row of -inf gives lse -inf and weights 0, with zero gradients."""
+    if score.shape[-1] == 0:
+        return score.new_full(score.shape[:-1], -torch.inf), score
+    largest = score.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    exponential = torch.exp(score - largest)
+    total = exponential.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
+    return lse, exponential / total
+
+
+def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """[B, H, R, X] @ [B, N, X, Y]: each of the N right heads serves H / N left heads, and is never expanded."""
+    batch, heads, rows, inner = left.shape
+    kv_heads = right.shape[1]
+    grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (grouped @ right).reshape(batch, heads, rows, right.shape[-1])
+
+
+def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | None) -> Tensor | None:
+    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None where every pair is. A bias of -inf counts as masked."""
+    allowed = None
+    if not operands.mask.is_full:
+        normal = operands.normal_form(problem)
+        on_cpu = normal.ranges.device.type == "cpu"  # elsewhere asking would wait for the device
+        if not (on_cpu and normal.covers(block.batch, block.rows, block.keys)):
+            allowed = normal.allowed(block.batch, block.rows, block.keys, block.heads)
+    if bias is not None:
+        finite = bias.detach() != -torch.inf
+        allowed = finite if allowed is None else allowed & finite
+        return allowed.expand(*allowed.shape[:2], block.rows.stop - block.rows.start, block.keys.stop - block.keys.start)
+    return allowed
+
+
+def _distance(block: Block, problem: Problem, operands: Operands) -> Tensor:
+    """|i + d - j| within the sequence, [B|1, 1, R, K]."""
+    normal = operands.normal_form(problem)
+    q_position = _batch_rows(normal.q_position, block.batch, block.rows) + _batch_rows(normal.shift, block.batch, block.rows)
+    kv_position = _batch_rows(normal.kv_position, block.batch, block.keys)
+    return (q_position[:, None, :, None] - kv_position[:, None, None, :]).abs()
+
+
+def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
+    """Which weights survive dropout, bool [B, H, R, K]."""
+    normal = operands.normal_form(problem)
+    assert operands.dropout_seed is not None
+    heads = torch.arange(block.heads.start, block.heads.stop, device=operands.q.device)
+    return philox.keep(
+        operands.dropout_seed,
+        _batch_rows(normal.q_sequence, block.batch, block.rows)[:, None, :, None],
+        heads[None, :, None, None],
+        _batch_rows(normal.q_position, block.batch, block.rows)[:, None, :, None],
+        _batch_rows(normal.kv_position, block.batch, block.keys)[:, None, None, :],
+        operands.dropout_p,
+    )
+
+
+def _batch_rows(table: Tensor, batch: slice, rows: slice) -> Tensor:
+    """Slice a [B|1, S] table."""
+    return table[batch if table.shape[0] > 1 else slice(None), rows]
+
+
+def _blocks(problem: Problem, operands: Operands) -> Iterator[Block]:
+    """All blocks, in order. Together their (batch, head, row) triples are every triple once."""
+    normal = None if operands.mask.is_full else operands.normal_form(problem)
+    batches = problem.batch
+    if problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+        batches = 1
+    for b in range(0, problem.batch, max(batches, 1)):
+        batch = slice(b, b + batches)
+        # a row of scores is as long as the keys that its block needs: heads are split only where that is too long
+        group = problem.heads // problem.kv_heads
+        heads = _heads_per_block(problem, normal, batch)
+        for n in range(0, problem.kv_heads, heads):
+            kv_heads = slice(n, min(n + heads, problem.kv_heads))
+            most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
+            for rows, keys in _row_blocks(problem, normal, batch, most):
+                yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
+
+
+def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
+    """How many key/value heads fit with the fewest rows; each alone costs a loop of its own."""
+    width = 1
+    for start in range(0, problem.q_len, MOST_ROWS):
+        keys = _keys(normal, problem, batch, slice(start, min(start + FEWEST_ROWS, problem.q_len)))
+        width = max(width, keys.stop - keys.start)
+    per_head = width * FEWEST_ROWS * (problem.heads // problem.kv_heads) * (batch.stop - batch.start)
+    return min(max(SCORES_PER_BLOCK // per_head, 1), problem.kv_heads)
+
+
+def _row_blocks(
+    problem: Problem, normal: NormalForm | None, batch: slice, most: int
+) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows."""
+    start, size = 0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS
+    while start < problem.q_len:
+        rows = slice(start, min(start + size, problem.q_len))
+        keys = _keys(normal, problem, batch, rows)
+        pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
+        if pairs > most and rows.stop - rows.start > FEWEST_ROWS:
+            size = max(most // (keys.stop - keys.start), FEWEST_ROWS)
+            rows = slice(start, min(start + size, problem.q_len))
+            keys = _keys(normal, problem, batch, rows)
+        yield rows, keys
+        start = rows.stop
+
+
+def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
+    """The keys that these rows need. Elsewhere than on the CPU asking would wait for the device: all of them."""
+    if normal is None or normal.ranges.device.type != "cpu":
+        return slice(0, problem.kv_len)
+    return slice(*normal.hull(batch, rows))
+
+
+def _bias_slice(bias: Tensor, block: Block) -> tuple[slice, ...]:
+    """The block of a broadcast [B|1, H|1, Sq|1, Sk|1] bias."""
+    wanted = (block.batch, block.heads, block.rows, block.keys)
+    return tuple(s if size > 1 else slice(None) for s, size in zip(wanted, bias.shape, strict=True))
+
+
+def _slices(block: Block, problem: Problem, operands: Operands) -> list[Tensor | None]:
+    """The block of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
+    [B|1, H|1, R|1, K|1], sinks [H], slopes [B|1, H, R|1, 1]."""
+    precision = lse_dtype(problem.dtype)
+    q, k, v = operands.heads_first()
+    slopes = operands.alibi_slopes
+    parts: list[Tensor | None] = [
+        q[block.batch, block.heads, block.rows],
+        k[block.batch, block.kv_heads, block.keys],
+        v[block.batch, block.kv_heads, block.keys],
+        None if operands.bias is None else operands.bias[_bias_slice(operands.bias, block)],
+        None if operands.sinks is None else operands.sinks[block.heads],
+        None if slopes is None else _row_slopes(slopes, block, problem, operands),
+    ]
+    return [None if part is None else part.to(precision) for part in parts]
+
+
+def _row_slopes(slopes: Tensor, block: Block, problem: Problem, operands: Operands) -> Tensor:
+    """The slope of every row: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
+    if slopes.dim() == 1:
+        return slopes[block.heads][None, :, None, None]
+    sequence = _batch_rows(operands.normal_form(problem).q_sequence, block.batch, block.rows)
+    return slopes[sequence.clamp(0, slopes.shape[0] - 1).long(), block.heads].transpose(1, 2).unsqueeze(-1)
+
+
+def composite(problem: Problem, operands: Operands) -> Result:
+    """The reference as differentiable tensor operations throughout: for forward mode, vmap and higher derivatives."""
+    blocks = list(_blocks(problem, operands))
+    if not blocks:
+        return _empty_result(problem, operands)
+    parts = [attend(block, problem, operands, _slices(block, problem, operands)) for block in blocks]
+    # blocks come ordered by batch, then heads, then rows: concatenate inside out
+    for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
+        parts, blocks = _concatenate(parts, blocks, axis, start)
+    out, lse = parts[0]
+    return Result(out.to(problem.dtype).transpose(1, 2), lse)
+
+
+def _concatenate(
+    parts: list[tuple[Tensor, Tensor]], blocks: list[Block], axis: int, name: str
+) -> tuple[list[tuple[Tensor, Tensor]], list[Block]]:
+    """Join neighbours along one axis; a block that starts at 0 along it begins a new group."""
+    joined: list[list[tuple[Tensor, Tensor]]] = []
+    firsts = []
+    for part, block in zip(parts, blocks, strict=True):
+        if getattr(block, name).start == 0:
+            joined.append([])
+            firsts.append(block)
+        joined[-1].append(part)
+    return [(torch.cat([p[0] for p in g], axis), torch.cat([p[1] for p in g], axis)) for g in joined], firsts
+
+
+def _empty_result(problem: Problem, operands: Operands) -> Result:
+    shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
+    out = _layout.empty(problem.layout, shape, operands.q, zero=True)
+    lse = torch.full(
+        (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
+    )
+    return Result(out, lse)
+
+
+class Reference(Backend):
+    """PyTorch operations, blockwise; runs every problem."""
+
+    name = "reference"
+    family = "math"
+    summary = "readable PyTorch, blockwise; the specification"
+    limits = Limits(
+        devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
+        dtypes=frozenset(DTYPES),
+        masks=ALL_MASKS,
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=ALL_FEATURES,
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """Last."""
+        return 100
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """Blocks of query rows, each written where it belongs."""
+        result = _empty_result(problem, operands)
+        out_BHSD = result.out.transpose(1, 2)
+        for block in _blocks(problem, operands):
+            out, lse = attend(block, problem, operands, _slices(block, problem, operands))
+            out_BHSD[block.batch, block.heads, block.rows] = out.to(problem.dtype)
+            result.lse[block.batch, block.heads, block.rows] = lse
+        return result
+
+    def backward(
+        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
+        sums = Accumulators(problem, operands)
+        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
+        for block in _blocks(problem, operands):
+            with torch.enable_grad():
+                leaves = _leaves(_slices(block, problem, operands), operands.needs)
+                out, lse = attend(block, problem, operands, leaves)
+            grad = grad_out_BHSD[block.batch, block.heads, block.rows].to(out.dtype)
+            outputs, grads = [out], [grad]
+            if grad_lse is not None:
+                outputs.append(lse)
+                grads.append(grad_lse[block.batch, block.heads, block.rows].to(lse.dtype))
+            sums.add(block, _gradients(outputs, grads, leaves))
+        return sums.finish()
+
+    def double_backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        grad_gradients: Sequence[Tensor | None],
+    ) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The derivative of `backward` along grad_gradients: for the inputs, for grad_out and for grad_lse."""
+        precision = lse_dtype(problem.dtype)
+        sums = Accumulators(problem, operands)
+        outer = operands.with_differentiable(
+            [g if g is not None else None if t is None else torch.zeros_like(t)
+             for g, t in zip(grad_gradients, operands.differentiable, strict=True)]
+        )  # fmt: skip
+        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
+        for_grad_out = torch.zeros_like(grad_out, dtype=precision)
+        for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
+        for block in _blocks(problem, operands):
+            where = (block.batch, block.heads, block.rows)
+            with torch.enable_grad():
+                leaves = _leaves(_slices(block, problem, operands), operands.needs)
+                out, lse = attend(block, problem, operands, leaves)
+                grads = [grad_out_BHSD[where].to(precision).requires_grad_()]
+                outputs = [out]
+                if grad_lse is not None:
+                    outputs.append(lse)
+                    grads.append(grad_lse[where].detach().clone().requires_grad_())
+                inner = _gradients(outputs, grads, leaves, create_graph=True)
+            pairs = [
+                (g, o) for g, o in zip(inner, _slices(block, problem, outer), strict=True)
+                if g is not None and g.requires_grad and o is not None
+            ]  # fmt: skip
+            found = _gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            sums.add(block, found[: len(leaves)])
+            _layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
+            if for_grad_lse is not None:
+                for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
+        return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
+
+
+def _or_zero(tensor: Tensor | None) -> Tensor | float:
+    return 0.0 if tensor is None else tensor
+
+
+def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    return [None if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+
+
+def _gradients(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
+) -> list[Tensor | None]:
+    """torch.autograd.grad that passes over leaves that are None, need no gradient, or are not reached."""
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if not wanted or not reached:
+        return [None] * len(leaves)
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
+        )
+    )
+    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+
+class Accumulators:
+    """Gradients of (q, k, v, bias, sinks, alibi_slopes) being summed over blocks, in the precision of the softmax."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self._problem, self._operands = problem, operands
+        precision = lse_dtype(problem.dtype)
+        self._sums = [
+            torch.zeros(t.shape, dtype=precision, device=t.device) if t is not None and needed else None
+            for t, needed in zip(operands.differentiable, operands.needs, strict=True)
+        ]
+
+    def add(self, block: Block, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one block, shaped as `_slices` gives the inputs."""
+        for i, gradient in enumerate(gradients):
+            total = self._sums[i]
+            if gradient is None or total is None:
+                continue
+            if i < 3:
+                heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
+                _layout.heads_first(total, self._problem.layout)[block.batch, heads, span] += gradient
+            elif i == 3:
+                total[_bias_slice(total, block)] += gradient
+            elif i == 4:
+                total[block.heads] += gradient
+            else:
+                self._add_slopes(total, block, gradient)
+
+    def _add_slopes(self, total: Tensor, block: Block, gradient: Tensor) -> None:
+        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `_row_slopes`."""
+        if total.dim() == 1:
+            total[block.heads] += gradient.sum((0, 2, 3))
+            return
+        normal = self._operands.normal_form(self._problem)
+        sequence = _batch_rows(normal.q_sequence, block.batch, block.rows).clamp(0, total.shape[0] - 1).long()
+        rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
+        total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+
+    def finish(self) -> list[Tensor | None]:
+        """In the dtypes of the inputs."""
+        return [
+            None if total is None or t is None else total.to(t.dtype)
+            for total, t in zip(self._sums, self._operands.differentiable, strict=True)
+        ]
+
+
+BACKEND = Reference()

@@ -1,0 +1,291 @@
+"""PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `_torch_flash_cuda`.
+
+The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive mask
+and nothing else. It is given what it is exact for:
+
+- no mask, or a top-left causal one: one call;
+- packed documents and padded batches: one call a sequence, cut out by strides, so that no padding is read or computed;
+- any other mask, bias or ALiBi: blocks of query rows, each against the keys its rows may attend to, with a mask of that
+  block alone, so that memory stays O(S * block) and a window costs what it allows.
+
+It multiplies what it masks (0 * NaN = NaN), reports lse = 0 for rows without keys, and has no gradient for its mask or
+through its lse; the first two are repaired here, for the others it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._intervals import NormalForm
+from undivided._machine import Machine
+from undivided._problem import DTYPES, Operands, Problem
+from undivided._result import Result, lse_dtype
+from undivided.backends import _torch_flash_cuda
+from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ROWS = 256
+"""Query rows of a masked block: the kernel's own largest split, so that a block fills one of its tiles."""
+
+SHORT_DOCUMENT = 16
+"""Documents shorter than this on average cost more in calls than the reference needs to compute them in blocks."""
+
+
+class Call(NamedTuple):
+    """One call of the kernel: batch rows, queries, keys, and how they are masked."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    causal: bool
+    masked: bool
+
+
+class TorchFlash(Backend):
+    """PyTorch's flash kernels: exact softmax in one pass, no score matrix."""
+
+    name = "torch_flash"
+    family = "flash"
+    summary = "PyTorch's fused CPU kernel, and its FlashAttention-2 on CUDA"
+    limits = Limits(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset(DTYPES),
+        masks=ALL_MASKS,
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset({"backward", "bias", "alibi", "gqa", "lse"}),
+        notes={
+            "dropout": "PyTorch's CPU kernel has none",
+            "lse_grad": "its backward has no term for it",
+            "bias_grad": "its mask has no gradient",
+            "alibi_grad": "its mask has no gradient",
+            "value_dim": "one head size for q, k and v",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """On the CPU after our own kernel, before the reference."""
+        return _torch_flash_cuda.rank(problem, machine) if problem.device == "cuda" else 20
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """Every PyTorch has it."""
+        return None
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The CPU kernel's limits, or CUDA's."""
+        if problem.device == "cuda":
+            return _torch_flash_cuda.reasons(problem, machine)
+        reasons = limit_reasons(self.limits, problem, machine)
+        if problem.q_len == 0 or problem.kv_len == 0 or problem.batch == 0:
+            reasons.append("an empty tensor (needs at least one query and one key)")
+        return reasons
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """One call, or one for every sequence or block of rows."""
+        if problem.device == "cuda":
+            return _torch_flash_cuda.forward(problem, operands)
+        q, k, v = operands.heads_first()
+        if (causal := _one_call(problem, operands)) is not None:
+            out, lse = _forward(q, k, v, 0.0, causal, scale=operands.scale)
+            return Result(_in_layout(out, problem), lse)
+        shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
+        out_BSHD = _layout.empty(problem.layout, shape, operands.q, zero=True)
+        lse = torch.full(
+            (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
+        )
+        for call in _calls(problem, operands):
+            part = _Part(call, problem, operands, q, k, v)
+            part_out, part_lse = _forward(
+                part.q, part.k, part.v, 0.0, call.causal, attn_mask=part.mask, scale=operands.scale
+            )
+            out_BSHD[call.batch, call.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
+            lse[call.batch, :, call.rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
+        return Result(out_BSHD, lse)
+
+    def backward(
+        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """The kernel's own backward, over the same calls as the forward."""
+        if problem.device == "cuda":
+            return _torch_flash_cuda.backward(problem, operands, result, grad_out, grad_lse)
+        q, k, v = operands.heads_first()
+        grad = _layout.heads_first(grad_out, problem.layout)
+        out = result.out.transpose(1, 2)
+        if (causal := _one_call(problem, operands)) is not None:
+            grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=operands.scale)
+            return [*(_restored(g, problem) for g in grads), None, None, None]
+        return self._backward_in_parts(problem, operands, result, grad)
+
+    def _backward_in_parts(
+        self, problem: Problem, operands: Operands, result: Result, grad_BHSD: Tensor
+    ) -> Gradients:
+        tensors = operands.heads_first()
+        sums = [torch.zeros(t.shape, dtype=lse_dtype(problem.dtype), device=t.device) for t in operands.differentiable[:3] if t is not None]
+        dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
+        out_BHSD = result.out.transpose(1, 2)
+        for call in _calls(problem, operands):
+            part = _Part(call, problem, operands, *tensors)
+            rows = (call.batch, slice(None), call.rows)
+            keys = (call.batch, slice(None), call.keys)
+            lse = result.lse[rows]
+            part_q, part_k, part_v = _backward(
+                part.without_empty(grad_BHSD[rows], 0.0), part.q, part.k, part.v, out_BHSD[rows],
+                lse.masked_fill(lse == -torch.inf, 0.0), 0.0, call.causal, attn_mask=part.mask, scale=operands.scale,
+            )  # fmt: skip
+            dq[rows] += part_q
+            dk[keys] += part_k
+            dv[keys] += part_v
+        return [*(total.to(problem.dtype) for total in sums), None, None, None]
+
+
+def _in_layout(out_BHSD: Tensor, problem: Problem) -> Tensor:
+    """As [B, S, H, D], its memory in the caller's layout (the kernel follows q's strides for most, not for all)."""
+    out_BSHD = out_BHSD.transpose(1, 2)
+    restored = _layout.restore(out_BSHD, problem.layout)
+    return out_BSHD if restored.is_contiguous() else _layout.canonical(restored.contiguous(), problem.layout)
+
+
+def _restored(grad_BHSD: Tensor, problem: Problem) -> Tensor:
+    return _layout.restore(grad_BHSD.transpose(1, 2), problem.layout)
+
+
+def _one_call(problem: Problem, operands: Operands) -> bool | None:
+    """The causal flag where a single call without a mask is exact; None where it is not."""
+    if operands.bias is not None or operands.alibi_slopes is not None:
+        return None
+    kinds = problem.mask.kinds
+    if not kinds:
+        return False
+    return True if kinds == {"causal"} and problem.align in ("both", "top_left") else None
+
+
+def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
+    """The kernel calls that together cover every query row that has a key."""
+    biased = operands.bias is not None or operands.alibi_slopes is not None
+    sequences, rest = _sequences(problem, operands)
+    for batch, q, k in sequences:
+        if not (q.stop > q.start and k.stop > k.start):
+            continue
+        square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
+        if not biased and not rest:
+            yield Call(batch, q, k, causal=False, masked=False)
+        elif not biased and rest == {"causal"} and square:
+            yield Call(batch, q, k, causal=True, masked=False)
+        else:
+            normal = operands.normal_form(problem)
+            for start in range(q.start, q.stop, ROWS):
+                rows = slice(start, min(start + ROWS, q.stop))
+                yield from _row_block(batch, rows, normal, biased)
+
+
+def _row_block(batch: slice, rows: slice, normal: NormalForm, biased: bool) -> Iterator[Call]:
+    keys = slice(*normal.hull(batch, rows))
+    if keys.stop > keys.start:
+        covered = normal.covers(batch, rows, keys)
+        yield Call(batch, rows, keys, causal=False, masked=biased or not covered)
+
+
+def _sequences(problem: Problem, operands: Operands) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
+    """(batch, queries, keys) of every sequence, and the kinds of mask that remain within each."""
+    kinds = set(problem.mask.kinds)
+    whole = [(slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len))]
+    documents, _ = operands.mask.take("documents")
+    if documents is not None:
+        q = _spans(documents.cu_seqlens_q, documents.padded_q)
+        kv = _spans(documents.cu_seqlens_kv, documents.padded_kv)
+        return [(slice(0, 1), *spans) for spans in zip(q, kv, strict=True)], kinds - {"documents", "padded"}
+    lengths, _ = operands.mask.take("lengths")
+    if lengths is not None:
+        q = _runs(lengths.q, lengths.q_start, problem.q_len, problem.batch)
+        kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
+        rest = kinds - {"lengths", "q_lengths", "starts"}
+        return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
+    if "dense" in kinds or "predicate" in kinds or "document_ids" in kinds or "global" in kinds or "prefix" in kinds:
+        return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
+    return whole, kinds
+
+
+def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:
+    """Where each document lies in the packed tensor."""
+    lengths = cu_seqlens.diff().tolist()
+    starts = (cu_seqlens if padded is None else padded).tolist()
+    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int) -> list[slice]:
+    """Where each batch element's real tokens lie in its row."""
+    begin = [0] * batch if starts is None else starts.tolist()
+    size = [whole] * batch if lengths is None else lengths.tolist()
+    return [slice(b, b + n) for b, n in zip(begin, size, strict=True)]
+
+
+class _Part:
+    """The tensors of one call, with what the mask hides taken out of them."""
+
+    def __init__(self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.q = q[call.batch, :, call.rows]
+        self.k = k[call.batch, :, call.keys]
+        self.v = v[call.batch, :, call.keys]
+        self.mask: Tensor | None = None
+        self._some_row: Tensor | None = None
+        if call.masked:
+            self._hide(call, problem, operands)
+
+    def _hide(self, call: Call, problem: Problem, operands: Operands) -> None:
+        """An additive mask of the block; what no row of it may see is zeroed, for the kernel multiplies what it masks."""
+        normal = operands.normal_form(problem)
+        allowed = normal.allowed(call.batch, call.rows, call.keys, slice(0, problem.heads))
+        score = _additive(call, problem, operands)
+        if score is not None:
+            allowed = allowed & (score != -torch.inf)
+            self.mask = score.masked_fill(~allowed, -torch.inf)
+        else:
+            zero = torch.zeros((), dtype=problem.dtype, device=self.q.device)
+            self.mask = zero.masked_fill(~allowed, -torch.inf)
+        some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
+        self._some_row = some_row
+        self.q = torch.where(some_row, self.q, 0.0)
+        if some_key.shape[1] > 1:
+            some_key = some_key.unflatten(1, (problem.kv_heads, -1)).any(2)
+        self.k, self.v = (torch.where(some_key.unsqueeze(-1), x, 0.0) for x in (self.k, self.v))
+
+    def without_empty(self, tensor: Tensor, value: float) -> Tensor:
+        """[B, H, R, X] with `value` in the rows that have no key."""
+        return tensor if self._some_row is None else torch.where(self._some_row, tensor, value)
+
+
+def _additive(call: Call, problem: Problem, operands: Operands) -> Tensor | None:
+    """Bias and ALiBi of the block, in the precision of the softmax, 4-D."""
+    score: Tensor | None = None
+    precision = lse_dtype(problem.dtype)
+    if operands.alibi_slopes is not None:
+        score = _alibi(call, problem, operands, operands.alibi_slopes).to(precision)
+    if operands.bias is not None:
+        wanted = (call.batch, slice(None), call.rows, call.keys)
+        bias = operands.bias[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, operands.bias.shape, strict=True))]
+        score = bias.to(precision) if score is None else score + bias
+    return score
+
+
+def _alibi(call: Call, problem: Problem, operands: Operands, slopes: Tensor) -> Tensor:
+    """-slope * |i + d - j|, [B|1, H, R, K]."""
+    normal = operands.normal_form(problem)
+    row = (_part_of(normal.q_position, call.batch, call.rows) + _part_of(normal.shift, call.batch, call.rows)).unsqueeze(-1)
+    distance = (row - _part_of(normal.kv_position, call.batch, call.keys).unsqueeze(-2)).abs().unsqueeze(1)
+    if slopes.dim() == 1:
+        return -slopes[None, :, None, None] * distance
+    sequence = _part_of(normal.q_sequence, call.batch, call.rows).clamp(0, slopes.shape[0] - 1).long()
+    return -slopes[sequence].transpose(1, 2).unsqueeze(-1) * distance
+
+
+def _part_of(table: Tensor, batch: slice, span: slice) -> Tensor:
+    return table[batch if table.shape[0] > 1 else slice(None), span]
+
+
+BACKEND = TorchFlash()

@@ -1,0 +1,57 @@
+"""The exceptions of the library, as a tree.
+
+    ValueError
+      InputError          the caller got something wrong: argument, value, limit, hint
+    RuntimeError
+      NoBackendError      no backend may run the problem; carries the Decision with every reason
+
+Nothing else leaves the library for bad input, and nothing is half done when one of these is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from undivided._selection import Decision
+
+__all__ = ["InputError", "NoBackendError"]
+
+
+class InputError(ValueError):
+    """An argument is wrong. The message reads ``<argument> must <what>, got <value>``, then a HINT.
+
+    Args:
+        argument: name of the argument as the caller wrote it.
+        must: what it must be or do, limit included.
+        got: the value, or a short description of it.
+        hint: the one step that repairs it, where there is one.
+
+    >>> raise InputError("k", "have the head size of q (64)", "32")
+    Traceback (most recent call last):
+    undivided.errors.InputError: k must have the head size of q (64), got 32
+    """
+
+    def __init__(self, argument: str, must: str, got: object, hint: str | None = None) -> None:
+        self.argument = argument
+        self.hint = hint
+        message = f"{argument} must {must}, got {got}"
+        super().__init__(message if hint is None else f"{message}\n  HINT: {hint}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_input_error, (self.args[0], self.argument, self.hint))
+
+
+def _rebuild_input_error(message: str, argument: str, hint: str | None) -> InputError:
+    error = InputError.__new__(InputError)
+    ValueError.__init__(error, message)
+    error.argument, error.hint = argument, hint
+    return error
+
+
+class NoBackendError(RuntimeError):
+    """No backend may run the problem. ``.decision`` holds every backend's reasons; the text prints them."""
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        super().__init__(str(decision))

@@ -1,0 +1,164 @@
+"""The public functions. Each reads as the flow: normalise, select, run, restore."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from undivided import _autograd, _compile, _problem
+from undivided._layout import Layout
+from undivided._machine import Machine
+from undivided._policy import policy
+from undivided._selection import Decision, decide, select
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+__all__ = ["attention", "explain"]
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None = ..., bias: Tensor | None = ...,
+    scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
+    backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    pages: Tensor | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None = ..., bias: Tensor | None = ...,
+    scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
+    backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
+    pages: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    pages: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
+
+    ``softmax(mask(softcap(scale * q @ k^T) + alibi + bias)) @ v``, computed in fp32 (fp64 for fp64 inputs). A query row
+    with no allowed key gives 0. What the mask hides (padding, unused cache) may hold anything, NaN included.
+
+    Axes: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size, T packed tokens.
+
+    Args:
+        q: [B, Sq, H, Dk] in "bshd", [Sq, B, H, Dk] in "sbhd", [B, H, Sq, Dk] in "bhsd", [Tq, H, Dk] in "thd";
+            float16, bfloat16, float32 or float64. Any strides; a unit last one is read in place.
+        k: as q with N heads; N divides H, and key head ``h // (H / N)`` serves query head h. Never expanded.
+        v: as k, with head size Dv.
+        layout: the order of the axes; always said, never guessed.
+        mask: which pairs may attend (`undivided.masks`); None is every pair. "thd" needs ``masks.documents``.
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk] ([H, Tq, Tk] in thd); -inf counts as masked.
+        scale: of the scores; 1/sqrt(Dk) if None.
+        softcap: ``c * tanh(score / c)`` where given.
+        alibi_slopes: [H] or [sequences, H]; adds ``-slope * |i + d - j|`` with the mask's alignment d.
+        sinks: [H] logits that take part in the softmax's denominator only.
+        dropout_p: probability of dropping a weight. The pattern is a function of seed and positions alone.
+        dropout_seed: an int or a 0-d int64 tensor; None draws one from torch's generator.
+        backend: a backend or family that must run, or the call raises; None lets selection choose.
+        deterministic: results must repeat bit for bit; None follows UNDIVIDED_DETERMINISTIC.
+        return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32, differentiable.
+        pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
+            the lengths.
+
+    Returns:
+        The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
+
+    Raises:
+        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+        NoBackendError: no allowed backend can run it; the message lists every backend's reasons.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
+
+    >>> import torch, undivided
+    >>> from undivided import masks
+    >>> q = torch.randn(10, 8, 64)                                          # two documents of 3 and 7 tokens, packed
+    >>> k, v = torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> mask = masks.documents(torch.tensor([0, 3, 10])) & masks.causal()
+    >>> undivided.attention(q, k, v, layout="thd", mask=mask).shape
+    torch.Size([10, 8, 64])
+    """
+    if torch.is_autocast_enabled(q.device.type if isinstance(q, Tensor) else "cpu"):
+        q, k, v = _autograd.autocast(q, k, v)
+    arguments: dict[str, Any] = {
+        "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
+    }  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _compile.attention(q, k, v, arguments, backend, deterministic)
+    problem, operands = _problem.normalise(q, k, v, **arguments)
+    decision = select(problem, Machine.this(q.device), policy(backend, deterministic))
+    out, lse = _autograd.run(decision.backend, problem, operands)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    machine: Machine | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    **arguments: Any,
+) -> Decision:
+    """Which backend `attention` would run for these arguments, and why not the others. Runs nothing.
+
+    Args:
+        q, k, v, arguments: as for `attention`; tensors on the meta device will do.
+        machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
+        backend, deterministic: as for `attention`.
+
+    Returns:
+        A `Decision`: ``print`` it for the table, read ``.chosen`` and ``.reasons``.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    >>> import torch, undivided
+    >>> q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta")
+    >>> old = undivided.Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7")
+    >>> undivided.explain(q, q, q, layout="bshd", machine=old).reasons["cudnn"][-1]
+    'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
+    """
+    device = machine.device if machine is not None and machine.device is not None else None
+    if device is None and isinstance(q, Tensor) and q.is_meta:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = sorted(set(arguments) - _EXPLAINED)
+    if unknown or "layout" not in arguments:
+        wanted = ", ".join(sorted(_EXPLAINED))
+        raise InputError("explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autograd.autocast(q, k, v)
+    problem, _ = _problem.normalise(q, k, v, device=device, **arguments)
+    if machine is None:
+        machine = Machine.this("cuda" if device == "cuda" else q.device)
+    return decide(problem, machine, policy(backend, deterministic))
+
+
+_EXPLAINED = frozenset(
+    "layout mask bias scale softcap alibi_slopes sinks dropout_p dropout_seed return_lse pages".split()
+)

@@ -1,0 +1,1 @@
+"""Arithmetic only: no selection, no layouts, no process groups."""
