@@ -1,0 +1,30 @@
+# Sourced by the scripts beside it: enter the repository and make .venv hold what pyproject.toml and constraints.txt ask for.
+# A first run creates it; later runs cost one checksum.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'undivided: %s\n' "$*" >&2; }
+
+make_venv() {
+  local python
+  for python in python3 python3.13 python3.12 python3.11 python3.14 python; do
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || continue
+    say "creating .venv with $("$python" --version)"
+    "$python" -m venv .venv && return
+  done
+  say "a Python from 3.11 to 3.14 with its venv module is needed, and none was found"
+  return 1
+}
+
+# The folder counts too: an environment that was moved or copied still points at the old sources.
+stamp() { { pwd && cat pyproject.toml constraints.txt; } | cksum; }
+
+set_up() {
+  [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ] && return
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
+  say "installing the package, torch and the development tools into .venv (minutes the first time)"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]" </dev/null >&2
+  stamp >.venv/undivided-stamp
+}
+
+set_up
