@@ -1,12 +1,11 @@
-"""Masks as ranges of keys: what a mask means for one call, in O(S) memory.
+"""The normal form of a mask for one call: ranges of keys for every row, in O(S) memory.
 
-For every query row the allowed keys are one range ``[start, stop)``, or two. ``build`` intersects the ranges of a
-mask's parts; ``NormalForm`` holds the result. What is not a range (dense tensors, predicates, document ids in
-several runs, a second union) stays beside the ranges as an ``Extra`` and is evaluated for the block asked for, never
-as one S x S temporary. Nothing here synchronises with a GPU, but ``NormalForm.hull``, which serves CPU kernels.
+For every query row the allowed keys are one range ``[start, stop)``, or two. What is not a range (dense
+tensors, predicates, document ids in several runs, a second union) stays beside the ranges as an ``Extra``, a
+further condition on a pair, and is evaluated for the block asked for, never as one S x S temporary. Nothing
+here waits for a GPU, but ``NormalForm.hull``, which serves CPU kernels.
 
-Axes: B batch, H heads, Sq query rows, Sk keys, N sequences (batch elements, or documents where packed). Positions
-are i' and j' within a sequence; a raw index is ``position + start``.
+Axes: B batch, H heads, Sq query rows, Sk keys; r and k rows and keys of a block.
 """
 
 from __future__ import annotations
@@ -19,153 +18,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from undivided._mask_parts import (
-    Chunk,
-    Dense,
-    DocumentIds,
-    Documents,
-    Field,
-    GlobalBand,
-    Lengths,
-    Part,
-    Predicate,
-    PredicateFunction,
-    Prefix,
-    Size,
-    readable,
-)
+from undivided._mask_geometry import Geometry
+from undivided._mask_parts import PredicateFunction
 from undivided.errors import InputError
 
-Bound = Size | None
-Interval = tuple[Bound, Bound]
 Index = slice | Tensor
 
-# Pairs evaluated at a time: 4 MiB of bool, 16 MiB for the int32 temporaries beside it; small beside S x S, large
-# enough that the Python around each block does not show.
+# Pairs evaluated at a time: 4 MiB of bool, 16 MiB for the int32 temporaries beside it; small beside S x S,
+# large enough that the Python around each block does not show.
 BLOCK_PAIRS = 1 << 22
-
-
-def _lower(a: Bound, b: Bound) -> Bound:
-    """The smaller of two upper bounds; None is unbounded."""
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
-
-
-def _higher(a: Bound, b: Bound) -> Bound:
-    """The larger of two lower bounds; None is unbounded."""
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, Tensor):
-        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
-
-
-def _intersect(a: Interval, b: Interval) -> Interval:
-    return _higher(a[0], b[0]), _lower(a[1], b[1])
-
-
-def _own(value: Field, device: torch.device, default: int = 0) -> Size:
-    """A private int64 copy: what is worked out later still means what the tensor held now."""
-    if value is None:
-        return default
-    return value.to(device=device, dtype=torch.int64, copy=True) if isinstance(value, Tensor) else value
-
-
-@dataclass(frozen=True, eq=False)
-class Geometry:
-    """Where each sequence lies in the call's rows and keys; sizes are ints, or int64 ``[N]``."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    device: torch.device
-    q_start: Size
-    q_size: Size
-    kv_start: Size
-    kv_size: Size
-    shift: Size = 0
-    q_slot_ends: Tensor | None = None
-    kv_slot_ends: Tensor | None = None
-
-    @staticmethod
-    def of(
-        parts: Sequence[Part], bottom_right: bool, batch: int, q_len: int, kv_len: int, device: torch.device
-    ) -> Geometry:
-        q_ends = kv_ends = None
-        q_start: Size = 0
-        kv_start: Size = 0
-        q_size: Size = q_len
-        kv_size: Size = kv_len
-        for part in parts:
-            if isinstance(part, Lengths):
-                q_start, kv_start = _own(part.q_start, device), _own(part.kv_start, device)
-                q_size, kv_size = _own(part.q, device, q_len), _own(part.kv, device)
-            elif isinstance(part, Documents):
-                q_start, q_size, q_ends = _slots(part.cu_seqlens_q, part.padded_q, device)
-                kv_start, kv_size, kv_ends = _slots(part.cu_seqlens_kv, part.padded_kv, device)
-        shift = kv_size - q_size if bottom_right else 0
-        return Geometry(
-            batch, q_len, kv_len, device, q_start, q_size, kv_start, kv_size, shift, q_ends, kv_ends
-        )  # fmt: skip
-
-    @cached_property
-    def q_sequence(self) -> Tensor:
-        """The sequence of each row, int64 ``[B, Sq]`` (packed: the document, ``[1, Sq]``)."""
-        if self.q_slot_ends is None:
-            rows = torch.arange(self.batch, device=self.device)[:, None]
-            return rows.expand(self.batch, self.q_len)
-        return _slot_of(self.q_slot_ends, self.q_len)
-
-    def per_row(self, value: Size) -> Size:
-        """A value of each sequence (int or ``[N]``) as a value of each row: int, ``[B, 1]`` or ``[1, Sq]``."""
-        if not isinstance(value, Tensor):
-            return value
-        if self.q_slot_ends is None:
-            return value[:, None]
-        return value[self.q_sequence] if value.numel() else 0
-
-    @cached_property
-    def q_position(self) -> Tensor:
-        """i' of each row, int64 ``[B|1, Sq]``."""
-        return torch.arange(self.q_len, device=self.device)[None] - self.per_row(self.q_start)
-
-    @cached_property
-    def kv_position(self) -> Tensor:
-        """j' of each key, int64 ``[B|1, Sk]``."""
-        keys = torch.arange(self.kv_len, device=self.device)[None]
-        if self.kv_slot_ends is None or not isinstance(self.kv_start, Tensor):
-            return keys - (self.kv_start[:, None] if isinstance(self.kv_start, Tensor) else self.kv_start)
-        return keys - self.kv_start[_slot_of(self.kv_slot_ends, self.kv_len)]
-
-    @cached_property
-    def anchor(self) -> Tensor:
-        """i' + d of each row, int64 ``[B|1, Sq]``: the key that the row stands on."""
-        return self.q_position + self.per_row(self.shift)
-
-    @property
-    def real_rows(self) -> Tensor | None:
-        """Rows that belong to a sequence, bool ``[B|1, Sq]``; None where all do."""
-        if not isinstance(self.q_size, Tensor) and not isinstance(self.q_start, Tensor):
-            return None
-        return (self.q_position >= 0) & (self.q_position < self.per_row(self.q_size))
-
-
-def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, real size and end of each document's slot, int64 ``[N]``; no document reads as one empty one."""
-    real = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
-    offsets = real if padded is None else padded.to(device=device, dtype=torch.int64, copy=True)
-    if real.numel() == 1:
-        return offsets, torch.zeros_like(offsets), offsets
-    return offsets[:-1], real.diff(), offsets[1:].contiguous()
-
-
-def _slot_of(ends: Tensor, length: int) -> Tensor:
-    """The slot of each of ``length`` tokens, int64 ``[1, length]``; the last slot for tokens after them all."""
-    tokens = torch.arange(length, device=ends.device)
-    return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]
+all_ = slice(None)
 
 
 class Extra(Protocol):
@@ -254,7 +116,7 @@ class PredicatePairs:
         return allowed.reshape(shape)
 
 
-def _all_pairs(extras: Sequence[Extra], batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+def all_pairs(extras: Sequence[Extra], batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
     allowed = extras[0].pairs(batch, heads, rows, keys)
     for extra in extras[1:]:
         allowed = allowed & extra.pairs(batch, heads, rows, keys)
@@ -272,14 +134,14 @@ class NormalForm:
     """A mask for one call: ranges of keys for every row, and what they leave open.
 
     Args:
-        ranges: int32 ``[B|1, Sq, 2|4]``, ``[start, stop)`` of raw key indices; with four columns the first range
-            lies before the second; an unused or empty one is ``[0, 0)``.
+        ranges: int32 ``[B|1, Sq, 2|4]``, ``[start, stop)`` of raw key indices; with four columns the first
+            range lies before the second; an unused or empty one is ``[0, 0)``.
         kv_len: number of keys.
         batch, heads: sizes that the ``1`` of a broadcast dimension stands for.
         extras: what the ranges do not say; each is a further condition on a pair.
         geometry: where the sequences lie; None: one that starts at 0.
-        row_index, key_index: int64 raw indices of these rows and (sorted) keys, where they are some of a longer
-            sequence's (see ``shard``).
+        row_index, key_index: int64 raw indices of these rows and (sorted) keys, where they are some of a
+            longer sequence's (see ``shard``).
 
     >>> form = NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2)
     >>> form.allowed(slice(0, 1), slice(0, 2), slice(0, 2), slice(0, 1)).int().tolist()
@@ -312,17 +174,24 @@ class NormalForm:
         if self.extras:
             raw_rows = rows if self.row_index is None else self.row_index[rows]
             raw_keys = keys if self.key_index is None else self.key_index[keys]
-            pairs = pairs & _all_pairs(self.extras, batch, heads, raw_rows, raw_keys)
+            pairs = pairs & all_pairs(self.extras, batch, heads, raw_rows, raw_keys)
         return pairs
 
     def hull(self, batch: slice, rows: slice) -> tuple[int, int]:
-        """The smallest ``[start, stop)`` of keys over these rows; (0, 0) if there is none. For CPU kernels."""
+        """The smallest ``[start, stop)`` of keys over these rows; (0, 0) for none. For CPU kernels."""
         starts, stops = self._row_hulls
         starts, stops = _narrow(starts, 0, batch)[:, rows], _narrow(stops, 0, batch)[:, rows]
         if not starts.numel():
             return 0, 0
         start, stop = int(starts.amin()), int(stops.amax())
         return (start, stop) if start < stop else (0, 0)
+
+    def covers(self, batch: slice, rows: slice, keys: slice) -> bool:
+        """Whether every one of these rows may attend to every one of these keys. For CPU kernels."""
+        ranges = _narrow(self.ranges, 0, batch)[:, rows]
+        if self.extras or not ranges.numel() or ranges.shape[-1] == 4:
+            return False
+        return int(ranges[..., 0].amax()) <= keys.start and int(ranges[..., 1].amin()) >= keys.stop
 
     @cached_property
     def _row_hulls(self) -> tuple[Tensor, Tensor]:
@@ -341,7 +210,7 @@ class NormalForm:
         return torch.cat(blocks, -1) if blocks else self.ranges.new_zeros(1, 1, 0, dtype=torch.bool)
 
     def _row_blocks(self) -> Iterator[slice]:
-        """Slices of rows whose exact pairs fit in a block, for all keys, heads and batch elements they differ in."""
+        """Slices of rows whose exact pairs fit in a block, for all keys and all heads that differ."""
         one = slice(0, 1)
         if not self.q_len or not self.kv_len:
             return row_blocks(self.q_len, 1)
@@ -415,7 +284,7 @@ class NormalForm:
         row_index = rows if self.row_index is None else self.row_index[rows]
         key_index = keys if self.key_index is None else self.key_index[keys]
         return NormalForm(
-            _tidy(local),
+            tidy(local),
             keys.numel(),
             self.batch,
             self.heads,
@@ -457,9 +326,6 @@ class NormalForm:
         return Geometry(self.batch, rows, keys, self.ranges.device, 0, rows, 0, keys)
 
 
-all_ = slice(None)
-
-
 def _bounded(index: slice, length: int) -> slice:
     start, stop, _ = index.indices(length)
     return slice(start, max(start, stop))
@@ -472,8 +338,8 @@ def _edges(length: int, step: int) -> list[int]:
 def _range_counts(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Tensor:
     """Pairs of ``[B|1, Sq, 2|4]`` ranges in each cell, int64 ``[B|1, cells, len(cuts)-1]``.
 
-    A range [s, e) covers F(e) - F(s) of a column, F(x) = clamp(x - left, 0, width): all of every column left of x,
-    and x - left of the one that x is in. So each end needs one histogram entry and one remainder.
+    A range [s, e) covers F(e) - F(s) of a column, F(x) = clamp(x - left, 0, width): all of every column left
+    of x, and x - left of the one that x is in. So each end needs one histogram entry and one remainder.
     """
     batch, columns = ranges.shape[0], cuts.numel() - 1
     if columns < 1 or not ranges.shape[1]:
@@ -492,8 +358,8 @@ def _range_counts(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Ten
     return beyond * cuts.diff() + remainder.view(batch, cells, columns + 1)[..., :-1]
 
 
-def _tidy(bounds: Tensor) -> Tensor:
-    """``[B|1, Sq, 2|4]`` bounds in the normal form's order: touching ranges joined, empty ones ``[0, 0)`` and last."""
+def tidy(bounds: Tensor) -> Tensor:
+    """Bounds ``[B|1, Sq, 2|4]`` in order: touching ranges joined, empty ones ``[0, 0)`` and last."""
     start, stop = bounds[..., 0], bounds[..., 1]
     used = stop > start
     if bounds.shape[-1] == 2:
@@ -506,117 +372,3 @@ def _tidy(bounds: Tensor) -> Tensor:
     both = used & next_used & ~joined
     first = torch.stack((start, stop), -1) * (used | next_used)[..., None]
     return torch.cat((first, bounds[..., 2:] * both[..., None]), -1).to(torch.int32)
-
-
-def _band(geometry: Geometry, left: int | None, right: int | None) -> Interval:
-    start = None if left is None else geometry.anchor - left
-    return start, None if right is None else geometry.anchor + (right + 1)
-
-
-def _chunk(geometry: Geometry, part: Chunk) -> Interval:
-    shift = geometry.per_row(geometry.shift)
-    offset = shift if part.offset is None else geometry.per_row(_own(part.offset, geometry.device))
-    start = (geometry.q_position + offset).div(part.size, rounding_mode="floor") * part.size + (
-        shift - offset
-    )
-    return start, start + part.size
-
-
-def _union(geometry: Geometry, part: GlobalBand) -> tuple[Interval, Size]:
-    return _band(geometry, part.left, part.right), geometry.per_row(_own(part.prefix, geometry.device))
-
-
-def _pack(geometry: Geometry, *intervals: Interval) -> Tensor:
-    """Intervals of positions j' as ranges of raw keys, int32 ``[B|1, Sq, 2 * len(intervals)]``."""
-    origin = geometry.per_row(geometry.kv_start)
-    ends = [_lower(end, geometry.kv_len) if end is not None else 0 for pair in intervals for end in pair]
-    raw = [end + origin for end in ends]
-    real = geometry.real_rows
-    shapes = [value.shape for value in (*raw, real) if isinstance(value, Tensor)]
-    shape = torch.broadcast_shapes((1, geometry.q_len), *shapes)
-    bounds = torch.empty(*shape, len(raw), dtype=torch.int64, device=geometry.device)
-    for column, value in enumerate(raw):
-        bounds[..., column] = value
-    bounds.clamp_(0, geometry.kv_len)
-    return _tidy(bounds if real is None else bounds * real[..., None])
-
-
-def _with_union(geometry: Geometry, base: Interval, part: GlobalBand) -> Tensor:
-    band, prefix = _union(geometry, part)
-    if part.left is None:
-        return _pack(geometry, _intersect(base, (None, _higher(band[1], prefix))))
-    beside = _intersect(base, (_higher(band[0], prefix), band[1]))
-    return _pack(geometry, _intersect(base, (None, prefix)), beside)
-
-
-def _id_ranges(part: DocumentIds, batch: int, device: torch.device) -> tuple[Interval, Tensor, IdPairs]:
-    """First and one-past-last key of each row's id ``[B|1, Sq]``, whether the keys between are all its own, pairs."""
-    ids_q, ids_kv = (ids.to(device=device, dtype=torch.int64, copy=True) for ids in (part.ids_q, part.ids_kv))
-    pairs = IdPairs(ids_q, ids_kv)
-    if ids_q.shape[0] != ids_kv.shape[0]:
-        ids_q, ids_kv = (ids.expand(batch, -1) for ids in (ids_q, ids_kv))
-    ids, order = ids_kv.sort(dim=1, stable=True)
-    wanted = ids_q.contiguous()
-    low, high = torch.searchsorted(ids, wanted), torch.searchsorted(ids, wanted, right=True)
-    found = (high > low) & (wanted >= 0)
-    if not ids_kv.shape[1]:
-        return (torch.zeros_like(wanted), torch.zeros_like(wanted)), ~found, pairs
-    first = order.gather(1, low.clamp(max=ids.shape[1] - 1))
-    last = order.gather(1, (high - 1).clamp(min=0)) + 1
-    start, stop = torch.where(found, first, 0), torch.where(found, last, 0)
-    return (start, stop), ~found | (stop - start == high - low), pairs
-
-
-def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Interval:
-    """First and one-past-last raw key that the extras allow to any head ``[B|1, Sq]``, a block of rows at a time."""
-    batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
-    if not geometry.q_len or not geometry.kv_len:
-        return 0, 0
-    probe = _all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1))
-    index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
-    starts, stops = [], []
-    for rows in row_blocks(geometry.q_len, probe.numel() * geometry.kv_len):
-        allowed = _all_pairs(extras, batch, all_heads, rows, keys).any(1)
-        allowed = allowed.expand(-1, rows.stop - rows.start, geometry.kv_len)
-        starts.append(torch.where(allowed, index, geometry.kv_len).amin(-1))
-        stops.append(torch.where(allowed, index + 1, 0).amax(-1))
-    return torch.cat(starts, 1).to(torch.int64), torch.cat(stops, 1).to(torch.int64)
-
-
-def build(
-    parts: Sequence[Part],
-    band: tuple[int | None, int | None],
-    bottom_right: bool,
-    sizes: tuple[int, int, int, int],
-    device: torch.device,
-) -> NormalForm:
-    """The normal form of an intersection of parts and a band, for sizes ``(batch, heads, q_len, kv_len)``."""
-    batch, heads, q_len, kv_len = sizes
-    geometry = Geometry.of(parts, bottom_right, batch, q_len, kv_len, device)
-    base = _intersect((0, geometry.per_row(geometry.kv_size)), _band(geometry, *band))
-    extras: list[Extra] = []
-    origin = geometry.per_row(geometry.kv_start)
-    for part in parts:
-        if isinstance(part, Prefix):
-            base = _intersect(base, (None, geometry.per_row(_own(part.length, device))))
-        elif isinstance(part, Chunk):
-            base = _intersect(base, _chunk(geometry, part))
-        elif isinstance(part, DocumentIds):
-            (start, stop), whole, pairs = _id_ranges(part, batch, device)
-            base = _intersect(base, (start - origin, stop - origin))
-            if not readable(whole) or not bool(whole.all()):
-                extras.append(pairs)
-    opaque: list[Extra] = [DensePairs(part.tensor.to(device)) for part in parts if isinstance(part, Dense)]
-    opaque += [PredicatePairs(part.fn, device) for part in parts if isinstance(part, Predicate)]
-    if opaque:
-        start, stop = _row_hull(opaque, geometry, heads)
-        base = _intersect(base, (start - origin, stop - origin))
-        extras += opaque
-    unions = [part for part in parts if isinstance(part, GlobalBand)]
-    for part in unions[1:]:
-        (_, reach), prefix = _union(geometry, part)
-        extras.append(RangePairs(_with_union(geometry, (0, geometry.per_row(geometry.kv_size)), part)))
-        if reach is not None:
-            base = _intersect(base, (None, _higher(reach, prefix)))
-    ranges = _with_union(geometry, base, unions[0]) if unions else _pack(geometry, base)
-    return NormalForm(ranges, kv_len, batch, heads, tuple(extras), geometry)

@@ -1,8 +1,8 @@
 """``Mask``: an intersection of parts, one band and one alignment. ``masks.py`` builds them.
 
 A mask is a small frozen value: structure for a backend to ``take`` from, ``normal_form`` for our own kernels,
-``flatten`` for an opaque operator. What is worked out is remembered beside it, by sizes and by the in-place versions
-of its tensors.
+``flatten`` for an opaque operator. What is worked out is remembered beside it, by sizes and by the in-place
+versions of its tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from undivided import _intervals, _mask_drawing
+from undivided import _mask_drawing, _mask_ranges
 from undivided._intervals import NormalForm
 from undivided._mask_parts import (
     Call,
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 Align = Literal["top_left", "bottom_right"]
 T = TypeVar("T")
 
-# Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in each
-# layer. 64 forms of at most 2 x 64 Ki tokens keep this under 100 MB in the worst case, 1 MB in the usual one.
+# Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in
+# each layer. 64 forms of at most 2 x 64 Ki tokens stay under 100 MB, and 1 MB in the usual case.
 SHARED_FORMS = 64
 SHARED_TOKENS = 1 << 17
 OWN_ENTRIES = 16  # results remembered by one mask: sizes differ by layer kind and by step, rarely by more
@@ -66,8 +66,8 @@ class Structure(NamedTuple):
 class Mask(Remembers):
     """An intersection of parts, of one band ``i' + d - left <= j' <= i' + d + right``, with one alignment.
 
-    Built by the functions of this module; compared by identity. The tensors are the caller's: a mask whose tensor
-    is changed in place means the new values from then on, and nothing computed before is used again.
+    Built by the functions of this module; compared by identity. The tensors are the caller's: a mask whose
+    tensor is changed in place means the new values from then on, and nothing computed before is used again.
 
     >>> from undivided.masks import *
     >>> mask = causal(align="bottom_right") & lengths([2, 3])
@@ -84,7 +84,7 @@ class Mask(Remembers):
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """``(left, right)`` of the window that all causal and window parts make together; None is unbounded."""
+        """``(left, right)`` of the band that causal and window parts make together; None is unbounded."""
         return self.left, self.right
 
     @property
@@ -104,8 +104,9 @@ class Mask(Remembers):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which parts are there: ``causal`` or ``window`` for the band, then the constructors' names; ``global``
-        for a window with a prefix; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold those.
+        """What is there: ``causal`` or ``window`` for the band, and the constructors' names; ``global`` for a
+        window with a prefix; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold
+        those.
         """
         names = [part.name for part in self.parts]
         if self.left is not None or self.right is not None:
@@ -126,18 +127,18 @@ class Mask(Remembers):
             detail = tuple(_detail(part) for part in self.parts)
             found = Structure(self.align, self.left, self.right, self.kinds, detail)
             self.__dict__["_structure"] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     @property
     def document_sizes(self) -> tuple[int, int | None, int | None] | None:
-        """Number of documents, the longest query and key length where the host knows them; None without documents."""
+        """Number of documents, longest query and key length (None where only a GPU knows), or None."""
         for part in self.parts:
             if isinstance(part, Documents):
                 return part.cu_seqlens_q.shape[0] - 1, part.longest("q"), part.longest("kv")
         return None
 
     def with_padded_kv(self, padded_kv: Tensor) -> Mask:
-        """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``: the pages of a cache."""
+        """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``."""
         parts = tuple(
             dataclasses.replace(part, padded_kv=padded_kv) if isinstance(part, Documents) else part
             for part in self.parts
@@ -148,8 +149,8 @@ class Mask(Remembers):
         """One kind of part, or None, and the mask that remains without it.
 
         ``causal`` gives True; ``window`` and ``band`` give (left, right), the latter for causal as well;
-        ``lengths`` and ``documents`` give the part; ``dense`` and ``predicate`` a tuple of tensors or functions;
-        the other names a tuple of parts.
+        ``lengths`` and ``documents`` give the part; ``dense`` and ``predicate`` a tuple of tensors or
+        functions; the other names a tuple of parts.
 
         >>> from undivided.masks import *
         >>> window_, rest = (window(4, 0, align="top_left") & prefix(9)).take("window")
@@ -234,7 +235,8 @@ class Mask(Remembers):
             batch, q_len, kv_len: sizes of the call.
             needed: something outside the mask needs one too (ALiBi).
         Raises:
-            InputError: they differ, or cannot be compared without waiting for a GPU, and the mask does not say.
+            InputError: they differ, or cannot be compared without waiting for a GPU, and the mask does not
+            say.
         """
         shaped = (self.left, self.right) != (None, None) or any(
             isinstance(part, Chunk | GlobalBand) for part in self.parts
@@ -286,7 +288,7 @@ class Mask(Remembers):
                 torch.inference_mode(False),
                 torch.no_grad(),
             ):  # a form made while serving may be saved by autograd
-                return _intervals.build(self.parts, self.band, bottom_right, sizes, device)
+                return _mask_ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not torch.compiler.is_compiling():
@@ -296,7 +298,7 @@ class Mask(Remembers):
     def intervals(
         self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Each row's keys as ranges ``[start, stop)``: int32 ``[B|1, Sq, 2 or 4]``; rows without keys are [0, 0).
+        """Each row's keys as ranges ``[start, stop)``: int32 ``[B|1, Sq, 2|4]``; no keys are [0, 0).
 
         Dense tensors and predicates give the smallest range that holds the row's keys, over all heads.
 
@@ -310,7 +312,7 @@ class Mask(Remembers):
     def to_dense(
         self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Every pair, bool ``[batch, heads, q_len, kv_len]``, broadcast dimensions expanded: for tests and eyes."""
+        """Every pair, bool ``[batch, heads, q_len, kv_len]``, as an expanded view: for tests and eyes."""
         form = self.normal_form(batch, heads, q_len, kv_len, device)
         everything = slice(None)
         return form.allowed(everything, everything, everything, everything).expand(
@@ -318,7 +320,7 @@ class Mask(Remembers):
         )
 
     def flatten(self) -> tuple[str, list[Tensor]]:
-        """The mask as a constant string and its tensors, to pass through an operator; ``unflatten`` undoes it.
+        """The mask as a constant string and its tensors, to pass through an operator.
 
         >>> from undivided.masks import *
         >>> spec, tensors = (causal() & lengths([2, 3])).flatten()
@@ -374,13 +376,17 @@ class Mask(Remembers):
         return "\n\n".join(_mask_drawing.draw(form, index) for index in range(batch))
 
     def plot(
-        self, q_len: int, kv_len: int, path: str | PathLike[str] | None = None, *, batch: int = 1, heads: int = 1,
-        pixels: int = 512,
+        self, q_len: int, kv_len: int, path: str | PathLike[str] | None = None, *, batch: int = 1,
+        heads: int = 1, pixels: int = 512,
     ) -> Figure:  # fmt: skip
         """Plot the share of allowed pairs under each pixel with matplotlib, for a call of any size."""
         return _mask_drawing.plot(
             self.normal_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels
         )
+
+    def state(self) -> tuple[int, ...] | None:
+        """A value that differs once a tensor of the mask has been changed in place (None for inference tensors)."""
+        return versions(self.tensors)
 
     def _remembered(self, key: object, build: Callable[[], T]) -> T:
         """``build()``, or its last result for this key if no tensor has changed since."""
@@ -439,7 +445,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _detail(part: Part) -> tuple[str | int | None, ...]:
-    """What tells parts of one kind apart for a kernel: sizes written in the mask, and which tensors are there."""
+    """What tells parts of one kind apart for a kernel: sizes in the mask, and which tensors it has."""
     if isinstance(part, Dense):
         return (part.name, *(min(size, 2) for size in part.tensor.shape[:2]))
     if isinstance(part, Chunk):  # an offset moves at every decoding step and changes no kernel
@@ -462,7 +468,7 @@ def _taken(part: Part) -> object:
 
 
 def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
-    """Whether every sequence has as many keys as queries; None where that cannot be seen without a GPU's values."""
+    """Whether every sequence has as many keys as queries; None where only a GPU knows."""
     for part in parts:
         if isinstance(part, Lengths | Documents):
             q, kv = (
