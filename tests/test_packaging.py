@@ -1,0 +1,336 @@
+"""The package as a whole: what importing it costs, which way its imports run, what it exports, how its scripts start."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import undivided
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+
+
+OPTIONAL = {
+    "typer",
+    "rich",
+    "matplotlib",
+    "numpy",
+    "triton",
+    "flash_attn",
+    "transformers",
+    "cudnn",
+    "xformers",
+    "hypothesis",
+}
+SLOW_PARTS_OF_TORCH = ("torch.distributed", "torch._dynamo", "torch._inductor", "torch.onnx")
+
+
+def test_importing_the_package_imports_nothing_optional_and_nothing_slow() -> None:
+    code = "import sys, torch; before = set(sys.modules); import undivided; print(*(set(sys.modules) - before), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    beyond_torch = set(done.stdout.split())
+    assert "undivided" in beyond_torch
+    optional = {name for name in beyond_torch if name.split(".")[0] in OPTIONAL}
+    assert not optional, "optional packages must be imported where they are first needed"
+    slow = {
+        name
+        for name in beyond_torch
+        if any(f"{name}.".startswith(f"{part}.") for part in SLOW_PARTS_OF_TORCH)
+    }
+    assert not slow, "these parts of torch are imported by the function that uses them, or not at all"
+
+
+# Top to bottom: each layer, its modules and packages, and the layers that it may import besides itself.
+LAYERS: dict[str, tuple[set[str], set[str]]] = {
+    "surface": (
+        {"undivided"},
+        {"command line", "uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
+    ),
+    "command line": (
+        {"undivided.cli"},
+        {"uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
+    ),
+    "uses": (
+        {
+            "undivided.benchmarking",
+            "undivided.context_parallel",
+            "undivided.diagnosis",
+            "undivided.integrations",
+            "undivided.nn",
+            "undivided.verification",
+        },
+        {"cache", "request", "selection", "backends", "kernels", "problem", "errors"},
+    ),
+    # A cache knows tensors and lengths; `attend` is one call of the public function.
+    "cache": ({"undivided.cache"}, {"request", "problem", "errors"}),
+    "request": (
+        {"undivided.functional", "undivided._autograd", "undivided._compile"},
+        {"selection", "backends", "kernels", "problem", "errors"},
+    ),
+    "selection": (
+        {"undivided._selection", "undivided._policy"},
+        {"backends", "kernels", "problem", "errors"},
+    ),
+    "backends": ({"undivided.backends"}, {"kernels", "problem", "errors"}),
+    "kernels": ({"undivided.kernels"}, {"errors"}),  # arithmetic only
+    "problem": (
+        {
+            "undivided._intervals",
+            "undivided._layout",
+            "undivided._machine",
+            "undivided._mask",
+            "undivided._mask_drawing",
+            "undivided._mask_geometry",
+            "undivided._mask_parts",
+            "undivided._mask_ranges",
+            "undivided._problem",
+            "undivided._result",
+            "undivided.masks",
+        },
+        {"errors"},
+    ),
+    "errors": ({"undivided.errors"}, set()),
+}
+MAY_USE_PROCESS_GROUPS = {"surface", "command line", "uses"}
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package: dotted name -> file."""
+    found = {}
+    for path in sorted(SOURCE.glob("undivided/**/*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _layer(module: str) -> str | None:
+    """The layer of a module: that of the package it lies in. Only ``undivided`` itself is the surface."""
+    within = [
+        name
+        for name, (members, _) in LAYERS.items()
+        for m in members - {"undivided"}
+        if f"{module}.".startswith(f"{m}.")
+    ]
+    return "surface" if module == "undivided" else next(iter(within), None)
+
+
+class _Imports(ast.NodeVisitor):
+    """Collect (line, dotted name) of everything imported, lazily or not; what only type checkers see does not count."""
+
+    def __init__(self, module: str, is_package: bool) -> None:
+        self.package = module if is_package else module.rpartition(".")[0]
+        self.found: list[tuple[int, str]] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for statement in node.orelse:
+                self.visit(statement)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found += [(node.lineno, alias.name) for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = node.module or ""
+        if node.level:
+            package = self.package.split(".")
+            base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
+        self.found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+
+    def visit_Call(self, node: ast.Call) -> None:
+        match node:
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]):
+                if ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+                    self.found.append((node.lineno, name))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        # torch imports its distributed package by itself, so an attribute is enough to use it
+        if ast.unparse(node) == "torch.distributed":
+            self.found.append((node.lineno, "torch.distributed"))
+        self.generic_visit(node)
+
+
+def _imported_module(name: str) -> str:
+    """The module behind an imported name: ``undivided.errors.InputError`` -> ``undivided.errors``."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _violations(module: str, source: str, is_package: bool = False) -> Iterator[str]:
+    layer = _layer(module)
+    assert layer is not None, f"{module} is in no layer: give it one in LAYERS"
+    allowed = LAYERS[layer][1] | {layer}
+    imports = _Imports(module, is_package)
+    imports.visit(ast.parse(source))
+    for line, name in imports.found:
+        here = f"{module}:{line} imports {name}"
+        if f"{name}.".startswith("torch.distributed.") and layer not in MAY_USE_PROCESS_GROUPS:
+            yield f"{here}, and nothing at or below functional may know process groups"
+        if name.split(".")[0] != "undivided":
+            continue
+        target = _imported_module(name)
+        target_layer = _layer(target)
+        if target_layer not in allowed:
+            yield f"{here}: {layer} may import only {', '.join(sorted(allowed))}, and this is {target_layer}"
+        elif _is_backend(target) and layer == "backends" and target != module:
+            yield f"{here}: a backend never imports another; what they share goes to backends/_base.py or below"
+
+
+def _is_backend(module: str) -> bool:
+    return module.startswith("undivided.backends.") and not module.split(".")[2].startswith("_")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    path = MODULES[module]
+    found = list(_violations(module, path.read_text(encoding="utf-8"), path.name == "__init__.py"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param(
+            "undivided.backends.new", "from undivided.backends.reference import x", id="backend-to-backend"
+        ),
+        pytest.param(
+            "undivided.backends.new",
+            "from undivided.backends import reference",
+            id="backend-to-backend-by-package",
+        ),
+        pytest.param("undivided.backends.new", "from . import reference", id="backend-to-backend-relative"),
+        pytest.param(
+            "undivided.backends.new", "from undivided import masks, attention", id="backend-to-surface"
+        ),
+        pytest.param("undivided.backends.new", "import undivided._selection", id="backend-to-selection"),
+        pytest.param(
+            "undivided.kernels.new", "from undivided._problem import Problem", id="kernel-to-problem"
+        ),
+        pytest.param(
+            "undivided.masks",
+            "def f():\n  from undivided.functional import attention",
+            id="mask-to-functional-lazily",
+        ),
+        pytest.param(
+            "undivided.cache.new", "from undivided._selection import select", id="cache-to-selection"
+        ),
+        pytest.param("undivided.functional", "import_module('undivided.nn')", id="functional-to-nn-by-name"),
+        pytest.param(
+            "undivided.functional", "import torch.distributed as dist", id="functional-to-distributed"
+        ),
+        pytest.param("undivided._problem", "torch.distributed.get_rank()", id="problem-uses-distributed"),
+        pytest.param("undivided.kernels.new", "from torch import distributed", id="kernel-to-distributed"),
+    ],
+)
+def test_an_import_the_wrong_way_is_found(module: str, source: str) -> None:
+    assert list(_violations(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param(
+            "undivided.backends.new", "from undivided.backends._base import Backend", id="backend-to-base"
+        ),
+        pytest.param("undivided.backends.new", "from undivided import _layout, masks", id="backend-to-masks"),
+        pytest.param("undivided.nn.new", "from undivided.functional import attention", id="nn-to-functional"),
+        pytest.param(
+            "undivided.context_parallel.new",
+            "import torch.distributed as dist",
+            id="context-parallel-to-distributed",
+        ),
+        pytest.param("undivided.errors", "if TYPE_CHECKING:\n  from undivided.nn import x", id="types-only"),
+    ],
+)
+def test_an_import_the_right_way_is_let_through(module: str, source: str) -> None:
+    assert not list(_violations(module, source))
+
+
+def test_all_is_what_the_package_reexports() -> None:
+    tree = ast.parse(MODULES["undivided"].read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    # submodules become attributes when anything imports them; they are public only where __init__ says so
+    visible = {
+        name
+        for name in dir(undivided)
+        if name in imported or not isinstance(getattr(undivided, name), ModuleType)
+    }
+    public = {name for name in visible if not name.startswith("_")} - {"annotations"}
+    assert set(undivided.__all__) == public
+    assert len(undivided.__all__) == len(set(undivided.__all__))
+
+
+SCRIPTS = [*sorted((ROOT / "scripts").glob("*")), ROOT / ".ci" / "run"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_script_is_executable_and_parses(script: Path) -> None:
+    is_sourced = script.name.startswith("_")
+    assert is_sourced or os.access(script, os.X_OK), f"chmod +x {script.relative_to(ROOT)}"
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_development_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["cli"], *extras["plot"], *extras["dev"]]
+    names = {re.split(r"[<>=\[; ]", requirement)[0] for requirement in wanted} - {"undivided"}
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert not names - {pin.split("==")[0] for pin in pins if "==" in pin}
+
+
+# In pieces, so that this file passes its own test.
+OF_ONE_MACHINE = re.compile(
+    r"(?<![\w.:~$}/-])/(?:home|root|Users|work|opt|mnt)/\w"
+    r"|(?:py" + r"pi|python" + r"hosted|download\.py" + r"torch)\.org"
+    r"|file:" + r"///"
+)  # fmt: skip
+
+
+def _tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machine_or_a_package_registry() -> None:
+    found = []
+    for path in _tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := OF_ONE_MACHINE.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match.group()}")
+    assert not found, "\n".join(found)
+
+
+def test_a_machine_path_or_a_registry_host_is_found() -> None:
+    for text in ("/" + "home/me/x", "see /" + "work/y", "https://py" + "pi.org/simple", "'/" + "opt/z'"):
+        assert OF_ONE_MACHINE.search(text), text
+    for text in ("docs/work/x", "https://example.org/home/x", "~/home/x", "$HOME/work/x"):
+        assert not OF_ONE_MACHINE.search(text), text
