@@ -1,7 +1,7 @@
 """Masks for the eye: one line, a small picture in text, and a plot of any size.
 
-The plot counts the allowed pairs under each pixel from the ranges, so it takes O(S + pixels) for structured masks
-and one pass over blocks of rows for dense ones; S x S is never built.
+The plot counts the allowed pairs under each pixel from the ranges, so it takes O(S + pixels) for structured
+masks and one pass over blocks of rows for dense ones; S x S is never built.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
 
 
 def density(form: NormalForm, height: int, width: int) -> Tensor:
-    """The share of allowed pairs under each pixel of the first batch element's mean head, float ``[height, width]``."""
+    """The share of allowed pairs under each pixel, float ``[height, width]``: batch 0, all heads."""
     rows, keys = _pixel_edges(form.q_len, height), _pixel_edges(form.kv_len, width)
     counts = form.counts(rows, keys)[0].to(torch.float64).mean(0).cpu()
     area = torch.tensor(rows).diff()[:, None] * torch.tensor(keys).diff()
@@ -174,8 +174,8 @@ def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels:
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
-        density(form, pixels, pixels).numpy(), extent=(0, form.kv_len, form.q_len, 0), cmap="Blues", vmin=0, vmax=1,
-        interpolation="nearest", aspect="auto" if form.q_len != form.kv_len else "equal",
+        density(form, pixels, pixels).numpy(), extent=(0, form.kv_len, form.q_len, 0), cmap="Blues", vmin=0,
+        vmax=1, interpolation="nearest", aspect="auto" if form.q_len != form.kv_len else "equal",
     )  # fmt: skip
     axes.set(xlabel="key", ylabel="query", title=title)
     figure.colorbar(image, label="share of allowed pairs", shrink=0.8)

@@ -1,9 +1,9 @@
 """The parts that a mask is an intersection of: what they hold, and when their values make sense.
 
-A part is a small frozen value. Its tensors are kept as the caller gave them, so that a backend can hand them to
-its kernel; what they mean as ranges of keys is worked out in ``_intervals.py``. Values are checked by
-``check_values`` when a part is built from CPU tensors, and again after one was changed in place; sizes are checked
-against the call by ``check_call``.
+A part is a small frozen value. Its tensors are kept as the caller gave them, so that a backend can hand them
+to its kernel; what they mean as ranges of keys is worked out in ``_intervals.py``. Values are checked by
+``check_values`` when a part is built from CPU tensors, and again after one was changed in place; sizes are
+checked against the call by ``check_call``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def readable(*tensors: Tensor | None) -> bool:
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The in-place counters of the tensors, or None where one of them has none (inference tensors, tracing)."""
+    """The tensors' in-place counters, or None where one has none (inference tensors, tracing)."""
     if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return None
     return tuple(t._version for t in tensors)
@@ -133,7 +133,7 @@ class Lengths(Part):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Part):
-    """Documents packed one after another: real offsets ``[N+1]``, and the padded ones where there are gaps."""
+    """Documents packed one after another: real offsets ``[N+1]``, and padded ones where there are gaps."""
 
     name: ClassVar[str] = "documents"
     cu_seqlens_q: Tensor
@@ -187,8 +187,7 @@ class Documents(Part):
                 offsets: Tensor | None = getattr(self, argument)
                 if offsets is not None and readable(offsets) and int(offsets[-1]) > limit:
                     raise InputError(
-                        call.argument, f"have {argument}[-1] of at most {limit}, the {side} tokens of the call",
-                        int(offsets[-1]),
+                        call.argument, f"have {argument}[-1] of at most {limit}, the {side} tokens", int(offsets[-1]),
                     )  # fmt: skip
 
 
@@ -356,7 +355,7 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
     """``value`` as an int of at least ``at_least``, or InputError."""
     if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
         raise InputError(argument, "be an int", repr(value))
-    number = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
+    number = value if isinstance(value, int) else operator.index(value)
     if at_least is not None and number < at_least:
         raise InputError(argument, f"be at least {at_least}", number)
     return number

@@ -1,20 +1,20 @@
 """Which query may attend to which key.
 
-A mask is an exact set of pairs (i, j) of a query row and a key. Each function here describes one set, ``&`` intersects
-them, and ``window(...) | prefix(n)`` adds the first n keys to a window. Every mask but ``dense`` and ``predicate``
-takes memory in proportion to the sequence, never to its square.
+A mask is an exact set of pairs (i, j) of a query row and a key. Each function here describes one set, ``&``
+intersects them, and ``window(...) | prefix(n)`` adds the first n keys to a window. Every mask but ``dense``
+and ``predicate`` takes memory in proportion to the sequence, never to its square.
 
-Positions are counted within a sequence: i' = i - q_start and j' = j - kv_start, where a sequence is a batch element
-(as long as the tensor, or as ``lengths`` says) or a document. Where a sequence has n = kv_len - q_len more keys than
-queries, a query stands on key i' + d:
+Positions are counted within a sequence: i' = i - q_start and j' = j - kv_start, where a sequence is a batch
+element (as long as the tensor, or as ``lengths`` says) or a document. Where a sequence has n = kv_len - q_len
+more keys than queries, a query stands on key i' + d:
 
     align="top_left"      d = 0    the first query stands on the first key
     align="bottom_right"  d = n    the last query stands on the last key (decoding, chunked prefill)
 
 ``align=None`` is accepted where the two agree (n = 0 for every sequence). A mask has one alignment.
 
-Values are checked when a mask is built from CPU tensors, and again after one was changed in place. On a GPU, and
-while compiling, only shapes are, so that nothing waits for the device.
+Values are checked when a mask is built from CPU tensors, and again after one was changed in place. On a GPU,
+and while compiling, only shapes are, so that nothing waits for the device.
 
 >>> print(causal() & document_ids(torch.tensor([0, 0, 0, 1, 1])))
 causal() & document_ids(<int64 [1, 5]>)
@@ -54,8 +54,8 @@ from undivided._mask_parts import (
 from undivided.errors import InputError
 
 __all__ = [
-    "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids", "documents", "lengths",
-    "predicate", "prefix", "window",
+    "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",
+    "documents", "lengths", "predicate", "prefix", "window",
 ]  # fmt: skip
 
 Ints = Tensor | Sequence[int]
@@ -79,7 +79,7 @@ def causal(align: Align | None = None) -> Mask:
 
 
 def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
-    """Each query attends to the keys near its own, both ends included: ``i' + d - left <= j' <= i' + d + right``.
+    """Each query attends to the keys near its own: ``i' + d - left <= j' <= i' + d + right``.
 
     Args:
         left, right: keys before and after the query's own; None (or -1) is unbounded on that side.
@@ -96,7 +96,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
 def lengths(
     kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None
 ) -> Mask:
-    """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``; others see and are seen never.
+    """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
 
     Args:
         kv: real keys of each batch element, int ``[B]`` or a list.
@@ -109,12 +109,9 @@ def lengths(
     [[[2, 3]], [[0, 2]]]
     """
     keys = as_vector("kv", kv)
-    queries = keys if q is kv else None if q is None else as_vector("q", q)
-    key_start = None if kv_start is None else as_vector("kv_start", kv_start)
-    if q_start is kv_start:
-        query_start = key_start
-    else:
-        query_start = None if q_start is None else as_vector("q_start", q_start)
+    queries = keys if q is kv else _optional("q", q)
+    key_start = _optional("kv_start", kv_start)
+    query_start = key_start if q_start is kv_start else _optional("q_start", q_start)
     for argument, value in (("q", queries), ("kv_start", key_start), ("q_start", query_start)):
         if value is not None and value.shape != keys.shape:
             raise InputError(
@@ -126,19 +123,20 @@ def lengths(
 
 
 def documents(
-    cu_seqlens_q: Ints, cu_seqlens_kv: Ints | None = None, padded_q: Ints | None = None, padded_kv: Ints | None = None,
-    max_q: int | None = None, max_kv: int | None = None,
+    cu_seqlens_q: Ints, cu_seqlens_kv: Ints | None = None, padded_q: Ints | None = None,
+    padded_kv: Ints | None = None, max_q: int | None = None, max_kv: int | None = None,
 ) -> Mask:  # fmt: skip
     """Documents packed one after another: a query attends to the keys of its own document alone.
 
     Args:
         cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, int ``[N + 1]`` or a list.
         cu_seqlens_kv: those of the keys; None: the same as the queries'.
-        padded_q, padded_kv: where each document begins in memory, and the total, if there are gaps between them;
-            ``padded_kv`` is ``padded_q`` where both it and ``cu_seqlens_kv`` are None.
+        padded_q, padded_kv: where each document begins in memory, and the total, if there are gaps between
+            them; ``padded_kv`` is ``padded_q`` where both it and ``cu_seqlens_kv`` are None.
         max_q, max_kv: the longest document, for kernels that need it on the host.
     Raises:
-        InputError: offsets that do not start at 0 or decrease, different numbers of documents, gaps too small.
+        InputError: offsets that do not start at 0 or decrease, different numbers of documents, gaps too
+        small.
 
     >>> documents([0, 2, 3]).intervals(3, 3).tolist()
     [[[0, 2], [0, 2], [2, 3]]]
@@ -148,10 +146,9 @@ def documents(
     same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
     real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
     real_kv = real_q if cu_seqlens_kv is None or same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
-    slots_q = None if padded_q is None else as_vector("padded_q", padded_q)
-    slots_kv = None if padded_kv is None else as_vector("padded_kv", padded_kv)
-    if padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None):
-        slots_kv = slots_q
+    slots_q = _optional("padded_q", padded_q)
+    shared = padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None)
+    slots_kv = slots_q if shared else _optional("padded_kv", padded_kv)
     if real_q.shape[0] < 1:
         raise InputError("cu_seqlens_q", "hold N + 1 offsets for N documents", "none", "no documents are [0]")
     for argument, value in (("cu_seqlens_kv", real_kv), ("padded_q", slots_q), ("padded_kv", slots_kv)):
@@ -166,10 +163,10 @@ def documents(
 
 
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
-    """A query attends to the keys with its own id; negative ids are padding. Positions stay those of the rows.
+    """A query attends to the keys with its own id. Positions stay those of the rows.
 
     Args:
-        ids_q: integer ids ``[B, Sq]``, or ``[1, Sq]`` or ``[Sq]`` for every batch element.
+        ids_q: integer ids ``[B, Sq]``, or ``[1, Sq]`` or ``[Sq]`` for every batch element; negative: padding.
         ids_kv: those of the keys; None: the same as the queries'.
     Raises:
         InputError: no integers, or another number of dimensions.
@@ -185,7 +182,7 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
 
 
 def prefix(n: int | Ints) -> Mask:
-    """The first keys of each sequence: ``j' < n``. With ``|``, beside a window: prefix-LM, attention sinks' tokens.
+    """The first keys of each sequence: ``j' < n``. With ``|``, beside a window: prefix-LM, global tokens.
 
     Args:
         n: number of keys, or one for each batch element (packed: each document), int ``[B]`` or a list.
@@ -206,8 +203,8 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     Args:
         size: tokens in a chunk.
         align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
-        offset: where the first query stands in its sequence, an int, int ``[B]`` or a list; None: the keys begin
-            the sequence, so the first query stands at d.
+        offset: where the first query stands in its sequence, an int, int ``[B]`` or a list; None: the keys
+            begin the sequence, so the first query stands at d.
     Raises:
         InputError: ``size`` is not a positive integer, or ``offset`` not an integer.
 
@@ -250,10 +247,10 @@ def predicate(fn: PredicateFunction) -> Mask:
     """Any pairs at all, as a function of indices that is evaluated a block at a time.
 
     Args:
-        fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It receives
-            int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and ``[1, 1, 1, k]``:
-            raw indices into the tensors (packed: b = 0). It must be a pure function; tensors that it captures may
-            change in place between calls.
+        fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It
+            receives int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and
+            ``[1, 1, 1, k]``: raw indices into the tensors (packed: b = 0). It must be a pure function;
+            tensors that it captures may change in place between calls.
     Raises:
         InputError: ``fn`` cannot be called, or a predicate is built while compiling.
 
@@ -264,7 +261,7 @@ def predicate(fn: PredicateFunction) -> Mask:
         raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
     if torch.compiler.is_compiling():
         raise InputError(
-            "mask", "be built outside of torch.compile where it holds a predicate", "masks.predicate(fn) inside",
+            "mask", "be built outside of torch.compile where it holds a predicate", "masks.predicate(fn)",
             "build the mask before the compiled function and pass it in",
         )  # fmt: skip
     return _of(register_predicate(fn))
@@ -277,8 +274,12 @@ def _of(part: Part, align: Align | None = None) -> Mask:
 
 def _align(align: object) -> Align | None:
     if align is None or align == "top_left" or align == "bottom_right":
-        return align  # type: ignore[return-value]
+        return align
     raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
+
+
+def _optional(argument: str, value: Ints | None) -> Tensor | None:
+    return None if value is None else as_vector(argument, value)
 
 
 def _side(argument: str, value: int | None) -> int | None:

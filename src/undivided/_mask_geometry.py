@@ -1,0 +1,117 @@
+"""Where sequences lie in a call's rows and keys: positions, alignment, the rows of each document.
+
+Axes: B batch, Sq query rows, Sk keys, N sequences (batch elements, or documents where packed). A position i'
+or j' counts within a sequence; a raw index is ``position + start``. Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from undivided._mask_parts import Documents, Field, Lengths, Part, Size
+
+
+def own(value: Field, device: torch.device, default: int = 0) -> Size:
+    """A private int64 copy: what is worked out later still means what the tensor held now."""
+    if value is None:
+        return default
+    return value.to(device=device, dtype=torch.int64, copy=True) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where each sequence lies in the call's rows and keys; sizes are ints, or int64 ``[N]``."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    device: torch.device
+    q_start: Size
+    q_size: Size
+    kv_start: Size
+    kv_size: Size
+    shift: Size = 0
+    q_slot_ends: Tensor | None = None
+    kv_slot_ends: Tensor | None = None
+
+    @staticmethod
+    def of(
+        parts: Sequence[Part], bottom_right: bool, batch: int, q_len: int, kv_len: int, device: torch.device
+    ) -> Geometry:
+        q_ends = kv_ends = None
+        q_start: Size = 0
+        kv_start: Size = 0
+        q_size: Size = q_len
+        kv_size: Size = kv_len
+        for part in parts:
+            if isinstance(part, Lengths):
+                q_start, kv_start = own(part.q_start, device), own(part.kv_start, device)
+                q_size, kv_size = own(part.q, device, q_len), own(part.kv, device)
+            elif isinstance(part, Documents):
+                q_start, q_size, q_ends = _slots(part.cu_seqlens_q, part.padded_q, device)
+                kv_start, kv_size, kv_ends = _slots(part.cu_seqlens_kv, part.padded_kv, device)
+        shift = kv_size - q_size if bottom_right else 0
+        return Geometry(
+            batch, q_len, kv_len, device, q_start, q_size, kv_start, kv_size, shift, q_ends, kv_ends
+        )  # fmt: skip
+
+    @cached_property
+    def q_sequence(self) -> Tensor:
+        """The sequence of each row, int64 ``[B, Sq]`` (packed: the document, ``[1, Sq]``)."""
+        if self.q_slot_ends is None:
+            rows = torch.arange(self.batch, device=self.device)[:, None]
+            return rows.expand(self.batch, self.q_len)
+        return _slot_of(self.q_slot_ends, self.q_len)
+
+    def per_row(self, value: Size) -> Size:
+        """A sequence's value (int or ``[N]``) as a value of each row: int, ``[B, 1]`` or ``[1, Sq]``."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.q_slot_ends is None:
+            return value[:, None]
+        return value[self.q_sequence] if value.numel() else 0
+
+    @cached_property
+    def q_position(self) -> Tensor:
+        """i' of each row, int64 ``[B|1, Sq]``."""
+        return torch.arange(self.q_len, device=self.device)[None] - self.per_row(self.q_start)
+
+    @cached_property
+    def kv_position(self) -> Tensor:
+        """j' of each key, int64 ``[B|1, Sk]``."""
+        keys = torch.arange(self.kv_len, device=self.device)[None]
+        if self.kv_slot_ends is None or not isinstance(self.kv_start, Tensor):
+            return keys - (self.kv_start[:, None] if isinstance(self.kv_start, Tensor) else self.kv_start)
+        return keys - self.kv_start[_slot_of(self.kv_slot_ends, self.kv_len)]
+
+    @cached_property
+    def anchor(self) -> Tensor:
+        """i' + d of each row, int64 ``[B|1, Sq]``: the key that the row stands on."""
+        return self.q_position + self.per_row(self.shift)
+
+    @property
+    def real_rows(self) -> Tensor | None:
+        """Rows that belong to a sequence, bool ``[B|1, Sq]``; None where all do."""
+        if not isinstance(self.q_size, Tensor) and not isinstance(self.q_start, Tensor):
+            return None
+        return (self.q_position >= 0) & (self.q_position < self.per_row(self.q_size))
+
+
+def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, real size and end of each document's slot, int64 ``[N]``; no document reads as one empty one."""
+    real = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
+    offsets = real if padded is None else padded.to(device=device, dtype=torch.int64, copy=True)
+    if real.numel() == 1:
+        return offsets, torch.zeros_like(offsets), offsets
+    return offsets[:-1], real.diff(), offsets[1:].contiguous()
+
+
+def _slot_of(ends: Tensor, length: int) -> Tensor:
+    """The slot of each token, int64 ``[1, length]``; the last slot for tokens after them all."""
+    tokens = torch.arange(length, device=ends.device)
+    return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]
