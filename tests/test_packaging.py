@@ -11,10 +11,15 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import undivided
+from undivided._machine import Machine
+from undivided._problem import normalise
+from undivided.backends import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -266,7 +271,7 @@ def test_all_is_what_the_package_reexports() -> None:
     tree = ast.parse(MODULES["undivided"].read_text(encoding="utf-8"))
     imported = {
         alias.asname or alias.name
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }
@@ -290,6 +295,26 @@ def test_script_is_executable_and_parses(script: Path) -> None:
     assert is_sourced or os.access(script, os.X_OK), f"chmod +x {script.relative_to(ROOT)}"
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_backend_in_contributing_runs() -> None:
+    """The example that newcomers copy computes what the reference computes, gradients included."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    example: dict[str, Any] = {"__name__": "example"}
+    exec(text.split("```python\n")[1].split("```")[0], example)
+    q, k, v, grad = (torch.randn(2, 5, 3, 8) for _ in range(4))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    problem, operands = normalise(q, k, v, layout="bshd")
+    assert not example["BACKEND"].reasons(problem, Machine.this())
+    results = []
+    for backend in (example["BACKEND"], reference.BACKEND):
+        with torch.no_grad():
+            result = backend.forward(problem, operands)
+            gradients = backend.backward(problem, operands, result, grad, None)
+        results.append([*result, *gradients[:3]])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_every_development_dependency_is_pinned() -> None:
