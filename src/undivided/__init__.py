@@ -1,5 +1,7 @@
 """Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel."""
 
+import typing
+
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import use_backends
@@ -8,12 +10,18 @@ from undivided._selection import Decision
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain
 
+if typing.TYPE_CHECKING:
+    from undivided.backends._table import table as backends
+else:  # the package of that name, which can be called: type checkers know of no such thing
+    from undivided import backends
+
 __all__ = [
     "Decision",
     "InputError",
     "Machine",
     "NoBackendError",
     "attention",
+    "backends",
     "explain",
     "masks",
     "merge",

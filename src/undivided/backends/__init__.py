@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
+from types import ModuleType
 
+from undivided._machine import Machine
 from undivided.backends._base import Backend
+from undivided.backends._table import BackendTable, table
 from undivided.errors import InputError
 
 FAMILY_ALIASES = {"unfused": "math"}
@@ -15,7 +19,9 @@ FAMILY_ALIASES = {"unfused": "math"}
 @functools.cache
 def all_backends() -> tuple[Backend, ...]:
     """The backends, by name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    names = sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(module.BACKEND for module in modules if hasattr(module, "BACKEND"))
 
@@ -38,3 +44,13 @@ def get(name: str) -> Backend:
         if backend.name == name:
             return backend
     raise InputError("backend", f"be one of {', '.join(b.name for b in all_backends())}", repr(name))
+
+
+class _CallableModule(ModuleType):
+    """``undivided.backends`` is this folder and the function of that name: calling the module gives the table."""
+
+    def __call__(self, machine: Machine | None = None) -> BackendTable:
+        return table(machine)
+
+
+sys.modules[__name__].__class__ = _CallableModule

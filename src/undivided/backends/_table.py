@@ -1,0 +1,104 @@
+"""``undivided.backends()``: every backend, and whether this machine (or a described one) can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from undivided._machine import Machine
+from undivided._problem import Problem
+from undivided.backends._base import Backend
+from undivided.masks import FULL
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend. `why_not` is empty where it is available; `how_to_get` may be empty too."""
+
+    name: str
+    family: str
+    available: bool
+    why_not: str
+    version: str | None
+    summary: str
+    how_to_get: str = ""
+
+
+class BackendTable(tuple[BackendRow, ...]):
+    """The rows, in order of name; ``str()`` aligns them for reading."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        cells = [("name", "family", "available", "version", "")]
+        for row in self:
+            note = row.summary if row.available else "; ".join(filter(None, (row.why_not, row.how_to_get)))
+            cells.append((row.name, row.family, "yes" if row.available else "no", row.version or "-", note))
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        lines = (
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def table(machine: Machine | None = None) -> BackendTable:
+    """Every backend: name, family, whether it is available or why not, version, summary.
+
+    Available means that plain attention (no mask, head size 64, 16-bit or fp32) can run; `undivided.explain` answers for
+    one exact problem.
+
+    Args:
+        machine: the machine to ask about; this one, with all its devices, if None.
+
+    Returns:
+        A tuple of `BackendRow`; ``print`` it for the table.
+
+    >>> import undivided
+    >>> [row.available for row in undivided.backends() if row.name == "reference"]
+    [True]
+    """
+    from undivided.backends import all_backends
+
+    machines = _these() if machine is None else [machine]
+    return BackendTable(_row(backend, machines) for backend in all_backends())
+
+
+def _these() -> list[Machine]:
+    """This machine as the CPU's tensors see it, and as the GPU's do where there is one."""
+    return [Machine.this("cpu"), *([Machine.this("cuda")] if torch.cuda.is_available() else [])]
+
+
+def _row(backend: Backend, machines: Sequence[Machine]) -> BackendRow:
+    refusals = [why for machine in machines if (why := _why_not(backend, machine))]
+    available = len(refusals) < len(machines)
+    return BackendRow(
+        name=backend.name, family=backend.family, available=available, why_not="" if available else refusals[-1],
+        version=_version(backend, machines[-1]), summary=backend.summary, how_to_get=backend.how_to_get,
+    )  # fmt: skip
+
+
+def _why_not(backend: Backend, machine: Machine) -> str:
+    if missing := backend.unavailable(machine):
+        return missing
+    refusals = [backend.reasons(_plain(machine, dtype), machine) for dtype in PLAIN_DTYPES]
+    return "; ".join(min(refusals, key=lambda reasons: len(reasons)))
+
+
+def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
+    """Attention that asks for nothing special: what a backend that is there at all can run."""
+    device = machine.device or ("cuda" if machine.compute_capability or machine.hip else "cpu")
+    return Problem(
+        device=device, dtype=dtype, layout="bshd", batch=1, heads=8, kv_heads=8, q_len=512, kv_len=512, qk_dim=64,
+        v_dim=64, mask=FULL.structure, align=None, features=frozenset(),
+    )  # fmt: skip
+
+
+def _version(backend: Backend, machine: Machine) -> str | None:
+    """Of the package that it needs first; PyTorch's own kernels and ours come with torch and with us."""
+    for name, _, _ in backend.limits.packages:
+        return machine.packages.get(name) or (machine.cudnn if name == "cudnn" else None)
+    return f"torch {machine.torch}"
