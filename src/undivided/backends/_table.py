@@ -85,7 +85,8 @@ def _why_not(backend: Backend, machine: Machine) -> str:
     if missing := backend.unavailable(machine):
         return missing
     refusals = [backend.reasons(_plain(machine, dtype), machine) for dtype in PLAIN_DTYPES]
-    return "; ".join(min(refusals, key=lambda reasons: len(reasons)))
+    fewest: list[str] = min(refusals, key=len)
+    return "; ".join(fewest)
 
 
 def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
