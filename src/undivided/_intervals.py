@@ -65,7 +65,7 @@ class RangePairs:
     ranges: Tensor
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
-        ranges = _at(_narrow(self.ranges, 0, batch), 1, rows)[:, None, :, :, None]
+        ranges = _narrow(self.ranges, 0, batch)[:, None, rows, :, None]
         key = _index_tensor(keys, ranges.device, ranges.dtype)
         allowed = (key >= ranges[..., 0, :]) & (key < ranges[..., 1, :])
         if ranges.shape[3] == 4:
@@ -79,8 +79,8 @@ class IdPairs:
     ids_kv: Tensor
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
-        ids_q = _at(_narrow(self.ids_q, 0, batch), 1, rows)[:, None, :, None]
-        ids_kv = _at(_narrow(self.ids_kv, 0, batch), 1, keys)[:, None, None, :]
+        ids_q = _narrow(self.ids_q, 0, batch)[:, None, rows, None]
+        ids_kv = _narrow(self.ids_kv, 0, batch)[:, None, None, keys]
         return (ids_q == ids_kv) & (ids_q >= 0)
 
 
@@ -181,7 +181,7 @@ class NormalForm:
         """The smallest ``[start, stop)`` of keys over these rows; (0, 0) for none. For CPU kernels."""
         starts, stops = self._row_hulls
         starts, stops = _narrow(starts, 0, batch)[:, rows], _narrow(stops, 0, batch)[:, rows]
-        if not starts.numel():
+        if not starts.numel() or not range(self.batch)[batch]:
             return 0, 0
         start, stop = int(starts.amin()), int(stops.amax())
         return (start, stop) if start < stop else (0, 0)
