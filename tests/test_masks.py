@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -205,7 +205,7 @@ SIZES = [(0, 0), (0, 3), (3, 0), (1, 1), (1, 5), (5, 1), (4, 4), (4, 7), (7, 4)]
 ALIGNS = ["top_left", "bottom_right"]
 
 
-@pytest.mark.parametrize("q_len,kv_len", SIZES, ids=lambda n: str(n))
+@pytest.mark.parametrize(("q_len", "kv_len"), SIZES, ids=lambda n: str(n))
 @pytest.mark.parametrize("align", ALIGNS)
 class TestConstructors:
     """Every mask that looks at positions alone, both alignments, equal and unequal lengths down to none."""
@@ -266,10 +266,10 @@ def test_no_batch_elements_give_no_pairs() -> None:
 
 
 LENGTHS = {
-    "right-padding": dict(kv=[0, 3, 7], q=[4, 2, 0]),
-    "queries-all-real": dict(kv=[1, 4, 7]),
-    "left-padding": dict(kv=[2, 5, 0], q=[3, 1, 4], kv_start=[5, 1, 2], q_start=[1, 3, 0]),
-    "starts-of-keys-alone": dict(kv=[2, 5, 0], kv_start=[5, 1, 2]),
+    "right-padding": {"kv": [0, 3, 7], "q": [4, 2, 0]},
+    "queries-all-real": {"kv": [1, 4, 7]},
+    "left-padding": {"kv": [2, 5, 0], "q": [3, 1, 4], "kv_start": [5, 1, 2], "q_start": [1, 3, 0]},
+    "starts-of-keys-alone": {"kv": [2, 5, 0], "kv_start": [5, 1, 2]},
 }
 
 
@@ -513,9 +513,7 @@ def with_documents(draw: st.DrawFn, case: Case) -> Case:
     def side(limit: int, padded: bool) -> tuple[list[int], list[int]]:
         slots = sorted(draw(st.lists(st.integers(0, limit), min_size=count, max_size=count)))
         slots = [0, *slots]
-        sizes = [
-            draw(st.integers(0, b - a)) if padded else b - a for a, b in zip(slots, slots[1:], strict=False)
-        ]
+        sizes = [draw(st.integers(0, b - a)) if padded else b - a for a, b in pairwise(slots)]
         return slots, sizes
 
     padded = draw(st.booleans())

@@ -90,7 +90,7 @@ class Mask(Remembers):
     @property
     def is_full(self) -> bool:
         """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
-        return not self.parts and self.left is None and self.right is None
+        return len(self.parts) == 0 and self.left is None and self.right is None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -187,9 +187,9 @@ class Mask(Remembers):
 
     def __or__(self, other: Mask) -> Mask:
         other = _operand("|", other)
-        band, first = (self, other) if not self.parts else (other, self)
+        band, first = (self, other) if len(self.parts) == 0 else (other, self)
         bare = len(first.parts) == 1 and first.band == (None, None) and isinstance(first.parts[0], Prefix)
-        if not bare or band.parts:
+        if not bare or len(band.parts):
             raise InputError(
                 "mask", "join causal or window to a bare prefix with `|`", f"{self!r} | {other!r}",
                 "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
@@ -207,7 +207,7 @@ class Mask(Remembers):
     ) -> None:  # fmt: skip
         """Raise InputError unless the mask fits these sizes. Cheap when it was checked for them already."""
         key = ("check", batch, heads, q_len, kv_len, packed, device)
-        self._remembered(
+        self.remembered(
             key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device)
         )
 
@@ -243,7 +243,7 @@ class Mask(Remembers):
         )
         if not shaped and not needed:
             return None
-        return self._remembered(("align", q_len, kv_len), lambda: self._align(q_len, kv_len))
+        return self.remembered(("align", q_len, kv_len), lambda: self._align(q_len, kv_len))
 
     def _align(self, q_len: int, kv_len: int) -> str:
         agree = _alignments_agree(self.parts, q_len, kv_len)
@@ -293,7 +293,7 @@ class Mask(Remembers):
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not torch.compiler.is_compiling():
             return _shared((self.flatten()[0], bottom_right, sizes, device), build)
-        return self._remembered(("form", bottom_right, sizes, device), build)
+        return self.remembered(("form", bottom_right, sizes, device), build)
 
     def intervals(
         self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu"
@@ -388,16 +388,18 @@ class Mask(Remembers):
         """A value that differs once a tensor of the mask has been changed in place (None for inference tensors)."""
         return versions(self.tensors)
 
-    def _remembered(self, key: object, build: Callable[[], T]) -> T:
+    def remembered(self, key: object, build: Callable[[], T]) -> T:
         """``build()``, or its last result for this key if no tensor has changed since."""
         if torch.compiler.is_compiling():
             return build()
-        captured = (part.captured() for part in self.parts if isinstance(part, Predicate))
-        tensors = (*self.tensors, *(tensor for some in captured for tensor in some))
-        now = versions(tensors)
-        if now is None:
-            return build()
-        now += tuple(id(tensor) for tensor in tensors)
+        now: tuple[int, ...] | None = ()
+        if self.parts:
+            captured = (part.captured() for part in self.parts if isinstance(part, Predicate))
+            tensors = (*self.tensors, *(tensor for some in captured for tensor in some))
+            now = versions(tensors)
+            if now is None:
+                return build()
+            now += tuple(id(tensor) for tensor in tensors)
         memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
         found = memory.get(key)
         if found is not None and found[0] == now:
