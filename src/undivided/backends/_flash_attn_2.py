@@ -1,0 +1,80 @@
+"""Calls of flash-attn 2. The package's own autograd is not used: forward and backward are called one by one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._mask_parts import Lengths
+from undivided._problem import Operands, Problem
+from undivided._result import Result
+from undivided.backends import _gpu
+from undivided.backends._base import Gradients
+
+
+def _package() -> Any:
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def forward(problem: Problem, operands: Operands) -> Result:
+    """Dense, packed, or against a cache of keys with lengths and pages."""
+    if operands.pages is not None or problem.mask.kinds & {"lengths"}:
+        return _with_cache(problem, operands)
+    settings, cu = _settings(operands), _gpu.packing(problem, operands)
+    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.views(problem, operands)
+    if cu:
+        out, lse, *_ = _package()._flash_attn_varlen_forward(q, k, v, **cu, **settings, return_softmax=False)
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    else:
+        out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
+    return Result(*_gpu.settle(out, lse, form))
+
+
+def backward(
+    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of q, k and v. The buffers start at zero: tokens outside of every document are never written."""
+    settings, cu = _settings(operands), _gpu.packing(problem, operands)
+    settings |= {"deterministic": problem.deterministic, "rng_state": None}
+    q, k, v = _gpu.views(problem, operands)
+    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(result.lse)
+    if cu:
+        grad, out, lse = grad[0], out[0], lse[0]
+    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    call = _package()._flash_attn_varlen_backward if cu else _package()._flash_attn_backward
+    call(grad.contiguous(), q, k, v, out, lse, *grads, **cu, **settings)
+    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads)
+    return dq, dk, dv, None, None, None
+
+
+def _with_cache(problem: Problem, operands: Operands) -> Result:
+    """One call against a key/value cache: lengths, a block table, or both; no gradients."""
+    causal, left, right = _gpu.flash_band(operands)
+    lengths = next((part for part in operands.mask.parts if isinstance(part, Lengths)), None)
+    assert lengths is not None, "a paged problem carries the lengths"
+    paged = operands.pages is not None
+    q = _layout.canonical(operands.q, problem.layout)
+    k, v = (t if paged else _layout.canonical(t, problem.layout) for t in (operands.k, operands.v))
+    out, lse = _package().flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=_gpu.offsets(lengths.kv, q), block_table=operands.pages, softmax_scale=operands.scale,
+        causal=causal, window_size=(left, right), softcap=operands.softcap or 0.0, alibi_slopes=_slopes(operands),
+        return_softmax_lse=True,
+    )  # fmt: skip
+    return Result(*_gpu.settle(out, lse, operands.normal_form(problem)))
+
+
+def _settings(operands: Operands) -> dict[str, Any]:
+    causal, left, right = _gpu.flash_band(operands)
+    return {
+        "dropout_p": 0.0, "softmax_scale": operands.scale, "causal": causal, "window_size_left": left,
+        "window_size_right": right, "softcap": operands.softcap or 0.0, "alibi_slopes": _slopes(operands),
+    }  # fmt: skip
+
+
+def _slopes(operands: Operands) -> Tensor | None:
+    return None if operands.alibi_slopes is None else operands.alibi_slopes.float().contiguous()

@@ -1,0 +1,83 @@
+"""Calls of flash-attn 4 (CuTe). Unbounded sides of a window are None; its lse contains the sinks.
+
+`Result.lse` leaves sinks out, so ``lse = kernel + log1p(-exp(sink - kernel))`` after the forward, and
+``kernel = logaddexp(lse, sink)`` before the backward. Where the sink outweighs the keys the first loses digits that the
+second adds back to the sink, so the round trip is exact to rounding; the value itself is never handed out (see `reasons`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._problem import Operands, Problem
+from undivided._result import Result
+from undivided.backends import _gpu
+from undivided.backends._base import Gradients
+
+
+def _package() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def forward(problem: Problem, operands: Operands) -> Result:
+    """Dense or packed, with sinks."""
+    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.cleaned_views(problem, operands)
+    cu = _gpu.packing(problem, operands)
+    out, lse, *_ = _package()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        **cu,
+        **_settings(operands),
+        softcap=operands.softcap,
+        learnable_sink=operands.sinks,
+        return_lse=True,
+    )
+    if cu:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    if operands.sinks is not None:
+        sink = operands.sinks.to(lse.dtype).unsqueeze(-1)
+        lse = lse + torch.log1p(-torch.exp((sink - lse).clamp(max=0.0)))
+    return Result(*_gpu.settle(out, lse, form))
+
+
+def backward(
+    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of q, k, v and the sinks, through the output and the log-sum-exp."""
+    q, k, v = _gpu.cleaned_views(problem, operands)
+    cu = _gpu.packing(problem, operands)
+    lse = result.lse
+    if operands.sinks is not None:
+        lse = torch.logaddexp(lse, operands.sinks.to(lse.dtype).unsqueeze(-1)).masked_fill(
+            lse == -torch.inf, -torch.inf
+        )
+    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(lse)
+    if cu:
+        grad, out, lse = grad[0], out[0], lse[0]
+        grad_lse = None if grad_lse is None else grad_lse[0]
+    dq, dk, dv, *rest = _package()._flash_attn_bwd(
+        q, k, v, out, grad.contiguous(), lse, **cu, **_settings(operands), softcap=operands.softcap or 0.0,
+        deterministic=problem.deterministic, learnable_sink=operands.sinks,
+        dq=torch.zeros_like(q, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(k, memory_format=torch.contiguous_format),
+        dv=torch.zeros_like(v, memory_format=torch.contiguous_format),
+        dlse=None if grad_lse is None else grad_lse.contiguous(),
+    )  # fmt: skip
+    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in (dq, dk, dv))
+    return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
+
+
+def _settings(operands: Operands) -> dict[str, Any]:
+    left, right = _gpu.band(operands)
+    causal = left is None and right == 0
+    return {
+        "softmax_scale": operands.scale, "causal": causal, "window_size_left": left,
+        "window_size_right": None if causal else right,
+    }  # fmt: skip

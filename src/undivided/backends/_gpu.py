@@ -1,0 +1,233 @@
+"""What the adapters of GPU kernels share: the order to try them in, bands, documents, rows without keys, garbage.
+
+Kernels differ in how they say "this row has no key" (a log-sum-exp of +inf, of -inf, or nothing at all) and in whether a
+NaN in memory that they mask can reach a result. The rules are the design's: output 0, lse = -inf, no garbage. They are
+applied here, once.
+
+Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._machine import Machine, Version
+from undivided._mask_parts import Documents
+from undivided._problem import Operands, Problem
+from undivided.masks import NormalForm
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+# The order to try, lower first; the reference is 100. Nothing here is measured by this project. Sources:
+# - sm90 and sm10x: PyTorch puts cuDNN before flash where cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
+#   check_prefer_cudnn_attention), and TransformerEngine drops flash where cuDNN can run (get_attention_backend).
+# - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90.
+# - the package before PyTorch's copy of the same kernel: newer; efficient after flash: "universally faster" (sdp_utils.cpp).
+# - flex last of all: it is the general one.
+_CUDNN_FIRST = {
+    "cudnn": 10,
+    "torch_cudnn": 12,
+    "flash_attn": 14,
+    "torch_flash": 16,
+    "torch_efficient": 40,
+    "flex": 60,
+}
+_FLASH_FIRST = {
+    "flash_attn": 10,
+    "torch_flash": 12,
+    "torch_cudnn": 16,
+    "cudnn": 18,
+    "torch_efficient": 40,
+    "flex": 60,
+}
+_CUDNN_FIRST_AFTER: Version = (9, 15, 0)
+
+
+def rank(name: str, machine: Machine) -> float:
+    """Where the backend of this name stands on this machine."""
+    capability, cudnn = machine.compute_capability, machine.version("cudnn")
+    prefer = (
+        capability is not None
+        and capability[0] in (9, 10)
+        and cudnn is not None
+        and cudnn > _CUDNN_FIRST_AFTER
+    )
+    return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
+
+
+def no_gpu(machine: Machine) -> str | None:
+    """Why no CUDA kernel runs on this machine; None where one may."""
+    if machine.hip:
+        return "an AMD GPU (these limits are NVIDIA's; the triton backend runs there)"
+    if machine.compute_capability is None:
+        return "no CUDA device"
+    return None
+
+
+def hip_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """What `no_gpu` says of an AMD GPU, as a reason."""
+    return [reason] if machine.hip and problem.device == "cuda" and (reason := no_gpu(machine)) else []
+
+
+def size_reasons(problem: Problem) -> list[str]:
+    """Kernels are not asked for nothing: a size of 0 belongs to the reference."""
+    sizes = {"batch": problem.batch, "query length": problem.q_len, "key length": problem.kv_len}
+    return [f"{name} 0 (min 1)" for name, size in sizes.items() if size == 0]
+
+
+def large_head_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """FlashAttention-2's backward runs out of shared memory on sm86-sm89 and sm12x for head sizes in (192, 224]."""
+    capability = machine.compute_capability
+    small = capability is not None and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1))
+    if small and "backward" in problem.features and 192 < problem.qk_dim <= 224:
+        on = capability_text(machine)
+        return [
+            f"head_dim={problem.qk_dim} (gradients on compute capability {on} only up to 192 or above 224)"
+        ]
+    return []
+
+
+def capability_text(machine: Machine) -> str:
+    """The compute capability for a reason, "8.0"."""
+    return ".".join(map(str, machine.compute_capability or ()))
+
+
+def band(operands: Operands) -> tuple[int | None, int | None]:
+    """(left, right) of the mask's window; None is unbounded."""
+    return operands.mask.band
+
+
+def flash_band(operands: Operands) -> tuple[bool, int, int]:
+    """(causal, left, right) as flash-attention wants them: -1 is unbounded, causal is the window (-1, 0)."""
+    left, right = band(operands)
+    return (left is None and right == 0), -1 if left is None else left, -1 if right is None else right
+
+
+def documents(operands: Operands) -> Documents | None:
+    """The packed documents of the mask, if any."""
+    return next((part for part in operands.mask.parts if isinstance(part, Documents)), None)
+
+
+def offsets(tensor: Tensor, like: Tensor) -> Tensor:
+    """Cumulative lengths as kernels read them: int32, contiguous, on the tensors' device."""
+    return tensor.to(device=like.device, dtype=torch.int32).contiguous()
+
+
+def longest(problem: Problem) -> tuple[int, int]:
+    """The longest query and key length of any document; an upper bound where only the device knows."""
+    _, q, kv = problem.documents or (0, None, None)
+    return q or problem.q_len, kv or problem.kv_len
+
+
+def packing(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Cumulative and longest lengths of packed documents, as flash-attn names them; empty for dense sequences."""
+    found = documents(operands)
+    if found is None:
+        return {}
+    max_q, max_k = longest(problem)
+    cu_q, cu_k = offsets(found.cu_seqlens_q, operands.q), offsets(found.cu_seqlens_kv, operands.q)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+
+
+def views(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+    """q, k, v as [B, S, H, D], or as [T, H, D] where documents are packed."""
+    found = tuple(_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+    return found if documents(operands) is None else tuple(t[0] for t in found)
+
+
+def cleaned_views(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+    """`views` with 0 where no pair reads them; see `cleaned`."""
+    if documents(operands) is None:
+        return views(problem, operands)
+    return tuple(t[0] for t in cleaned(problem, operands, operands.normal_form(problem)))
+
+
+def has_rows_without_keys(problem: Problem) -> bool:
+    """Whether a row may have no key: anything but a full mask, or a band that always holds the diagonal."""
+    if problem.mask.kinds - {"causal", "window"}:
+        return True
+    return (
+        problem.align == "bottom_right" and problem.q_len > problem.kv_len
+    ) or "window" in problem.mask.kinds
+
+
+def settle(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
+    """Rows without keys get output 0 and lse = -inf, whatever the kernel wrote there. In place for `out`."""
+    lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
+    if form is None:
+        return out_BSHD, lse
+    empty = ~form.rows_allowed
+    empty_BHS = empty if empty.dim() == 3 else empty.unsqueeze(1)
+    out_BSHD.masked_fill_(empty_BHS.transpose(1, 2).unsqueeze(-1), 0.0)
+    return out_BSHD, lse.masked_fill(empty_BHS, -torch.inf)
+
+
+def for_kernel(lse_BHS: Tensor) -> Tensor:
+    """The lse as backward kernels need it: +inf where a row has no key, so that exp(score - lse) is 0, never NaN."""
+    return lse_BHS.masked_fill(lse_BHS == -torch.inf, torch.inf).contiguous()
+
+
+_MAY_HOLD_GARBAGE = frozenset({"lengths", "q_lengths", "starts", "documents", "padded", "document_ids"})
+
+
+def used_keys(form: NormalForm) -> Tensor:
+    """Keys that the ranges of any row hold, bool [B|1, Sk]; O(S)."""
+    steps = torch.zeros(form.ranges.shape[0], form.kv_len + 1, dtype=torch.int32, device=form.ranges.device)
+    for column in range(0, form.ranges.shape[-1], 2):
+        start, stop = form.ranges[..., column].long(), form.ranges[..., column + 1].long()
+        real = (stop > start).int()
+        steps.scatter_add_(1, start, real).scatter_add_(1, stop, -real)
+    return steps.cumsum(1)[:, :-1] > 0
+
+
+def cleaned(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [B, S, H, D], with 0 where no pair reads them: for kernels that multiply what they mask by 0.
+
+    A copy of each, and only where the mask says that memory may lie outside the real lengths.
+    """
+    q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _fills_everything(operands, problem):
+        return q, k, v
+    unused = ~used_keys(form)[..., None, None]
+    return clear_rows(q, form), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+
+
+def clear_rows(rows_BSHD: Tensor, form: NormalForm) -> Tensor:
+    """A copy with 0 in the rows that have no key."""
+    empty = ~form.rows_allowed
+    empty_BHS = empty if empty.dim() == 3 else empty.unsqueeze(1)
+    return rows_BSHD.masked_fill(empty_BHS.transpose(1, 2).unsqueeze(-1), 0.0)
+
+
+def _fills_everything(operands: Operands, problem: Problem) -> bool:
+    """Whether unpadded documents on the CPU are known to cover every token, so that there is nothing to clear."""
+    found = documents(operands)
+    if found is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
+        return False
+    ends = (found.cu_seqlens_q[-1:], found.cu_seqlens_kv[-1:])
+    if any(end.device.type != "cpu" for end in ends):
+        return False
+    return int(ends[0]) == problem.q_len and int(ends[1]) == problem.kv_len
+
+
+@contextmanager
+def deterministic(problem: Problem) -> Iterator[None]:
+    """PyTorch's kernels take determinism from the process' flag alone; set it for one call."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if not problem.deterministic or before == (True, False):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,298 @@
+"""`flex`: PyTorch's FlexAttention, compiled. It takes any mask: ranges, dense tensors and predicates alike.
+
+Memory: the mask goes in as a `BlockMask` counted from row ranges (O(S + tiles)), never as an S x S tensor, unless the mask
+is itself dense. It compiles for seconds for every new set of sizes, so it runs only where it is asked for by name.
+
+On the CPU, FlexAttention has no backward and cannot return the log-sum-exp (torch/_inductor/kernel/flex/flex_cpu.py);
+`Result.lse` is then NaN: nobody may read it, as `lse`, `sinks` and gradients are refused there.
+
+Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496); torch/nn/attention/flex_attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._intervals import DensePairs, IdPairs, PredicatePairs, RangePairs
+from undivided._machine import Machine
+from undivided._problem import Operands, Problem
+from undivided._result import Result
+from undivided.backends import _gpu
+from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.masks import NormalForm
+
+_BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
+_MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8
+
+_ON_CPU = {
+    "backward": "FlexAttention has no CPU backward",
+    "lse": "FlexAttention's CPU kernel returns none",
+    "sinks": "they need the log-sum-exp, which FlexAttention's CPU kernel does not return",
+}
+
+Index = Tensor
+MaskMod = Callable[[Index, Index, Index, Index], Tensor]
+ScoreMod = Callable[[Tensor, Index, Index, Index, Index], Tensor]
+
+
+class Flex(Backend):
+    """FlexAttention through torch.compile."""
+
+    name = "flex"
+    family = "flex"
+    summary = "PyTorch's FlexAttention, compiled for each shape: any mask"
+    how_to_get = (
+        "part of PyTorch 2.6 and later; on a CPU it needs a C++ compiler at run time (apt install g++)"
+    )
+    limits = Limits(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        masks=ALL_MASKS,
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset(
+            "backward bias bias_grad alibi alibi_grad softcap gqa value_dim lse lse_grad strided".split()
+        ),
+        compute_capability=((7, 5), None),
+        packages=(("torch", (2, 6), None),),
+        notes={
+            "dropout": "FlexAttention has none",
+            "sinks": "they would round the output twice",
+            "paged": "pages would be gathered into a copy",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """By the table in `_gpu`."""
+        return _gpu.rank(self.name, machine)
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """No compiler for the CPU kernel."""
+        missing = super().unavailable(machine)
+        if missing is None and machine.compute_capability is None:
+            missing = _no_compiler(machine)
+        return missing
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The limits, then what they cannot say."""
+        reasons = limit_reasons(self.limits, problem, machine) + _gpu.size_reasons(problem)
+        if problem.device == "cpu":
+            reasons += [_refused(name) for name in _ON_CPU if name in problem.features and name != "sinks"]
+            reasons += [missing] if (missing := _no_compiler(machine)) else []
+        if problem.device == "cuda":
+            reasons += _gpu.hip_reasons(problem, machine)
+            if "triton" not in machine.packages:
+                reasons.append("triton is not installed (torch.compile needs it on a GPU)")
+            if (
+                problem.deterministic
+                and "backward" in problem.features
+                and problem.features & {"bias_grad", "alibi_grad"}
+            ):
+                reasons.append(
+                    "deterministic gradients of a bias or of ALiBi slopes (they are summed by atomics)"
+                )
+        return reasons
+
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Compiling takes seconds for every new set of sizes."""
+        return "compiles for seconds per shape; ask with backend='flex'"
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """Attention by compiled FlexAttention."""
+        form = operands.normal_form(problem)
+        tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
+        if problem.device == "cpu":
+            out = _compiled()(*tensors, **settings)
+            lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan)
+            return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse)
+        out, lse = _compiled()(*tensors, **settings, return_lse=True)
+        return Result(*_gpu.settle(out.transpose(1, 2), lse, form))
+
+    def backward(
+        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
+        form = operands.normal_form(problem)
+        wanted = [
+            (n, t.detach().requires_grad_())
+            for n, t in enumerate(operands.differentiable)
+            if t is not None and _needs(problem, n)
+        ]
+        fresh: list[Tensor | None] = list(operands.differentiable)
+        for n, tensor in wanted:
+            fresh[n] = tensor
+        operands = operands.with_differentiable(fresh)
+        with torch.enable_grad():
+            settings = _settings(problem, operands, form)
+            out, lse = _compiled()(*_inputs(problem, operands, form), **settings, return_lse=True)
+        grad = _gpu.clear_rows(_layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
+        outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
+        found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
+        gradients: list[Tensor | None] = [None] * 6
+        for (n, _), gradient in zip(wanted, found, strict=True):
+            gradients[n] = gradient
+        return gradients
+
+
+def _refused(feature: str) -> str:
+    words = {"backward": "gradients", "lse": "the log-sum-exp returned"}
+    return f"no support for {words[feature]} on the CPU ({_ON_CPU[feature]})"
+
+
+def _needs(problem: Problem, position: int) -> bool:
+    """Whether this one of (q, k, v, bias, sinks, slopes) may have a gradient."""
+    name = (None, None, None, "bias_grad", "sinks_grad", "alibi_grad")[position]
+    return name is None or name in problem.features
+
+
+def _no_compiler(machine: Machine) -> str | None:
+    """Why the CPU kernel cannot be compiled here; a described machine is taken to have a compiler."""
+    if not machine.probed and machine.device is not None:
+        return None
+    if sys.platform == "darwin":
+        return "FlexAttention's CPU kernel does not run on macOS"
+    if machine.isa and not machine.isa.startswith("AVX"):
+        return f"instruction set {machine.isa} (FlexAttention's CPU kernel needs AVX2)"
+    candidates = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if not any(map(shutil.which, candidates)):
+        return "no C++ compiler ($CXX, g++ or clang++) in PATH"
+    return None
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention under torch.compile; a size that it cannot compile is an error, never the slow path."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Any = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def call(*tensors: Tensor, **settings: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
+            return compiled(*tensors, **settings)
+
+    return call
+
+
+def _inputs(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Tensor, ...]:
+    """q, k, v as [B, H, S, D]: FlexAttention multiplies what it masks by 0, so garbage is cleared first."""
+    return tuple(t.transpose(1, 2) for t in _gpu.cleaned(problem, operands, form))
+
+
+def _settings(problem: Problem, operands: Operands, form: NormalForm) -> dict[str, Any]:
+    return {
+        "score_mod": _score_mod(problem, operands, form),
+        "block_mask": None if operands.mask.is_full else _block_mask(problem, form),
+        "scale": operands.scale,
+        "enable_gqa": problem.heads != problem.kv_heads,
+    }
+
+
+def _block_mask(problem: Problem, form: NormalForm) -> Any:
+    """The mask as FlexAttention takes it: which tiles are touched, and a function for the pairs inside."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = form.tiles(_BLOCK, _BLOCK)
+    full = tiles == 2
+    full[..., problem.q_len // _BLOCK :, :] = False  # a tile that hangs over the end is not full
+    full[..., problem.kv_len // _BLOCK :] = False
+    partial = (tiles > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_mask_mod(form),
+        seq_lengths=(problem.q_len, problem.kv_len),
+    )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which) key tiles of each row of tiles, int32; the chosen ones come first, in order."""
+    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+
+
+def _mask_mod(form: NormalForm) -> MaskMod:
+    """The pairs as a function of indices that torch.compile can follow."""
+    mods = [_of_ranges(form.ranges), *map(_of_extra, form.extras)]
+    if len(mods) == 1:
+        return mods[0]
+
+    def every(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        allowed = mods[0](b, h, i, j)
+        for mod in mods[1:]:
+            allowed = allowed & mod(b, h, i, j)
+        return allowed
+
+    return every
+
+
+def _of_ranges(ranges: Tensor) -> MaskMod:
+    one_batch, two = ranges.shape[0] == 1, ranges.shape[-1] == 4
+    columns = [column.contiguous() for column in ranges.unbind(-1)]
+
+    def first(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        b = b * 0 if one_batch else b
+        return (j >= columns[0][b, i]) & (j < columns[1][b, i])
+
+    def either(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        b0 = b * 0 if one_batch else b
+        return first(b, h, i, j) | ((j >= columns[2][b0, i]) & (j < columns[3][b0, i]))
+
+    return either if two else first
+
+
+def _of_extra(extra: object) -> MaskMod:
+    if isinstance(extra, RangePairs):
+        return _of_ranges(extra.ranges)
+    if isinstance(extra, PredicatePairs):
+        return extra.fn
+    if isinstance(extra, DensePairs):
+        return lambda b, h, i, j: _broadcast(extra.tensor, b, h, i, j)
+    assert isinstance(extra, IdPairs)
+    ids_q, ids_kv = extra.ids_q, extra.ids_kv
+
+    def same(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        mine = _broadcast(ids_q, b, i)
+        return (mine == _broadcast(ids_kv, b, j)) & (mine >= 0)
+
+    return same
+
+
+def _broadcast(tensor: Tensor, *indices: Index) -> Tensor:
+    """``tensor[indices]``, a broadcast axis read at 0."""
+    return tensor[
+        tuple(index * 0 if size == 1 else index for size, index in zip(tensor.shape, indices, strict=True))
+    ]
+
+
+def _score_mod(problem: Problem, operands: Operands, form: NormalForm) -> ScoreMod | None:
+    """Softcap, then ALiBi, then the bias; None where there is none of them."""
+    softcap, slopes, bias = operands.softcap, operands.alibi_slopes, operands.bias
+    if softcap is None and slopes is None and bias is None:
+        return None
+    if slopes is not None:
+        anchor = form.q_position + form.shift
+        keys, sequence, slopes = form.kv_position, form.q_sequence, slopes.float()
+
+    def modified(score: Tensor, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            slope = slopes[h] if slopes.dim() == 1 else slopes[_broadcast(sequence, b, i), h]
+            score = score - slope * (_broadcast(anchor, b, i) - _broadcast(keys, b, j)).abs()
+        if bias is not None:
+            score = score + _broadcast(bias, b, h, i, j)
+        return score
+
+    return modified
+
+
+BACKEND = Flex()

@@ -1,0 +1,148 @@
+"""`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), the one that takes fp32, old GPUs and a bias.
+
+Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu, attention_backward.cu)
+and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2 (bottom-right).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._machine import Machine
+from undivided._problem import Operands, Problem
+from undivided._result import Result
+from undivided.backends import _gpu
+from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+
+OPS = torch.ops.aten
+
+_NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
+_BIAS_ROW = 16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
+
+
+class TorchEfficient(Backend):
+    """The memory-efficient CUTLASS kernel of PyTorch."""
+
+    name = "torch_efficient"
+    family = "efficient"
+    summary = "PyTorch's memory-efficient kernel: fp32, old GPUs, bias and its gradient"
+    how_to_get = "part of PyTorch's CUDA builds: https://pytorch.org/get-started"
+    limits = Limits(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        masks=frozenset({"causal"}),
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset({"backward", "bias", "bias_grad", "lse", "value_dim"}),
+        compute_capability=((5, 0), (12, 1)),
+        packages=(("torch", (2, 5), None),),
+        notes={
+            "dropout": "it draws its own pattern",
+            "gqa": "its kernel has one key/value head a query head, and K and V are not copied to match",
+            "lse_grad": "PyTorch's operator returns lse as a constant",
+            "documents": "it keeps the log-sum-exp padded to the longest document",
+            "window": "a window in this kernel is causal and has no documented edge",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """By the table in `_gpu`."""
+        return _gpu.rank(self.name, machine)
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """No GPU, no package, or neither."""
+        return _gpu.no_gpu(machine) or super().unavailable(machine)
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The limits, then what they cannot say."""
+        reasons = limit_reasons(self.limits, problem, machine)
+        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        reasons += _alignment_reasons(problem, machine)
+        capability = machine.compute_capability
+        if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
+            reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
+        if problem.align == "bottom_right" and problem.q_len > problem.kv_len:
+            reasons.append(
+                "bottom-right alignment with more queries than keys (its rows without keys are not defined)"
+            )
+        if "bias" in problem.features and problem.dtype != torch.float32:
+            name = str(problem.dtype).removeprefix("torch.")
+            reasons.append(
+                f"a bias with {name} operands (float32 only: the kernel rounds the bias to the dtype of q)"
+            )
+        return reasons
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """Attention by ``aten::_efficient_attention_forward``."""
+        q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        out, lse, *_ = OPS._efficient_attention_forward(
+            q, k, v, _bias(problem, operands), None, None, None, None, 0.0, _mask_type(problem),
+            compute_log_sumexp=True, scale=operands.scale,
+        )  # fmt: skip
+        return Result(*_gpu.settle(out, lse[..., : problem.q_len], None))
+
+    def backward(
+        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients by ``aten::_efficient_attention_backward``."""
+        q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
+        wants_bias = "bias_grad" in problem.features
+        dq, dk, dv, dbias = OPS._efficient_attention_backward(
+            _layout.canonical(grad_out, problem.layout), q, k, v, _bias(problem, operands), result.out, None, None,
+            problem.q_len, problem.kv_len, _padded_lse(result.lse), 0.0, seed, seed, _mask_type(problem), wants_bias,
+            scale=operands.scale,
+            # one block writes each dq: the order of the sums is fixed
+            num_splits_key=1 if problem.deterministic else None,
+        )  # fmt: skip
+        grads = [_layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
+        return *grads, _summed(dbias, operands.bias) if wants_bias else None, None, None
+
+
+def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """The multiple that both head sizes must have: what 128-bit loads need (`minimum_gemm_alignment`)."""
+    capability = machine.compute_capability or (8, 0)
+    half = problem.dtype in _gpu.HALF
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
+    multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
+    sizes = {"head_dim": problem.qk_dim} | (
+        {"value_dim": problem.v_dim} if "value_dim" in problem.features else {}
+    )
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return [
+        f"{name}={size} (must be a multiple of {multiple} in {dtype})"
+        for name, size in sizes.items()
+        if size % multiple
+    ]
+
+
+def _mask_type(problem: Problem) -> int:
+    if "causal" not in problem.mask.kinds:
+        return _NO_MASK
+    return _BOTTOM_RIGHT if problem.align == "bottom_right" else _TOP_LEFT
+
+
+def _bias(problem: Problem, operands: Operands) -> Tensor | None:
+    """The bias as [B, H, Sq, Sk] in the dtype of q, its rows aligned; broadcast axes stay strides of 0."""
+    if operands.bias is None:
+        return None
+    bias = operands.bias.to(operands.q.dtype).expand(*operands.bias.shape[:3], problem.kv_len)
+    if bias.stride(3) != 1 or any(bias.stride(axis) % _BIAS_ROW for axis in range(3)):
+        room = torch.nn.functional.pad(bias, (0, -problem.kv_len % _BIAS_ROW))
+        bias = room[..., : problem.kv_len]
+    return bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+
+
+def _padded_lse(lse_BHS: Tensor) -> Tensor:
+    """The log-sum-exp with room to a multiple of 32 rows, as the forward wrote it: the backward loads it in vectors."""
+    return torch.nn.functional.pad(_gpu.for_kernel(lse_BHS), (0, -lse_BHS.shape[-1] % 32), value=torch.inf)
+
+
+def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:
+    """The gradient of the expanded bias, summed over its broadcast axes in fp32."""
+    assert bias is not None
+    return grad.float().sum_to_size(bias.shape).to(bias.dtype)
+
+
+BACKEND = TorchEfficient()
