@@ -1,9 +1,9 @@
 """Running a backend under autograd: first derivatives by the backend, all others by the reference.
 
-    forward            the chosen backend
-    backward           the same backend, by recomputation from (out, lse)
-    double backward    the reference, block by block, whatever ran before
-    forward mode, vmap and torch.func    the reference as plain tensor operations
+forward            the chosen backend
+backward           the same backend, by recomputation from (out, lse)
+double backward    the reference, block by block, whatever ran before
+forward mode, vmap and torch.func    the reference as plain tensor operations
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from undivided.backends._base import Backend, Gradients
 def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out in the caller's layout, lse [B, H, Sq] or [H, T])."""
     if _is_transformed(operands):
-        return _restore(reference.composite(problem, operands), problem)
+        return restore(reference.composite(problem, operands), problem)
     if "backward" not in problem.features:
-        return _restore(forward(backend, problem, operands), problem)
+        return restore(forward(backend, problem, operands), problem)
     outputs: tuple[Tensor, Tensor] = _Attention.apply(backend, problem, operands, *operands.differentiable)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -36,7 +36,9 @@ def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
     """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
     if operands.q.is_meta:
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        lse = operands.q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype))
+        lse = operands.q.new_empty(
+            (problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype)
+        )
         return Result(_layout.empty(problem.layout, shape, operands.q), lse)
     device = operands.q.device.type
     if torch.is_autocast_enabled(device):
@@ -46,7 +48,12 @@ def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
 
 
 def backward(
-    backend: Backend, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    backend: Backend,
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
 ) -> Gradients:
     """Run a backend's backward with autocast off."""
     if operands.q.is_meta:
@@ -54,8 +61,11 @@ def backward(
             torch.empty_like(t) if t is not None and needed else None
             for t, needed in zip(operands.differentiable, operands.needs, strict=True)
         ]
-    with torch.autocast(operands.q.device.type, enabled=False):
-        return backend.backward(problem, operands, result, grad_out, grad_lse)
+    device = operands.q.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return backend.backward(problem, operands, result, grad_out, grad_lse)
+    return backend.backward(problem, operands, result, grad_out, grad_lse)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -70,10 +80,13 @@ def _is_transformed(operands: Operands) -> bool:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable)
+    return any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable
+    )
 
 
-def _restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+def restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the caller gets them: out in its layout, lse [B, H, Sq] or [H, T]."""
     lse = result.lse.squeeze(0) if problem.packed else result.lse
     return _layout.restore(result.out, problem.layout), lse
 
@@ -89,10 +102,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, backend: Backend, problem: Problem, operands: Operands, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _restore(forward(backend, problem, operands), problem)
+        out, lse = restore(forward(backend, problem, operands), problem)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.backend, ctx.problem, ctx.operands = backend, problem, operands.without_tensors()
-        ctx.mask_state = operands.mask.state()
+        ctx.call = backend, problem, operands.release(), operands.mask.state()
         ctx.set_materialize_grads(False)
         if "lse" not in problem.features:
             ctx.mark_non_differentiable(lse)
@@ -103,21 +115,21 @@ class _Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * 9
         *inputs, out, lse = ctx.saved_tensors
-        operands: Operands = ctx.operands
-        if operands.mask.state() != ctx.mask_state:
+        backend, problem, operands, mask_state = ctx.call
+        if operands.mask.state() != mask_state:
             raise RuntimeError(
                 "the mask's tensors (lengths, cu_seqlens, ...) were changed in place between forward and backward; "
                 "pass a clone to the mask, or call backward first"
             )
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        arguments = (ctx.backend, ctx.problem, operands, out, lse, grad_out, grad_lse, *inputs)
+        arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
         if torch.is_grad_enabled():
             return (None, None, None, *_AttentionBackward.apply(*arguments))  # type: ignore[no-untyped-call]
-        return (None, None, None, *_gradients(*arguments))
+        return (None, None, None, *gradients(*arguments))
 
 
-def _gradients(
+def gradients(
     backend: Backend,
     problem: Problem,
     operands: Operands,
@@ -127,6 +139,7 @@ def _gradients(
     grad_lse: Tensor | None,
     *inputs: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs, from out, lse and their gradients as the caller has them."""
     if grad_lse is not None and problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
     result = _canonical(out, lse, problem)
@@ -141,10 +154,10 @@ class _AttentionBackward(torch.autograd.Function):
         _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *inputs = arguments
         ctx.save_for_backward(*inputs, grad_out, grad_lse)
         ctx.set_materialize_grads(False)
-        return _gradients(*arguments)
+        return gradients(*arguments)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, grad_out, grad_lse = ctx.saved_tensors
         problem: Problem = ctx.problem

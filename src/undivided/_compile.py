@@ -1,0 +1,184 @@
+"""`attention` under torch.compile: one opaque operator and its backward.
+
+    undivided::attention            (tensors, the mask's tensors, a spec) -> (out, lse)
+    undivided::attention_backward   the same, with out, lse and their gradients -> gradients
+
+The graph holds the operator; validation and selection run inside it, at run time, on the real tensors. So new lengths do
+not recompile, a change of policy is seen, and a wrong argument raises the same `InputError` as in eager mode. What is
+static (layout, the mask's structure, which inputs need gradients) travels in the spec, a constant string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from undivided import _autograd, _layout, _problem, masks
+from undivided._layout import Layout
+from undivided._machine import Machine
+from undivided._policy import policy
+from undivided._problem import Operands, Problem
+from undivided._result import lse_dtype
+from undivided._selection import select
+from undivided.backends._base import Backend
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+_library = torch.library.Library("undivided", "DEF")
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
+    "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p"
+)
+_library.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward({_ARGUMENTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) -> Tensor[]"
+)
+
+
+class _Spec(NamedTuple):
+    """What is static in a call. `needs` has a letter y or n for each differentiable input."""
+
+    layout: str
+    mask: str
+    needs: str
+    backend: str
+    deterministic: str
+    return_lse: str
+
+    @staticmethod
+    def read(text: str) -> _Spec:
+        return _Spec(*text.split("|"))
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        return tuple(letter == "y" for letter in self.needs)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: dict[str, Any],
+    backend: str | None,
+    deterministic: bool | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Called while torch.compile traces: put the call into the graph as one operator."""
+    mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
+    if mask is None:
+        mask = masks.FULL
+    if not isinstance(mask, Mask):
+        raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__)
+    mask_text, mask_tensors = mask.flatten()
+    seed = arguments["dropout_seed"]
+    if arguments["dropout_p"] and not isinstance(seed, Tensor):
+        # an int seed is a constant of the graph; None is drawn inside the graph at every call
+        seed = (
+            torch.randint(2**62, (), device=q.device) if seed is None else torch.tensor(seed, device=q.device)
+        )
+    grad = torch.is_grad_enabled()
+    needs = [
+        "y" if grad and t is not None and t.requires_grad else "n" for t in (q, k, v, bias, sinks, slopes)
+    ]
+    return_lse = arguments["return_lse"]
+    spec = "|".join(
+        (
+            arguments["layout"],
+            mask_text,
+            "".join(needs),
+            backend or "",
+            str(deterministic),
+            "y" if return_lse else "n",
+        )
+    )
+    out, lse = torch.ops.undivided.attention(
+        q, k, v, bias, sinks, slopes, mask_tensors, seed if arguments["dropout_p"] else None, arguments["pages"], spec,
+        arguments["scale"], arguments["softcap"], float(arguments["dropout_p"]),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
+    mask_tensors: list[Tensor], dropout_seed: Tensor | None, pages: Tensor | None, spec_text: str, scale: float | None,
+    softcap: float | None, dropout_p: float,
+) -> tuple[Backend, Problem, Operands]:  # fmt: skip
+    """Normalise and select, on the real tensors of this call."""
+    spec = _Spec.read(spec_text)
+    problem, operands = _problem.normalise(
+        q, k, v, layout=cast(Layout, spec.layout), mask=Mask.unflatten(spec.mask, mask_tensors), bias=bias, scale=scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        return_lse=spec.return_lse == "y", pages=pages, needs=spec.needed,
+    )  # fmt: skip
+    deterministic = {"None": None, "True": True, "False": False}[spec.deterministic]
+    decision = select(problem, Machine.this(q.device), policy(spec.backend or None, deterministic))
+    return decision.backend, problem, operands
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        backend, problem, operands = _prepare(*arguments)
+        out, lse = _autograd.restore(_autograd.forward(backend, problem, operands), problem)
+    return out.contiguous(), lse.contiguous()
+
+
+@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
+def _run_backward(*arguments: Any) -> list[Tensor]:
+    *call, out, lse, grad_out, grad_lse = arguments
+    with torch.no_grad():
+        # selected anew: out and lse mean the same whichever backend made them
+        backend, problem, operands = _prepare(*call)
+        inputs = operands.differentiable
+        found = _autograd.gradients(backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
+    return [_like(g, t) for g, t, n in zip(found, call[:6], operands.needs, strict=True) if n]
+
+
+def _like(gradient: Tensor | None, tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if gradient is None else gradient.reshape(tensor.shape).contiguous()
+
+
+@torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    spec = _Spec.read(rest[6])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    batch, length, heads, _ = _layout.sizes(q.shape, cast(Layout, spec.layout))
+    shape = (heads, length) if spec.layout == "thd" else (batch, heads, length)
+    return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+@torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _gradient_shapes(*arguments: Any) -> list[Tensor]:
+    needed = _Spec.read(arguments[9]).needed
+    return [t.new_empty(t.shape) for t, n in zip(arguments[:6], needed, strict=True) if n]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors = [*inputs[:6], *inputs[6], inputs[7], inputs[8], *output]
+    ctx.save_for_backward(*tensors)
+    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:]
+    ctx.set_materialize_grads(False)
+    if _Spec.read(inputs[9]).return_lse != "y":
+        ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    saved: Sequence[Tensor | None] = ctx.saved_tensors
+    inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
+    seed, pages, out, lse = saved[6 + ctx.mask_tensors :]
+    if grad_out is None:
+        assert out is not None
+        grad_out = torch.zeros_like(out)
+    found = iter(
+        torch.ops.undivided.attention_backward(
+            *inputs, mask, seed, pages, *ctx.rest, out, lse, grad_out, grad_lse
+        )
+    )
+    needed = _Spec.read(ctx.rest[0]).needed
+    gradients = [next(found) if n else None for n in needed]
+    return (*gradients, [None] * len(mask), None, None, None, None, None, None)
+
+
+torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)

@@ -191,7 +191,8 @@ class NormalForm:
         ranges = _narrow(self.ranges, 0, batch)[:, rows]
         if self.extras or not ranges.numel() or ranges.shape[-1] == 4:
             return False
-        return int(ranges[..., 0].amax()) <= keys.start and int(ranges[..., 1].amin()) >= keys.stop
+        starts_by, stops_from = int(ranges[..., 0].amax()), int(ranges[..., 1].amin())
+        return starts_by <= keys.start and stops_from >= keys.stop
 
     @cached_property
     def _row_hulls(self) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,15 @@ def heads_first(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
+def from_heads_first(tensor_BHSD: Tensor, layout: Layout) -> Tensor:
+    """The inverse of `heads_first`."""
+    if layout == "bhsd":
+        return tensor_BHSD
+    if layout == "sbhd":
+        return tensor_BHSD.permute(2, 0, 1, 3)
+    return restore(tensor_BHSD.transpose(1, 2), layout)
+
+
 def empty(layout: Layout, shape_BSHD: tuple[int, int, int, int], like: Tensor, zero: bool = False) -> Tensor:
     """A new [B, S, H, D] view whose memory is contiguous in `layout`, so that `restore` gives a contiguous tensor."""
     b, s, h, d = shape_BSHD

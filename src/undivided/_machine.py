@@ -19,6 +19,7 @@ import torch
 from undivided.errors import InputError
 
 Version = tuple[int, ...]
+_Device = torch.device
 
 # import name -> distribution names that provide it, in order of preference
 _PACKAGES: dict[str, tuple[str, ...]] = {
@@ -96,7 +97,9 @@ class Machine:
         object.__setattr__(self, "packages", dict(self.packages))
 
     def __hash__(self) -> int:
-        return hash((self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch))
+        return hash(
+            (self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch)
+        )
 
     def version(self, package: str) -> Version | None:
         """Version of a package, of "torch" or of "cudnn"; None where it is not installed."""
@@ -104,7 +107,7 @@ class Machine:
         return parse_version(text) if text else None
 
     @staticmethod
-    def this(device: torch.device | str | None = None) -> Machine:
+    def this(device: _Device | str | None = None) -> Machine:
         """The machine one is on, probed once for each device."""
         return _probe(str(device) if device is not None and str(device).startswith("cuda") else "cpu")
 

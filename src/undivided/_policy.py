@@ -39,7 +39,9 @@ class _Switch(NamedTuple):
 
 
 _process_switch = _Switch()
-_context_switch: contextvars.ContextVar[_Switch | None] = contextvars.ContextVar("undivided_backends", default=None)
+_context_switch: contextvars.ContextVar[_Switch | None] = contextvars.ContextVar(
+    "undivided_backends", default=None
+)
 
 
 def _current_switch() -> _Switch:

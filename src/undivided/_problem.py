@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,10 @@ class Problem(NamedTuple):
         kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
-        parts = [f"{q} (BxSxHxD), {kv}", f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}"]
+        parts = [
+            f"{q} (BxSxHxD), {kv}",
+            f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}",
+        ]
         parts.append(f"mask {masks.describe(self.mask)}")
         if self.align in ("top_left", "bottom_right"):
             parts.append(self.align.replace("_", "-"))
@@ -168,9 +171,11 @@ class Operands:
             self.dropout_p, self.dropout_seed, self.pages, self.needs, self._normal_form,
         )  # fmt: skip
 
-    def without_tensors(self) -> Operands:
-        """The same operands with nothing in the place of the differentiable tensors, to be kept until the backward."""
-        return self.with_differentiable((_NOTHING, _NOTHING, _NOTHING, None, None, None))
+    def release(self) -> Operands:
+        """Let go of the differentiable tensors; what remains is kept until the backward."""
+        self.q = self.k = self.v = _NOTHING
+        self.bias = self.sinks = self.alibi_slopes = None
+        return self
 
 
 def normalise(
@@ -206,12 +211,16 @@ def normalise(
     )
     known = _problems.get(key)
     if known is None:
-        known = _build(q, k, v, layout, bias, softcap, alibi_slopes, sinks, dropout_p, return_lse, pages, device, needs)
+        known = _build(
+            q, k, v, layout, bias, softcap, alibi_slopes, sinks, dropout_p, return_lse, pages, device, needs
+        )
         if len(_problems) >= _MOST_PROBLEMS:
             _problems.clear()
         _problems[key] = known
     if mask is not None or layout == "thd" or alibi_slopes is not None or pages is not None:
-        mask, known = _with_mask(known, mask, q.device, alibi_slopes, pages)
+        given = _as_mask(mask)
+        with_mask: Callable[[], tuple[Mask, Problem]] = _WithMask(known, given, q.device, alibi_slopes, pages)
+        mask, known = given.remembered(("problem", key), with_mask)
     if bias is not None:
         bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
     if dropout_p:
@@ -247,9 +256,18 @@ def _signature(
             layout, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             q.stride(), k.stride(), v.stride(), return_lse, device, needs,
         )  # fmt: skip
-        if bias is None and softcap is None and alibi_slopes is None and sinks is None and not dropout_p and pages is None:
+        if (
+            bias is None
+            and softcap is None
+            and alibi_slopes is None
+            and sinks is None
+            and not dropout_p
+            and pages is None
+        ):
             return key, needs
-        _check_scalars(softcap, dropout_p, return_lse)  # before they become part of a key: True == 1, lists have no hash
+        _check_scalars(
+            softcap, dropout_p, return_lse
+        )  # before they become part of a key: True == 1, lists have no hash
         extras = tuple(
             None if t is None else (t.shape, t.dtype, t.device) for t in (bias, alibi_slopes, sinks, pages)
         )
@@ -257,7 +275,12 @@ def _signature(
     except (AttributeError, TypeError, RuntimeError):
         for name, value in (("q", q), ("k", k), ("v", v)):
             _check_tensor(name, value)
-        for name, value in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("pages", pages)):
+        for name, value in (
+            ("bias", bias),
+            ("alibi_slopes", alibi_slopes),
+            ("sinks", sinks),
+            ("pages", pages),
+        ):
             if value is not None:
                 _check_tensor(name, value)
         _check_scalars(softcap, dropout_p, return_lse)
@@ -282,9 +305,9 @@ def _build(
     else:
         kv_len, kv_heads, page_size = _check_pages(q, k, v, layout, pages)
     v_dim = v.shape[-1]
-    for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if tensor is not None:
-            _check_extra(name, tensor, q)
+    for name, extra in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if extra is not None:
+            _check_extra(name, extra, q)
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape))
     if pages is not None and (needs[1] or needs[2]):
@@ -335,7 +358,9 @@ def _check_tensor(name: str, value: object) -> None:
         raise InputError(name, "be a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
-        hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
+        hint = (
+            "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
+        )
         raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
 
 
@@ -359,7 +384,9 @@ def _scale(scale: float) -> float:
 
 
 def _check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
-    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(("k", "v"), _layout.rank(layout) if pages is None else 4)
+    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(
+        ("k", "v"), _layout.rank(layout) if pages is None else 4
+    )
     axes = {"q": ", ".join(layout)} | dict.fromkeys(("k", "v"), ", ".join(layout))
     if pages is not None:
         axes |= dict.fromkeys(("k", "v"), "pages, page size, kv heads, head size")
@@ -374,7 +401,10 @@ def _check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor 
             elif tensor.dim() == 4 and ranks[name] == 3:
                 hint = "thd is for packed tokens without a batch axis; a padded batch is 'bshd', 'sbhd' or 'bhsd'"
             raise InputError(
-                name, f"have {ranks[name]} axes [{axes[name]}]", f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint
+                name,
+                f"have {ranks[name]} axes [{axes[name]}]",
+                f"{tensor.dim()} axes {list(tensor.shape)}",
+                hint=hint,
             )
 
 
@@ -388,7 +418,9 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
                 hint=f"{name}.to(q.dtype), or run under torch.autocast",
             )  # fmt: skip
         if tensor.device != q.device:
-            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)")
+            raise InputError(
+                name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)"
+            )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -402,8 +434,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     if k_dim != qk_dim:
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
     if k_batch != batch:
-        raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
-    for what, of_k, of_v in (("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("heads", kv_heads, v_heads)):
+        raise InputError(
+            "k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint
+        )
+    for what, of_k, of_v in (
+        ("batch size", k_batch, v_batch),
+        ("length", kv_len, v_len),
+        ("heads", kv_heads, v_heads),
+    ):
         if of_k != of_v:
             raise InputError("v", f"have the {what} of k ({of_k})", f"{of_v} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
@@ -411,7 +449,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
 
 def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None:
     if kv_heads == 0 or heads % kv_heads:
-        raise InputError("k", f"have a number of heads that divides q's ({heads})", f"{kv_heads} in {list(k.shape)}", hint=hint)
+        raise InputError(
+            "k",
+            f"have a number of heads that divides q's ({heads})",
+            f"{kv_heads} in {list(k.shape)}",
+            hint=hint,
+        )
 
 
 def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
@@ -431,7 +474,9 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor)
     _check_tensor("pages", pages)
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
     if pages.dtype != torch.int32 or pages.dim() != 2:
-        raise InputError("pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}")
+        raise InputError(
+            "pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}"
+        )
     if layout != "thd" and pages.shape[0] != batch:
         raise InputError("pages", f"have one row a sequence of q ({batch})", list(pages.shape))
     if k.shape[:3] != v.shape[:3]:
@@ -449,7 +494,11 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor)
 def _check_extra(name: str, tensor: Tensor, q: Tensor) -> None:
     _check_tensor(name, tensor)
     if not tensor.is_floating_point():
-        hint = "a boolean mask goes to mask=masks.dense(tensor), True = attend" if tensor.dtype == torch.bool else None
+        hint = (
+            "a boolean mask goes to mask=masks.dense(tensor), True = attend"
+            if tensor.dtype == torch.bool
+            else None
+        )
         raise InputError(name, "be a floating-point tensor", str(tensor.dtype), hint=hint)
     if tensor.device != q.device:
         raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device))
@@ -457,11 +506,15 @@ def _check_extra(name: str, tensor: Tensor, q: Tensor) -> None:
 
 def _check_bias(bias: Tensor, layout: Layout, batch: int, heads: int, q_len: int, kv_len: int) -> str:
     full = (batch, heads, q_len, kv_len)
-    words = f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
+    words = (
+        f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
+    )
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if bias.dim() > 4 or any(size not in (1, limit) for size, limit in zip(shape, full, strict=True)):
         raise InputError("bias", f"be broadcastable to {words}", list(bias.shape))
-    return "".join("1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True))
+    return "".join(
+        "1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True)
+    )
 
 
 def _check_slopes(slopes: Tensor, problem: Problem, sequences: int) -> None:
@@ -478,38 +531,52 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
         return torch.empty((), dtype=torch.int64, device=device).random_()
     if isinstance(seed, Tensor):
         if seed.dim() != 0 or seed.dtype != torch.int64:
-            raise InputError("dropout_seed", "be an int or a 0-d int64 tensor", f"{seed.dtype} {list(seed.shape)}")
+            raise InputError(
+                "dropout_seed", "be an int or a 0-d int64 tensor", f"{seed.dtype} {list(seed.shape)}"
+            )
         return seed.clone()  # the caller may count it up in place before the backward
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
         raise InputError("dropout_seed", "be an int from 0 to 2**63 - 1 or a 0-d int64 tensor", repr(seed))
     return int(seed)
 
 
-def _with_mask(
-    problem: Problem, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
-) -> tuple[Mask, Problem]:
-    """Check the mask against the sizes and put its structure into the problem."""
+def _as_mask(mask: object) -> Mask:
     if mask is None:
-        mask = masks.FULL
-    elif not isinstance(mask, Mask):
-        hint = None
-        if isinstance(mask, Tensor):
-            hint = "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added"
-        raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__, hint=hint)
-    kinds = mask.kinds
-    if problem.layout == "thd" and not kinds & {"documents", "document_ids"}:
-        raise InputError(
-            "mask", "say where the documents are in layout 'thd'", f"{masks.describe(mask.structure)}",
-            hint="mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
-        )  # fmt: skip
-    if pages is not None:
-        mask = _paged_mask(mask, problem, pages)
-    mask.check(problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device)
-    align = mask.resolved_align(problem.batch, problem.q_len, problem.kv_len, needed=slopes is not None)
-    documents = mask.document_sizes
-    if slopes is not None:
-        _check_slopes(slopes, problem, documents[0] if documents else problem.batch)
-    return mask, problem._replace(mask=mask.structure, align=align, documents=documents)
+        return masks.FULL
+    if isinstance(mask, Mask):
+        return mask
+    hint = None
+    if isinstance(mask, Tensor):
+        hint = "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added"
+    raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__, hint=hint)
+
+
+class _WithMask(NamedTuple):
+    """Checks a mask against the sizes and puts its structure into the problem, when called."""
+
+    problem: Problem
+    mask: Mask
+    device: torch.device
+    slopes: Tensor | None
+    pages: Tensor | None
+
+    def __call__(self) -> tuple[Mask, Problem]:
+        problem, mask, device, slopes, pages = self
+        if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
+            raise InputError(
+                "mask", "say where the documents are in layout 'thd'", masks.describe(mask.structure),
+                hint="mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+            )  # fmt: skip
+        if pages is not None:
+            mask = _paged_mask(mask, problem, pages)
+        mask.check(
+            problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device
+        )
+        align = mask.resolved_align(problem.batch, problem.q_len, problem.kv_len, needed=slopes is not None)
+        documents = mask.document_sizes
+        if slopes is not None:
+            _check_slopes(slopes, problem, documents[0] if documents else problem.batch)
+        return mask, problem._replace(mask=mask.structure, align=align, documents=documents)
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
@@ -522,5 +589,7 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     if problem.layout != "thd":
         return mask
     assert problem.page_size is not None
-    starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (pages.shape[1] * problem.page_size)
+    starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (
+        pages.shape[1] * problem.page_size
+    )
     return mask.with_padded_kv(starts)

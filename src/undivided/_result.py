@@ -99,14 +99,20 @@ def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     return factor.masked_fill(empty, 0.0)
 
 
-def _check_parts(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None) -> Layout:
+def _check_parts(
+    outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None
+) -> Layout:
     if not outs or len(outs) != len(lses):
-        raise InputError("lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs")
+        raise InputError(
+            "lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs"
+        )
     for name, parts in (("outs", outs), ("lses", lses)):
         for part in parts:
             if not isinstance(part, Tensor) or part.shape != parts[0].shape or part.dtype != parts[0].dtype:
                 got = f"{list(part.shape)} {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
-                raise InputError(name, f"be tensors like the first, {list(parts[0].shape)} {parts[0].dtype}", got)
+                raise InputError(
+                    name, f"be tensors like the first, {list(parts[0].shape)} {parts[0].dtype}", got
+                )
     fitting = [name for name in LAYOUTS if _fits(outs[0], lses[0], name)]
     if layout is None and len(fitting) == 1:
         layout = fitting[0]

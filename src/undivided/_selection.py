@@ -88,7 +88,9 @@ class Decision:
             for i, reason in enumerate(verdict.reasons or (verdict.note,)):
                 lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
         if self.chosen is None and self.policy.forced is not None:
-            lines.append(f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out to let selection choose")
+            lines.append(
+                f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out to let selection choose"
+            )
         return "\n".join(lines)
 
 
@@ -159,7 +161,11 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     key = (selection_key(problem), policy, id(machine))
     known = _by_class.get(key)
     if known is not None and known.machine is machine:
-        exact = problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
+        exact = (
+            problem
+            if problem.deterministic == known.problem.deterministic
+            else problem._replace(deterministic=True)
+        )
         return Decision(exact, machine, policy, known.chosen)
     decision = decide(problem, machine, policy)
     _log(decision, policy)

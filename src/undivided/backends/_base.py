@@ -122,7 +122,9 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
     if problem.device == "cuda" and "cuda" in limits.devices:
         reasons += _capability_reasons(limits, machine)
     if problem.dtype not in limits.dtypes:
-        reasons.append(f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})")
+        reasons.append(
+            f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})"
+        )
     reasons += _head_dim_reasons(limits, problem)
     for kind in sorted(problem.mask.kinds - limits.masks):
         reasons.append(_with_note(f"no support for {_MASK_WORDS[kind]}", limits.notes.get(kind)))

@@ -24,7 +24,7 @@ from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 _NO_DROPOUT = {"dropout": "it draws its own pattern"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Version:
     """One of the packages: its limits, what they cannot say, and the module that calls it."""
 

@@ -44,7 +44,9 @@ class Block:
     keys: slice
 
 
-def attend(block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def attend(
+    block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
     """(out [B, H, R, Dv], lse [B, H, R]) of one block; tensors as `_slices` gives them. The specification.
 
     ``softmax(mask(softcap(scale * q . k) - slope * |i + d - j| + bias)) @ v`` with sinks in the denominator and dropout on
@@ -57,7 +59,11 @@ def attend(block: Block, problem: Problem, operands: Operands, tensors: Sequence
         # outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying
         some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
         q = torch.where(some_row, q, 0.0)
-        some_key = some_key.unflatten(1, (-1, q.shape[1] // k.shape[1])).any(2) if some_key.shape[1] > 1 else some_key
+        some_key = (
+            some_key.unflatten(1, (-1, q.shape[1] // k.shape[1])).any(2)
+            if some_key.shape[1] > 1
+            else some_key
+        )
         k, v = (torch.where(some_key.unsqueeze(-1), x, 0.0) for x in (k, v))
     score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale  # [B, H, R, K]
     if operands.softcap is not None:
@@ -110,14 +116,18 @@ def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | 
     if bias is not None:
         finite = bias.detach() != -torch.inf
         allowed = finite if allowed is None else allowed & finite
-        return allowed.expand(*allowed.shape[:2], block.rows.stop - block.rows.start, block.keys.stop - block.keys.start)
+        return allowed.expand(
+            *allowed.shape[:2], block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+        )
     return allowed
 
 
 def _distance(block: Block, problem: Problem, operands: Operands) -> Tensor:
     """|i + d - j| within the sequence, [B|1, 1, R, K]."""
     normal = operands.normal_form(problem)
-    q_position = _batch_rows(normal.q_position, block.batch, block.rows) + _batch_rows(normal.shift, block.batch, block.rows)
+    q_position = _batch_rows(normal.q_position, block.batch, block.rows) + _batch_rows(
+        normal.shift, block.batch, block.rows
+    )
     kv_position = _batch_rows(normal.kv_position, block.batch, block.keys)
     return (q_position[:, None, :, None] - kv_position[:, None, None, :]).abs()
 
@@ -162,11 +172,11 @@ def _blocks(problem: Problem, operands: Operands) -> Iterator[Block]:
 
 def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
     """How many key/value heads fit with the fewest rows; each alone costs a loop of its own."""
-    width = 1
+    width: int = 1
     for start in range(0, problem.q_len, MOST_ROWS):
         keys = _keys(normal, problem, batch, slice(start, min(start + FEWEST_ROWS, problem.q_len)))
-        width = max(width, keys.stop - keys.start)
-    per_head = width * FEWEST_ROWS * (problem.heads // problem.kv_heads) * (batch.stop - batch.start)
+        width = max(width, int(keys.stop) - int(keys.start))
+    per_head = width * FEWEST_ROWS * (problem.heads // problem.kv_heads) * int(batch.stop - batch.start)
     return min(max(SCORES_PER_BLOCK // per_head, 1), problem.kv_heads)
 
 
@@ -174,7 +184,10 @@ def _row_blocks(
     problem: Problem, normal: NormalForm | None, batch: slice, most: int
 ) -> Iterator[tuple[slice, slice]]:
     """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows."""
-    start, size = 0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS
+    start, size = (
+        0,
+        problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS,
+    )
     while start < problem.q_len:
         rows = slice(start, min(start + size, problem.q_len))
         keys = _keys(normal, problem, batch, rows)
@@ -256,7 +269,10 @@ def _empty_result(problem: Problem, operands: Operands) -> Result:
     shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
     out = _layout.empty(problem.layout, shape, operands.q, zero=True)
     lse = torch.full(
-        (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
+        (problem.batch, problem.heads, problem.q_len),
+        -torch.inf,
+        dtype=lse_dtype(problem.dtype),
+        device=out.device,
     )
     return Result(out, lse)
 
@@ -357,7 +373,10 @@ def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Te
 
 
 def _gradients(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    leaves: Sequence[Tensor | None],
+    create_graph: bool = False,
 ) -> list[Tensor | None]:
     """torch.autograd.grad that passes over leaves that are None, need no gradient, or are not reached."""
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -366,7 +385,11 @@ def _gradients(
         return [None] * len(leaves)
     found = iter(
         torch.autograd.grad(
-            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
+            [o for o, _ in reached],
+            wanted,
+            [g for _, g in reached],
+            allow_unused=True,
+            create_graph=create_graph,
         )
     )
     return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]

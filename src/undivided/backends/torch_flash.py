@@ -28,14 +28,11 @@ from undivided._result import Result, lse_dtype
 from undivided.backends import _torch_flash_cuda
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 ROWS = 256
 """Query rows of a masked block: the kernel's own largest split, so that a block fills one of its tiles."""
-
-SHORT_DOCUMENT = 16
-"""Documents shorter than this on average cost more in calls than the reference needs to compute them in blocks."""
 
 
 class Call(NamedTuple):
@@ -97,7 +94,10 @@ class TorchFlash(Backend):
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = _layout.empty(problem.layout, shape, operands.q, zero=True)
         lse = torch.full(
-            (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
+            (problem.batch, problem.heads, problem.q_len),
+            -torch.inf,
+            dtype=lse_dtype(problem.dtype),
+            device=q.device,
         )
         for call in _calls(problem, operands):
             part = _Part(call, problem, operands, q, k, v)
@@ -119,14 +119,16 @@ class TorchFlash(Backend):
         out = result.out.transpose(1, 2)
         if (causal := _one_call(problem, operands)) is not None:
             grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=operands.scale)
-            return [*(_restored(g, problem) for g in grads), None, None, None]
+            return [*(_layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
         return self._backward_in_parts(problem, operands, result, grad)
 
     def _backward_in_parts(
         self, problem: Problem, operands: Operands, result: Result, grad_BHSD: Tensor
     ) -> Gradients:
         tensors = operands.heads_first()
-        sums = [torch.zeros(t.shape, dtype=lse_dtype(problem.dtype), device=t.device) for t in operands.differentiable[:3] if t is not None]
+        precision = lse_dtype(problem.dtype)
+        sums = [torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
+                for t in (operands.q, operands.k, operands.v)]  # fmt: skip
         dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
         out_BHSD = result.out.transpose(1, 2)
         for call in _calls(problem, operands):
@@ -146,13 +148,12 @@ class TorchFlash(Backend):
 
 def _in_layout(out_BHSD: Tensor, problem: Problem) -> Tensor:
     """As [B, S, H, D], its memory in the caller's layout (the kernel follows q's strides for most, not for all)."""
-    out_BSHD = out_BHSD.transpose(1, 2)
-    restored = _layout.restore(out_BSHD, problem.layout)
-    return out_BSHD if restored.is_contiguous() else _layout.canonical(restored.contiguous(), problem.layout)
-
-
-def _restored(grad_BHSD: Tensor, problem: Problem) -> Tensor:
-    return _layout.restore(grad_BHSD.transpose(1, 2), problem.layout)
+    native = _layout.from_heads_first(out_BHSD, problem.layout)
+    return (
+        out_BHSD.transpose(1, 2)
+        if native.is_contiguous()
+        else _layout.canonical(native.contiguous(), problem.layout)
+    )
 
 
 def _one_call(problem: Problem, operands: Operands) -> bool | None:
@@ -206,7 +207,13 @@ def _sequences(problem: Problem, operands: Operands) -> tuple[list[tuple[slice, 
         kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
         rest = kinds - {"lengths", "q_lengths", "starts"}
         return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
-    if "dense" in kinds or "predicate" in kinds or "document_ids" in kinds or "global" in kinds or "prefix" in kinds:
+    if (
+        "dense" in kinds
+        or "predicate" in kinds
+        or "document_ids" in kinds
+        or "global" in kinds
+        or "prefix" in kinds
+    ):
         return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
     return whole, kinds
 
@@ -228,7 +235,9 @@ def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int)
 class _Part:
     """The tensors of one call, with what the mask hides taken out of them."""
 
-    def __init__(self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor
+    ) -> None:
         self.q = q[call.batch, :, call.rows]
         self.k = k[call.batch, :, call.keys]
         self.v = v[call.batch, :, call.keys]
@@ -268,7 +277,9 @@ def _additive(call: Call, problem: Problem, operands: Operands) -> Tensor | None
         score = _alibi(call, problem, operands, operands.alibi_slopes).to(precision)
     if operands.bias is not None:
         wanted = (call.batch, slice(None), call.rows, call.keys)
-        bias = operands.bias[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, operands.bias.shape, strict=True))]
+        bias = operands.bias[
+            tuple(s if n > 1 else slice(None) for s, n in zip(wanted, operands.bias.shape, strict=True))
+        ]
         score = bias.to(precision) if score is None else score + bias
     return score
 
@@ -276,7 +287,9 @@ def _additive(call: Call, problem: Problem, operands: Operands) -> Tensor | None
 def _alibi(call: Call, problem: Problem, operands: Operands, slopes: Tensor) -> Tensor:
     """-slope * |i + d - j|, [B|1, H, R, K]."""
     normal = operands.normal_form(problem)
-    row = (_part_of(normal.q_position, call.batch, call.rows) + _part_of(normal.shift, call.batch, call.rows)).unsqueeze(-1)
+    row = (
+        _part_of(normal.q_position, call.batch, call.rows) + _part_of(normal.shift, call.batch, call.rows)
+    ).unsqueeze(-1)
     distance = (row - _part_of(normal.kv_position, call.batch, call.keys).unsqueeze(-2)).abs().unsqueeze(1)
     if slopes.dim() == 1:
         return -slopes[None, :, None, None] * distance

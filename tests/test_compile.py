@@ -1,0 +1,238 @@
+"""torch.compile: one opaque operator, the same answers, no recompilation for new lengths, the same errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import undivided
+from undivided import masks
+from undivided.masks import Mask
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def qkv(length: int, kv_length: int | None = None, grad: bool = True) -> list[Tensor]:
+    q = torch.randn(2, length, 4, 16)
+    k, v = (torch.randn(2, kv_length or length, 2, 16) for _ in range(2))
+    return [t.requires_grad_(grad) for t in (q, k, v)]
+
+
+def assert_same_with_gradients(
+    compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Tensor
+) -> None:
+    leaves = [a for a in args if a.requires_grad]
+    ours, theirs = compiled(*args), eager(*args)
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn_like(theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves, upstream),
+        torch.autograd.grad(theirs, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
+    "no mask": lambda n: None,
+    "causal": lambda n: masks.causal(),
+    "causal and lengths": lambda n: masks.causal() & masks.lengths(n, n),
+    "window joined to a prefix, inside lengths": lambda n: (
+        (masks.window(3, 0) | masks.prefix(2)) & masks.lengths(n, n)
+    ),
+    "chunks": lambda n: masks.chunks(4),
+    "dense": lambda n: masks.dense(torch.ones(9, 9, dtype=torch.bool).tril(1)),
+    "document ids": lambda n: masks.document_ids(torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_built_inside_the_compiled_function_gives_the_eager_answer_and_gradients(mask) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
+        return undivided.attention(2 * q, k, v, layout="bshd", mask=mask(n)).sin()
+
+    assert_same_with_gradients(
+        torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, *qkv(9), torch.tensor([7, 9])
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_built_outside_the_compiled_function_gives_the_eager_answer_and_gradients(mask) -> None:
+    built = mask(torch.tensor([7, 9]))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return undivided.attention(2 * q, k, v, layout="bshd", mask=built).sin()
+
+    assert_same_with_gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, *qkv(9))
+
+
+def test_inductor_compiles_packed_documents_with_bias_dropout_softcap_sinks_slopes_and_lse() -> None:
+    def layer(q: Tensor, k: Tensor, bias: Tensor, sinks: Tensor, slopes: Tensor, cu: Tensor) -> Tensor:
+        out, lse = undivided.attention(
+            q, k, k, layout="thd", mask=masks.documents(cu) & masks.causal(), bias=bias, sinks=sinks, alibi_slopes=slopes,
+            dropout_p=0.3, dropout_seed=5, softcap=4.0, return_lse=True,
+        )  # fmt: skip
+        return out.sum(-1) * lse.T.exp()
+
+    q, k = torch.randn(7, 4, 16, requires_grad=True), torch.randn(7, 2, 16, requires_grad=True)
+    bias = torch.randn(4, 7, 7, requires_grad=True)
+    sinks, slopes = torch.randn(4, requires_grad=True), torch.rand(4, requires_grad=True)
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert_same_with_gradients(torch.compile(layer, fullgraph=True), layer, q, k, bias, sinks, slopes, cu)
+
+
+def test_new_lengths_of_the_same_structure_do_not_recompile() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
+        return undivided.attention(q, k, v, layout="bshd", mask=masks.lengths(n, n) & masks.causal())
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for length in (7, 9):  # the first is compiled as it is, the second tells the compiler that lengths move
+        compiled(*qkv(length), torch.tensor([length - 2, length]))
+    before = compiled_graphs()
+    for length in (11, 16, 23, 64):
+        n = torch.tensor([length - 3, length])
+        torch.testing.assert_close(compiled(*(x := qkv(length)), n), layer(*x, n))
+    assert compiled_graphs() == before == 2
+
+
+def test_decoding_over_a_growing_cache_does_not_recompile() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return undivided.attention(q, k, v, layout="bshd", mask=masks.causal("bottom_right"))
+
+    with torch.no_grad():
+        for kv_length in (5, 6):
+            step(*qkv(1, kv_length, grad=False))
+        before = compiled_graphs()
+        for kv_length in (7, 20, 300):
+            step(*qkv(1, kv_length, grad=False))
+    assert compiled_graphs() == before
+
+
+def test_a_predicate_built_outside_runs_inside_the_graph() -> None:
+    band = masks.predicate(lambda b, h, q, k: (q >= k) & (q - k < 3))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return undivided.attention(q, k, v, layout="bshd", mask=band)
+
+    args = qkv(8, grad=False)
+    torch.testing.assert_close(
+        layer(*args), undivided.attention(*args, layout="bshd", mask=masks.window(2, 0))
+    )
+
+
+def test_a_wrong_call_raises_the_same_error_as_in_eager_mode() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
+
+    args = qkv(3, 5, grad=False)
+    with pytest.raises(undivided.InputError) as eager:
+        layer(*args)
+    with pytest.raises(undivided.InputError) as compiled:
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(*args)
+    assert str(compiled.value) == str(eager.value)
+
+
+def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    layer = torch.compile(
+        lambda q, k, v: undivided.attention(q, k, v, layout="bshd"), fullgraph=True, backend="aot_eager"
+    )
+    args = qkv(6, grad=False)
+    with undivided.use_backends("torch_flash"):
+        layer(*args)
+    with undivided.use_backends("reference"):
+        layer(*args)
+    log = capfd.readouterr().err
+    assert "torch_flash for" in log
+    assert "reference for" in log
+    assert compiled_graphs() == 1
+
+
+def test_an_explicit_backend_that_cannot_run_raises_with_its_reasons() -> None:
+    layer = torch.compile(
+        lambda q, k, v: undivided.attention(q, k, v, layout="bshd", softcap=3.0, backend="torch_flash"),
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    with pytest.raises(undivided.NoBackendError, match="no support for softcap"):
+        layer(*qkv(6, grad=False))
+
+
+def test_dropout_without_a_seed_draws_a_new_pattern_at_every_call_and_repeats_under_manual_seed() -> None:
+    layer = torch.compile(
+        lambda q: undivided.attention(q, q, q, layout="bshd", dropout_p=0.5),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    q = torch.randn(1, 16, 2, 8)
+    torch.manual_seed(3)
+    first, second = layer(q), layer(q)
+    torch.manual_seed(3)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(layer(q), first)
+
+
+def test_autocast_inside_the_graph_casts_as_in_eager_mode() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
+
+    args = qkv(6, grad=False)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*args)
+    assert compiled.dtype == torch.bfloat16
+    torch.testing.assert_close(compiled, layer(*args))
+
+
+def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
+    n = torch.tensor([3, 7])
+    spec, tensors = (masks.lengths(n, n) & masks.causal()).flatten()
+    for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
+        q, k, v = qkv(7, grad="y" in needs)
+        call = (
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            tensors,
+            None,
+            None,
+            f"bshd|{spec}|{needs}||None|{lse}",
+            None,
+            None,
+            0.0,
+        )
+        results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
+        assert set(results.values()) == {"SUCCESS"}
+
+
+def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
+    for layout, shape in (("sbhd", (5, 2, 4, 16)), ("bhsd", (2, 4, 5, 16)), ("thd", (5, 4, 16))):
+        x = torch.randn(shape)
+        mask = masks.documents([0, 2, 5]) if layout == "thd" else masks.causal()
+
+        def layer(x: Tensor, layout: str = layout, mask: Mask = mask) -> tuple[Tensor, Tensor]:
+            return undivided.attention(x, x, x, layout=layout, mask=mask, return_lse=True)
+
+        ours, theirs = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        assert ours[0].is_contiguous()
+        assert theirs[0].is_contiguous()
