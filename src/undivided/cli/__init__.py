@@ -1,0 +1,1 @@
+"""The command line: ``undivided demo``, ``doctor``, ``explain``, ``verify``, ``mask``."""

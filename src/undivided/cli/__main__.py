@@ -1,0 +1,5 @@
+"""``python -m undivided.cli``: the same as the command ``undivided``."""
+
+from undivided.cli.main import main
+
+main()

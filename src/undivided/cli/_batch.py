@@ -1,0 +1,99 @@
+"""Documents as a batch of queries, keys and values, packed and padded.
+
+Legend: T tokens of all documents, B documents, S the longest one, H query heads, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.cli._documents import Document
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+HIDDEN = 256
+"""Size of a byte's embedding, before the projection to the heads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """q [T, H, D], k and v [T, N, D], and the gradient of the output [T, H, D]; one tensor for every arrangement."""
+
+    lengths: tuple[int, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T, all of them real."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """S, what a padded batch pads to."""
+        return max(self.lengths)
+
+    @property
+    def offsets(self) -> Tensor:
+        """cu_seqlens: where each document begins, and the end."""
+        return torch.tensor([0, *self.lengths]).cumsum(0)
+
+    def packed_mask(self) -> masks.Mask:
+        """Causal attention within each document of the packed tokens."""
+        return masks.documents(self.offsets) & masks.causal()
+
+    def padded_mask(self) -> masks.Mask:
+        """The same pairs in a padded batch: as many real queries as keys in each row of it."""
+        real = torch.tensor(self.lengths)
+        return masks.lengths(real, real) & masks.causal()
+
+    def arrange(self, packed: Tensor, layout: str, fill: float = 0.0) -> Tensor:
+        """[T, X, D] as `layout`: itself for "thd", else padded with `fill`, contiguous."""
+        if layout == "thd":
+            return packed.clone()
+        size = {"b": len(self.lengths), "s": self.longest, "h": packed.shape[1], "d": packed.shape[2]}
+        padded = packed.new_full([size[axis] for axis in layout], fill)
+        view = padded.permute([layout.index(axis) for axis in "bshd"])
+        view[self._document(), self._position()] = packed
+        return padded
+
+    def pack(self, tensor: Tensor, layout: str) -> Tensor:
+        """The real tokens of what `arrange` made, [T, X, D]."""
+        if layout == "thd":
+            return tensor
+        return tensor.permute([layout.index(axis) for axis in "bshd"])[self._document(), self._position()]
+
+    def padding(self, tensor: Tensor, layout: str) -> Tensor:
+        """Everything else of it."""
+        if layout == "thd":
+            return tensor[:0]
+        is_real = torch.arange(self.longest) < torch.tensor(self.lengths).unsqueeze(-1)
+        padding: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[~is_real]
+        return padding
+
+    def _document(self) -> Tensor:
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+
+    def _position(self) -> Tensor:
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+
+def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> Batch:
+    """The documents' bytes through a seeded random embedding and projection: entries of unit variance."""
+    draw = torch.Generator().manual_seed(seed)
+    text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8)
+    hidden = torch.randn(256, HIDDEN, generator=draw)[text.long()]
+
+    def projected(heads: int) -> Tensor:
+        weight = torch.randn(HIDDEN, heads * HEAD_DIM, generator=draw) / HIDDEN**0.5
+        return (hidden @ weight).unflatten(-1, (heads, HEAD_DIM)).to(dtype)
+
+    q, k, v = projected(HEADS), projected(KV_HEADS), projected(KV_HEADS)
+    grad = torch.randn(len(text), HEADS, HEAD_DIM, generator=draw).to(dtype)
+    return Batch(tuple(map(len, documents)), q, k, v, grad)

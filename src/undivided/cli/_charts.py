@@ -1,0 +1,87 @@
+"""Pictures of the demo, with matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from undivided.cli._batch import Batch
+from undivided.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS, THEIRS, LIGHT = "#1f5fa8", "#9aa3ad", 0.5
+
+
+def require() -> None:
+    """Refuse early where pictures are asked for and cannot be drawn.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "--out", "have matplotlib to draw with", "none", hint="pip install 'undivided[plot]'"
+        )
+
+
+def draw(folder: Path, batch: Batch, report: dict[str, Any]) -> list[Path]:
+    """Save the packed mask and the bars; return where."""
+    mask, bars = folder / "mask.png", folder / "demo.png"
+    batch.packed_mask().plot(batch.tokens, batch.tokens, mask)
+    _bars(report, bars)
+    return [mask, bars]
+
+
+def _bars(report: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    times = report["times"]
+    figure = Figure(figsize=(9, 5.2 if times else 2.6), dpi=150, layout="constrained")
+    if times:
+        axes = figure.subplots(2, 1, height_ratios=[2, 3])
+        _times(axes[1], times)
+    else:
+        axes = [figure.subplots()]
+    _counts(axes[0], report)
+    figure.savefig(path)
+
+
+def _counts(axes: Axes, report: dict[str, Any]) -> None:
+    """Packed as a share of padded."""
+    labels = {"tokens": "tokens", "bytes": "bytes of q, k, v, output", "pairs": "query-key pairs"}
+    shares = [100 * report[key]["packed"] / report[key]["padded"] for key in labels]
+    axes.barh(list(labels.values()), [100] * 3, color=THEIRS, alpha=LIGHT, label="padded")
+    drawn = axes.barh(list(labels.values()), shares, color=OURS, label="packed")
+    axes.bar_label(drawn, [f"{share:.1f} %" for share in shares], padding=4)
+    axes.set(title="What packing computes and stores, of what padding does", xlim=(0, 100))
+    axes.xaxis.set_major_formatter("{x:.0f} %")
+    _plain(axes)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _times(axes: Axes, times: list[dict[str, Any]]) -> None:
+    """Forward and backward, stacked."""
+    names = [row["name"] for row in times]
+    forward = [1e3 * row["forward_seconds"] for row in times]
+    backward = [1e3 * row["backward_seconds"] for row in times]
+    colours = [THEIRS if name.startswith("SDPA") else OURS for name in names]
+    axes.barh(names, forward, color=colours)
+    drawn = axes.barh(names, backward, left=forward, color=colours, alpha=LIGHT)
+    labels = [
+        f"{f + b:.0f} ms ({row['ratio']:.2f} x)" for f, b, row in zip(forward, backward, times, strict=True)
+    ]
+    axes.bar_label(drawn, labels, padding=4)
+    axes.set(
+        title="Time: forward (dark) and backward (light)",
+        xlabel="ms, median",
+        xlim=(0, 1.2 * max(map(sum, zip(forward, backward, strict=True)))),
+    )
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)

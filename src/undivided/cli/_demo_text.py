@@ -1,0 +1,164 @@
+"""What ``undivided demo`` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from undivided._selection import Decision
+from undivided.cli._batch import HEAD_DIM, HEADS, KV_HEADS, Batch
+from undivided.cli._documents import Document
+from undivided.cli._terminal import decision_table, human, shaded, table
+
+Report = dict[str, Any]
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
+    """The documents and the mask: on the screen before the work begins."""
+    screen.print(
+        Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold")
+    )
+    _title(screen, "The documents")
+    bars = "".join(_BARS[min(7, 8 * length // (batch.longest + 1))] for length in batch.lengths)
+    _say(
+        screen,
+        f"{len(documents)} files of Python's own library, {min(batch.lengths)} to {batch.longest} bytes, a byte a token:\n"
+        f"{bars}  {documents[0].name} to {documents[-1].name}\nembedded as {HEADS} query heads on {KV_HEADS} key/value heads "
+        f"of {HEAD_DIM}, {str(batch.q.dtype).removeprefix('torch.')}.",
+    )
+    _title(screen, "The mask, packed")
+    _say(screen, f"Causal within each document, {batch.tokens} tokens in a row. Down: queries. Across: keys.")
+    form = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu")
+    screen.print(Padding(Text(shaded(form), "cyan"), (0, 2), expand=False))
+
+
+def show(screen: Console, report: Report, decision: Decision) -> None:
+    """Everything that was found."""
+    _agreement(screen, report)
+    _savings(screen, report)
+    _decision(screen, decision)
+    if report["times"]:
+        _times(screen, report)
+    if report.get("files"):
+        _title(screen, "Pictures")
+        _say(screen, "\n".join(report["files"]))
+    _summary(screen, report)
+
+
+def _agreement(screen: Console, report: Report) -> None:
+    _title(screen, "Do they agree?")
+    _say(
+        screen,
+        "Relative error of the output and of the gradients against an fp64 oracle (PyTorch's plain softmax, a document at a "
+        "time). The padding holds NaN; in our outputs and gradients it must be 0.",
+    )
+    names = ("out", "dq", "dk", "dv")
+    made = table("way", *names, "", right=names)
+    for run in report["runs"]:
+        errors = [f"{run['errors'][name]:.1e}" for name in names]
+        mark = Text("✓", "green") if run["ok"] else Text("✗", "bold red")
+        made.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
+    made.add_row(
+        Text("allowed: 2 x plain + 1 rounding", "dim"),
+        *(Text(f"{report['budget'][name]:.1e}", "dim") for name in names),
+    )
+    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+
+
+def _savings(screen: Console, report: Report) -> None:
+    _title(screen, "What packing saves")
+    made = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
+    for label, key, unit in (
+        ("tokens", "tokens", ""),
+        ("query-key pairs a head", "pairs", ""),
+        ("q, k, v and output", "bytes", "B"),
+    ):
+        packed, padded = report[key]["packed"], report[key]["padded"]
+        cells = [human(n, unit) if unit else f"{n:,}" for n in (packed, padded)]
+        made.add_row(label, *cells, f"{packed / padded:.1%}")
+    made.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
+    screen.print(Padding(made, (0, 2), expand=False))
+    leak = report["leak"]
+    _title(screen, "What goes wrong without document boundaries")
+    _say(
+        screen,
+        f"The same tokens as one long causal sequence: no error is raised, {leak['share_of_pairs']:.0%} of the pairs "
+        f"({leak['pairs']:,}) join different documents, and the output is off by {leak['error']:.0%}.",
+    )
+
+
+def _decision(screen: Console, decision: Decision) -> None:
+    _title(screen, "Which kernel, and why not the others")
+    _say(screen, f"{decision.problem}\non {decision.machine}")
+    screen.print(Padding(decision_table(decision), (1, 2, 0, 2), expand=False))
+
+
+def _times(screen: Console, report: Report) -> None:
+    rounds = report["times"][0]["rounds"]
+    machine = report["machine"]
+    _title(screen, "How long")
+    _say(
+        screen,
+        f"Median of {rounds} round{'s' * (rounds > 1)}, all ways in turn in each, on {machine['threads']} threads "
+        f"({machine['isa']}). SDPA's dense mask is built outside of the timing.",
+    )
+    right = ("forward", "backward", "x packed")
+    made = table("way", *right, right=right)
+    for row in report["times"]:
+        cells = [_seconds(row["forward_seconds"]), _seconds(row["backward_seconds"]), f"{row['ratio']:.2f}"]
+        made.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
+    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+
+
+def _summary(screen: Console, report: Report) -> None:
+    _title(screen, "What you saw")
+    ours = [run for run in report["runs"] if run["ours"]]
+    worst = max(max(run["errors"].values()) for run in ours)
+    pairs, bytes_ = report["pairs"], report["bytes"]
+    same = ", bit for bit" if report["identical"] else ""
+    verdict = (
+        f"gave the same answer in {len(ours)} arrangements{same} (relative error at most {worst:.1e}, gradients included)"
+        if report["ok"]
+        else "did NOT give the same answer everywhere: see the crosses above, and please report it"
+    )
+    text = (
+        f"One function, with the layout and the mask said and nothing else changed, {verdict}. Packing computed "
+        f"{pairs['packed'] / pairs['padded']:.1%} of the padded batch's pairs in {bytes_['packed'] / bytes_['padded']:.0%} "
+        "of its memory, without letting documents see each other, and the library said which kernel ran and why."
+    )
+    if report["times"]:
+        text += _speed(report["times"])
+    _say(screen, f"{text}\n{report['seconds']} s in all.")
+
+
+def _speed(times: list[Report]) -> str:
+    ratio = {row["name"]: row["ratio"] for row in times}
+    masked, causal = ratio["SDPA, padded, dense mask"], ratio["SDPA, padded, is_causal"]
+    alone = ratio["SDPA, one document at a time"]
+    return (
+        f" PyTorch's SDPA on the padded batch took {masked:.1f} times as long with its dense mask and {causal:.1f} times with "
+        f"is_causal; called by hand for each document, {alone:.2f} times."
+    )
+
+
+def _seconds(value: float) -> str:
+    return (
+        f"{value:.2f} s"
+        if value >= 1
+        else f"{value * 1e3:.0f} ms"
+        if value >= 0.01
+        else f"{value * 1e3:.1f} ms"
+    )
+
+
+def _title(screen: Console, text: str) -> None:
+    screen.print()
+    screen.print(Text(text, "bold"))
+
+
+def _say(screen: Console, text: str) -> None:
+    screen.print(Padding(Text(text), (0, 2), expand=False))

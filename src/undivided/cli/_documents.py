@@ -1,0 +1,51 @@
+"""Real documents of very different lengths: files of Python's own library, which every user has."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from undivided.errors import InputError
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "idlelib", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file. A token is a byte."""
+
+    name: str
+    text: bytes
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+def collect(count: int, shortest: int, longest: int) -> list[Document]:
+    """`count` files whose sizes are spread evenly on a logarithmic scale; the same ones for the same Python.
+
+    Raises:
+        InputError: this Python keeps too few source files (an embedded one may keep none).
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    sizes = sorted((size, name) for name, size in _files(library) if shortest <= size)
+    if len(sizes) < count:
+        raise InputError(
+            "documents", f"be found: {count} source files of Python's library", f"{len(sizes)} in {library}"
+        )
+    chosen = []
+    for index in range(count):
+        wanted = shortest * (longest / shortest) ** (index / max(count - 1, 1))
+        nearest = min(sizes, key=lambda entry: (abs(entry[0] - wanted), entry[1]))
+        sizes.remove(nearest)
+        chosen.append(nearest[1])
+    return [Document(name, (library / name).read_bytes()[:longest]) for name in chosen]
+
+
+def _files(library: Path) -> Iterator[tuple[str, int]]:
+    for pattern in ("*.py", "*/*.py"):
+        for path in library.glob(pattern):
+            if path.parent.name not in _NOT_LIBRARY:
+                yield path.relative_to(library).as_posix(), path.stat().st_size

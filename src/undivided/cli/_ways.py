@@ -1,0 +1,168 @@
+"""Ways to compute attention over a batch of documents, checked against an oracle and timed against each other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import undivided
+from undivided import masks
+from undivided._layout import Layout
+from undivided.cli._batch import Batch
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Outcome(NamedTuple):
+    """Output and gradients at the real tokens, packed."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way: how its tensors are laid out ("thd" is packed), what stands in the padding, and the call."""
+
+    name: str
+    layout: Layout
+    call: Call
+    poison: float = 0.0
+    is_ours: bool = True
+
+
+@dataclass
+class Times:
+    """Seconds of every round, forward and backward."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        """(forward, backward)."""
+        return statistics.median(self.forward), statistics.median(self.backward)
+
+
+def our_ways(batch: Batch) -> list[Way]:
+    """The library: packed, padded in every layout with NaN for padding, and a document at a time."""
+    packed, padded = batch.packed_mask(), batch.padded_mask()
+
+    def attention(layout: Layout, mask: masks.Mask) -> Call:
+        return lambda q, k, v: undivided.attention(q, k, v, layout=layout, mask=mask)
+
+    one = _each_document(
+        batch,
+        lambda q, k, v: undivided.attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0],
+    )
+    layouts: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd")
+    return [
+        Way("packed, thd", "thd", attention("thd", packed)),
+        *(
+            Way(f"padded, {layout}", layout, attention(layout, padded), poison=torch.nan)
+            for layout in layouts
+        ),
+        Way("one document at a time", "thd", one),
+    ]
+
+
+def torch_ways(batch: Batch) -> list[Way]:
+    """PyTorch's scaled_dot_product_attention on the same batch. Its dense mask is built here, outside of the timing."""
+    count, longest = len(batch.lengths), batch.longest
+    dense = batch.padded_mask().to_dense(count, 1, longest, longest).contiguous()
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return [
+        Way("SDPA, padded, dense mask", "bhsd", masked, is_ours=False),
+        Way("SDPA, padded, is_causal", "bhsd", causal, is_ours=False),
+        Way("SDPA, one document at a time", "thd", _each_document(batch, _sdpa_of_one), is_ours=False),
+    ]
+
+
+def _sdpa_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[S, H, D] in and out."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _each_document(batch: Batch, attention: Call) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([attention(*part) for part in parts])
+
+    return call
+
+
+def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Outcome:
+    """A document at a time through PyTorch's plain softmax(q k^T) v in `dtype`: none of our code takes part."""
+    outcomes: list[tuple[Tensor, ...]] = []
+    for q, k, v, grad in zip(
+        *(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True
+    ):
+        step()
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = _sdpa_of_one(*leaves)
+            outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
+    out, dq, dk, dv = (torch.cat(parts) for parts in zip(*outcomes, strict=True))
+    return Outcome(out, dq, dk, dv)
+
+
+def run(way: Way, batch: Batch) -> tuple[Outcome, bool]:
+    """Forward and backward once; and whether output and gradients are exactly 0 in the padding."""
+    leaves = [batch.arrange(x, way.layout, way.poison).requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    out = way.call(*leaves)
+    gradients = torch.autograd.grad(out, leaves, batch.arrange(batch.grad, way.layout))
+    found = (out.detach(), *gradients)
+    is_clean = not any(bool((batch.padding(x, way.layout) != 0).any()) for x in found)
+    out, dq, dk, dv = (batch.pack(x, way.layout) for x in found)
+    return Outcome(out, dq, dk, dv), is_clean
+
+
+def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
+    """``|x - truth| / |truth|`` of the output and of each gradient, over all of its entries."""
+    pairs = zip(Outcome._fields, outcome, truth, strict=True)
+    return {name: float((x.double() - y.double()).norm() / y.double().norm()) for name, x, y in pairs}
+
+
+def leak(batch: Batch, truth: Outcome) -> float:
+    """The error of the output when the packed documents run as one long causal sequence."""
+    with torch.no_grad():
+        q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))
+        out = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())[0].double()
+    return float((out - truth.out).norm() / truth.out.norm())
+
+
+def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:
+    """Time forward and backward of all ways, one after the other in every round, so that all meet the same machine."""
+    ready = {}
+    for way in ways:
+        leaves = [batch.arrange(x, way.layout).requires_grad_() for x in (batch.q, batch.k, batch.v)]
+        ready[way.name] = leaves, batch.arrange(batch.grad, way.layout)
+    times = {way.name: Times() for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            step(f"timing: {way.name}")
+            leaves, grad = ready[way.name]
+            begin = time.perf_counter()
+            out = way.call(*leaves)
+            middle = time.perf_counter()
+            torch.autograd.grad(out, leaves, grad)
+            times[way.name].forward.append(middle - begin)
+            times[way.name].backward.append(time.perf_counter() - middle)
+    return times

@@ -1,0 +1,154 @@
+"""``undivided demo``: the library's main job on real documents, checked, then timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import undivided
+from undivided.cli import _charts, _demo_text, _ways
+from undivided.cli._batch import Batch, embed
+from undivided.cli._documents import Document, collect
+from undivided.cli._options import DTYPES, Dtype
+from undivided.cli._terminal import console, decision_json, print_json, progress
+
+Report = dict[str, Any]
+
+
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the pairs and the times.")] = None,
+    documents: Annotated[int, typer.Option(min=2, max=256, help="How many of the library's files to take.")] = 24,
+    longest: Annotated[int, typer.Option(min=64, max=16384, help="Tokens of the longest document; a token is a byte.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=0, max=100, help="Rounds of timing; 0 for none.")] = 3,
+    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.")] = Dtype.fp32,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 documents of at most 256 tokens.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Attention over real documents, packed and padded: checked, counted, explained, timed.
+
+    The documents are files of Python's own library, of very different lengths. About half a minute on two cores.
+    """
+    if quick:
+        documents, longest, rounds = min(documents, 8), min(longest, 256), min(rounds, 1)
+    begun = time.perf_counter()
+    if out is not None:
+        _charts.require()
+        out.mkdir(parents=True, exist_ok=True)
+    chosen = collect(documents, min(48, longest), longest)
+    batch = embed(chosen, DTYPES[dtype])
+    screen = None if as_json else console()
+    if screen:
+        _demo_text.introduce(screen, chosen, batch)
+    report = _check(batch, chosen, rounds, quiet=as_json)
+    if out is not None:
+        report["files"] = [str(path) for path in _charts.draw(out, batch, report)]
+    report["seconds"] = round(time.perf_counter() - begun, 1)
+    if screen:
+        _demo_text.show(screen, report, _decide(batch))
+    else:
+        print_json(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
+    """Every way against the oracle, then, if all agree, against the clock."""
+    ours, torchs = _ways.our_ways(batch), _ways.torch_ways(batch)
+    raced = [*ours[:2], *torchs]
+    with progress(2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced), quiet) as step:
+        truth = _ways.oracle(batch, torch.float64, lambda: step("fp64 oracle, a document at a time"))
+        plain = _ways.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
+        budget = _budget(_ways.errors(plain, truth), batch.q.dtype)
+        runs, identical = _runs([*ours, *torchs], batch, truth, budget, step)
+        step("one long sequence")
+        report = _facts(batch, chosen) | {
+            "budget": budget,
+            "runs": runs,
+            "identical": identical,
+            "leak": {"error": _ways.leak(batch, truth), **_leaked_pairs(batch)},
+            "decision": decision_json(_decide(batch)),
+            "ok": all(run["ok"] for run in runs),
+        }
+        report["times"] = _times(_ways.race(raced, batch, rounds, step)) if rounds and report["ok"] else []
+    return report
+
+
+def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """Twice the error of plain arithmetic in the same precision, plus one rounding."""
+    return {name: 2 * error + torch.finfo(dtype).eps / 2 for name, error in plain.items()}
+
+
+def _runs(
+    ways: list[_ways.Way],
+    batch: Batch,
+    truth: _ways.Outcome,
+    budget: dict[str, float],
+    step: Callable[[str], None],
+) -> tuple[list[Report], bool]:
+    """The verdict on every way, and whether all of ours gave the same bits."""
+    verdicts, first, identical = [], None, True
+    for way in ways:
+        step(f"checking: {way.name}")
+        outcome, is_clean = _ways.run(way, batch)
+        verdicts.append(_verdict(way, is_clean, _ways.errors(outcome, truth), budget))
+        first = outcome if first is None else first
+        if way.is_ours:
+            identical = identical and all(map(torch.equal, outcome, first))
+    return verdicts, identical
+
+
+def _verdict(
+    way: _ways.Way, outcome: _ways.Outcome, found: dict[str, float], budget: dict[str, float]
+) -> Report:
+    within = all(found[name] <= budget[name] for name in found)
+    return {
+        "name": way.name, "ours": way.is_ours, "errors": found, "padding_is_zero": is_clean,
+        "padding_held_nan": way.poison != 0, "ok": within and (is_clean or not way.is_ours),
+    }  # fmt: skip
+
+
+def _facts(batch: Batch, chosen: list[Document]) -> Report:
+    """Exact counts: what packing saves."""
+    padded = len(batch.lengths) * batch.longest
+    per_token = (2 * batch.q[0].numel() + batch.k[0].numel() + batch.v[0].numel()) * batch.q.element_size()
+    form = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu")
+    allowed = int((form.ranges[..., 1::2] - form.ranges[..., 0::2]).sum())
+    return {
+        "machine": {
+            "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability(),
+        },
+        "dtype": str(batch.q.dtype).removeprefix("torch."),
+        "documents": [{"name": document.name, "tokens": len(document)} for document in chosen],
+        "tokens": {"packed": batch.tokens, "padded": padded},
+        "pairs": {"packed": allowed, "padded": padded * batch.longest},
+        "bytes": {"packed": batch.tokens * per_token, "padded": padded * per_token, "dense_mask": padded * batch.longest},
+    }  # fmt: skip
+
+
+def _leaked_pairs(batch: Batch) -> Report:
+    everything = batch.tokens * (batch.tokens + 1) // 2
+    right = sum(length * (length + 1) // 2 for length in batch.lengths)
+    return {"pairs": everything - right, "share_of_pairs": 1 - right / everything}
+
+
+def _decide(batch: Batch) -> undivided.Decision:
+    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    return undivided.explain(*leaves, layout="thd", mask=batch.packed_mask())
+
+
+def _times(times: dict[str, _ways.Times]) -> list[Report]:
+    """Medians, and each as a multiple of the first way's."""
+    rows = []
+    base = sum(next(iter(times.values())).medians)
+    for name, measured in times.items():
+        forward, backward = measured.medians
+        rows.append({
+            "name": name, "forward_seconds": forward, "backward_seconds": backward,
+            "ratio": (forward + backward) / base, "rounds": len(measured.forward),
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,20 @@
+"""The entry point. It needs typer and rich, which are optional, and says so where they are missing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as missing:
+        print(
+            f"undivided: the command line needs {missing.name}: pip install 'undivided[cli]'", file=sys.stderr
+        )
+        raise SystemExit(2) from None
+    from undivided.cli._app import app
+
+    app(prog_name="undivided")
