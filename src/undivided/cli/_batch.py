@@ -67,7 +67,10 @@ class Batch:
         """The real tokens of what `arrange` made, [T, X, D]."""
         if layout == "thd":
             return tensor
-        return tensor.permute([layout.index(axis) for axis in "bshd"])[self._document(), self._position()]
+        packed: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[
+            self._document(), self._position()
+        ]
+        return packed
 
     def padding(self, tensor: Tensor, layout: str) -> Tensor:
         """Everything else of it."""

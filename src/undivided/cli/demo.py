@@ -102,9 +102,7 @@ def _runs(
     return verdicts, identical
 
 
-def _verdict(
-    way: _ways.Way, outcome: _ways.Outcome, found: dict[str, float], budget: dict[str, float]
-) -> Report:
+def _verdict(way: _ways.Way, is_clean: bool, found: dict[str, float], budget: dict[str, float]) -> Report:
     within = all(found[name] <= budget[name] for name in found)
     return {
         "name": way.name, "ours": way.is_ours, "errors": found, "padding_is_zero": is_clean,
