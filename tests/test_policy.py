@@ -1,0 +1,384 @@
+"""What the caller allows: argument > context manager > environment, read at the call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import undivided
+from undivided import InputError, NoBackendError, _policy, masks, use_backends
+from undivided import _selection as selection
+from undivided.backends import reference, torch_flash
+
+Q = torch.randn(1, 8, 2, 16)
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable set, every backend allowed, before and after."""
+    for name in _policy._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    use_backends()
+    yield
+    use_backends()
+
+
+def chosen(**arguments: object) -> str:
+    return undivided.explain(Q, Q, Q, layout="bshd", **arguments).backend.name  # type: ignore[arg-type]
+
+
+def reasons(backend: str, **arguments: object) -> tuple[str, ...]:
+    return undivided.explain(Q, Q, Q, layout="bshd", **arguments).reasons[backend]  # type: ignore[arg-type]
+
+
+DEFAULT = chosen()
+
+
+def test_the_default_is_not_the_reference() -> None:
+    assert DEFAULT == "torch_flash"
+
+
+# Environment
+
+
+def test_undivided_backends_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", "reference")
+    assert chosen() == "reference"
+    assert reasons("torch_flash") == ("not among UNDIVIDED_BACKENDS=reference",)
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", "torch_flash")
+    assert chosen() == "torch_flash"
+    monkeypatch.delenv("UNDIVIDED_BACKENDS")
+    assert chosen() == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("reference,torch_flash", "reference"), ("torch_flash,reference", "torch_flash"), (" math , flash ", "reference"),
+     ("unfused", "reference"), ("flash", "torch_flash"), ("", DEFAULT), ("  ", DEFAULT)],
+)  # fmt: skip
+def test_undivided_backends_is_an_order_of_names_and_families(
+    monkeypatch: pytest.MonkeyPatch, text: str, want: str
+) -> None:
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", text)
+    assert chosen() == want
+
+
+def test_the_next_allowed_backend_runs_what_the_first_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", "torch_flash,reference")
+    assert chosen(softcap=1.0) == "reference"
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", "torch_flash")
+    with pytest.raises(NoBackendError, match="not among UNDIVIDED_BACKENDS=torch_flash"):
+        undivided.attention(Q, Q, Q, layout="bshd", softcap=1.0)
+
+
+@pytest.mark.parametrize("text", ["flashattention", "reference,nope", "Reference"])
+def test_an_unknown_name_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", text)
+    with pytest.raises(InputError, match=r"must be one of .*reference.*, got '(flashattention|nope|Reference)'"):
+        undivided.attention(Q, Q, Q, layout="bshd")
+
+
+NVTE = {
+    "NVTE_FLASH_ATTN": ("torch_flash", "reference"),
+    "NVTE_UNFUSED_ATTN": ("reference", "torch_flash"),
+    "NVTE_FUSED_ATTN": ("cudnn", "torch_flash"),
+}
+
+
+@pytest.mark.parametrize("variable", NVTE)
+def test_transformer_engines_switches_are_aliases(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    loser, winner = NVTE[variable]
+    monkeypatch.setenv(variable, "0")
+    assert f"switched off by {variable}=0" in reasons(loser)
+    assert chosen() == winner
+    monkeypatch.setenv(variable, "1")
+    assert chosen() == DEFAULT
+
+
+def test_all_of_transformer_engines_switches_off_leave_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in NVTE:
+        monkeypatch.setenv(variable, "0")
+    with pytest.raises(NoBackendError, match="switched off by NVTE_UNFUSED_ATTN=0"):
+        undivided.attention(Q, Q, Q, layout="bshd")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "want"),
+    [("UNDIVIDED_DETERMINISTIC", "1", True), ("UNDIVIDED_DETERMINISTIC", "0", False), ("UNDIVIDED_DETERMINISTIC", "", False),
+     ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", True), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False)],
+)  # fmt: skip
+def test_determinism_is_asked_for_by_the_environment_unless_the_argument_says(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, want: bool
+) -> None:
+    monkeypatch.setenv(variable, value)
+    for argument, expected in ((None, want), (True, True), (False, False)):
+        decision = undivided.explain(Q, Q, Q, layout="bshd", deterministic=argument)
+        assert decision.problem.deterministic == expected
+
+
+def test_the_environment_is_seen_however_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    os.environ["UNDIVIDED_BACKENDS"] = "reference"
+    try:
+        assert chosen() == "reference"
+        os.environ.pop("UNDIVIDED_BACKENDS")
+        assert chosen() == DEFAULT
+        os.environ.update(UNDIVIDED_BACKENDS="reference")
+        assert chosen() == "reference"
+    finally:
+        os.environ.pop("UNDIVIDED_BACKENDS", None)
+
+
+# use_backends
+
+
+def test_use_backends_as_a_statement_holds_until_the_next_one() -> None:
+    use_backends("reference")
+    assert chosen() == "reference"
+    assert reasons("torch_flash") == ("not among use_backends=reference",)
+    use_backends()
+    assert chosen() == DEFAULT
+
+
+def test_use_backends_in_a_with_ends_with_the_block() -> None:
+    with use_backends("reference"):
+        assert chosen() == "reference"
+    assert chosen() == DEFAULT
+
+
+def test_use_backends_is_an_order() -> None:
+    with use_backends("reference", "torch_flash"):
+        assert chosen() == "reference"
+    with use_backends("flash", "math"):
+        assert chosen() == "torch_flash"
+        assert chosen(softcap=1.0) == "reference"
+
+
+def test_the_inner_block_wins_and_the_outer_returns() -> None:
+    with use_backends("reference"):
+        with use_backends("torch_flash"):
+            assert chosen() == "torch_flash"
+            with use_backends():
+                assert chosen() == DEFAULT
+        assert chosen() == "reference"
+    assert chosen() == DEFAULT
+
+
+def test_a_block_inside_a_statement_returns_to_the_statement() -> None:
+    use_backends("reference")
+    with use_backends("torch_flash"):
+        assert chosen() == "torch_flash"
+    assert chosen() == "reference"
+
+
+def test_an_exception_restores() -> None:
+    def fail() -> None:
+        with use_backends("reference"):
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert chosen() == DEFAULT
+
+
+def test_an_unknown_name_raises_and_changes_nothing() -> None:
+    with pytest.raises(InputError, match="backend must be one of .*, got 'cudn'"):
+        use_backends("reference", "cudn")
+    with pytest.raises(InputError, match="got 'cudn'"):
+        use_backends.disable("cudn")
+    assert chosen() == DEFAULT
+
+
+def test_disable_forbids_some_and_leaves_the_rest() -> None:
+    with use_backends.disable("torch_flash"):
+        assert chosen() == "reference"
+        assert reasons("torch_flash") == ("switched off by use_backends.disable",)
+    assert chosen() == DEFAULT
+    with use_backends.disable("flash"):
+        assert chosen() == "reference"
+
+
+def test_disable_adds_to_what_is_set() -> None:
+    with use_backends("torch_flash", "reference"), use_backends.disable("torch_flash"):
+        assert chosen() == "reference"
+        with use_backends.disable("math"), pytest.raises(NoBackendError):
+            undivided.attention(Q, Q, Q, layout="bshd")
+        assert chosen() == "reference"
+
+
+def test_disable_as_a_statement_holds() -> None:
+    use_backends.disable("flash")
+    assert chosen() == "reference"
+    use_backends()
+    assert chosen() == DEFAULT
+
+
+def test_a_block_in_one_thread_does_not_reach_another() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def narrow() -> str:
+        with use_backends("reference"):
+            inside.set()
+            assert done.wait(10)
+            return chosen()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(narrow)
+        assert inside.wait(10)
+        assert chosen() == DEFAULT
+        done.set()
+        assert other.result() == "reference"
+
+
+def test_a_statement_reaches_every_thread() -> None:
+    use_backends("reference")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(chosen).result() == "reference"
+
+
+def test_a_handle_may_be_entered_again() -> None:
+    handle = use_backends("reference")
+    use_backends()
+    for _ in range(2):
+        with handle:
+            assert chosen() == "reference"
+        assert chosen() == DEFAULT
+
+
+def test_the_forward_and_the_backward_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for backend in (reference.BACKEND, torch_flash.BACKEND):
+        backward = type(backend).backward
+        monkeypatch.setattr(
+            type(backend), "backward", lambda self, *a, backward=backward: (ran.append(self.name), backward(self, *a))[1]
+        )
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    with use_backends("torch_flash"):
+        out = undivided.attention(q, q, q, layout="bshd")
+    with use_backends("reference"):
+        out.sum().backward()
+    assert ran == ["torch_flash"]
+
+
+# Precedence
+
+
+def test_the_context_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", "reference")
+    with use_backends("torch_flash"):
+        assert chosen() == "torch_flash"
+    assert chosen() == "reference"
+
+
+def test_a_switched_off_family_stays_off_in_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with use_backends("torch_flash", "reference"):
+        assert chosen() == "reference"
+
+
+def test_an_argument_that_the_context_forbids_raises_rather_than_run() -> None:
+    with use_backends("torch_flash"), pytest.raises(NoBackendError, match="not among use_backends=torch_flash"):
+        undivided.attention(Q, Q, Q, layout="bshd", backend="reference")
+
+
+def test_an_argument_picks_among_what_the_context_allows() -> None:
+    with use_backends("torch_flash", "reference"):
+        assert chosen(backend="reference") == "reference"
+
+
+def test_an_unknown_backend_argument_lists_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"backend must be one of .*math.*reference.*unfused, got 'fast'"):
+        undivided.attention(Q, Q, Q, layout="bshd", backend="fast")
+
+
+# Logging
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
+    """Standard error, with a fresh logger and empty decision caches."""
+    logger = logging.getLogger("undivided")
+    kept = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:] = []
+    monkeypatch.setattr(selection, "_decisions", {})
+    monkeypatch.setattr(selection, "_by_class", {})
+    yield capsys
+    logger.handlers[:], logger.propagate = kept[0], kept[2]
+    logger.setLevel(kept[1])
+
+
+def run(**arguments: object) -> None:
+    undivided.attention(Q, Q, Q, layout="bshd", **arguments)  # type: ignore[call-overload]
+
+
+def test_nothing_is_printed_unless_asked(logged: pytest.CaptureFixture[str]) -> None:
+    run()
+    assert logged.readouterr() == ("", "")
+
+
+def test_info_prints_one_line_once_for_every_new_decision(
+    logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    for _ in range(3):
+        run()
+    line = "undivided: torch_flash for q 1x8x2x16 (BxSxHxD), kv 1x8x2x16; float32 bshd on cpu; mask every pair\n"
+    assert logged.readouterr() == ("", line)
+    run(mask=masks.causal())
+    assert logged.readouterr().err.count("\n") == 1
+
+
+def test_debug_adds_the_reasons(logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "debug")
+    run(softcap=1.0)
+    run(softcap=1.0)
+    text = logged.readouterr().err
+    assert text.startswith("undivided: reference runs\n")
+    assert text.count("no support for softcap") == str(
+        undivided.explain(Q, Q, Q, layout="bshd", softcap=1.0)
+    ).count("no support for softcap")
+
+
+def test_a_failure_is_logged_too(logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    with pytest.raises(NoBackendError):
+        run(softcap=1.0, backend="torch_flash")
+    assert logged.readouterr().err.startswith("undivided: no backend for ")
+
+
+@pytest.mark.parametrize(
+    ("debug", "level", "want"), [("0", "2", ""), ("1", "0", ""), ("1", "1", "info"), ("1", "2", "debug"), ("1", "3", "debug")]
+)
+def test_transformer_engines_debug_variables_are_aliases(
+    monkeypatch: pytest.MonkeyPatch, debug: str, level: str, want: str
+) -> None:
+    monkeypatch.setenv("NVTE_DEBUG", debug)
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", level)
+    assert _policy.policy().log == want
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    assert _policy.policy().log == "info"
+
+
+def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "verbose")
+    with pytest.raises(InputError, match="^UNDIVIDED_LOG must be 'info' or 'debug', got 'verbose'$"):
+        run()
+
+
+def test_reading_the_policy_again_is_a_look_up() -> None:
+    assert _policy.policy() is _policy.policy()
+
+
+def test_switching_on_logging_later_prints_the_decisions_made_from_then_on(
+    logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    run()
+    assert logged.readouterr().err.startswith("undivided: torch_flash for ")
