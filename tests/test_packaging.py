@@ -100,6 +100,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "undivided._mask_ranges",
             "undivided._problem",
             "undivided._result",
+            "undivided._validation",
             "undivided.masks",
         },
         {"errors"},

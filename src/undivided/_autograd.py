@@ -68,10 +68,16 @@ def backward(
     return backend.backward(problem, operands, result, grad_out, grad_lse)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the arguments of scaled_dot_product_attention: all but float64, to its lower precision."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, cast as it casts the arguments of scaled_dot_product_attention: all but float64, to its dtype."""
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (q, k, v)
+    )
+    return q, k, v
 
 
 def _is_transformed(operands: Operands) -> bool:

@@ -192,7 +192,7 @@ class NormalForm:
         if self.extras or not ranges.numel() or ranges.shape[-1] == 4:
             return False
         starts_by, stops_from = int(ranges[..., 0].amax()), int(ranges[..., 1].amin())
-        return starts_by <= keys.start and stops_from >= keys.stop
+        return starts_by <= int(keys.start) and stops_from >= int(keys.stop)
 
     @cached_property
     def _row_hulls(self) -> tuple[Tensor, Tensor]:

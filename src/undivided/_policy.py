@@ -49,7 +49,7 @@ def _current_switch() -> _Switch:
     return _process_switch if switch is None else switch
 
 
-class use_backends:  # noqa: N801 - reads as a function, like torch.no_grad
+class use_backends:
     """Allow only these backends or families, in this order; as a statement for the process, or in a ``with``.
 
     With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others.

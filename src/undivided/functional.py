@@ -101,8 +101,7 @@ def attention(
     >>> undivided.attention(q, k, v, layout="thd", mask=mask).shape
     torch.Size([10, 8, 64])
     """
-    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):  # meta has no autocast
-        q, k, v = _autograd.autocast(q, k, v)
+    q, k, v = _autograd.autocast(q, k, v)
     arguments: dict[str, Any] = {
         "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
@@ -150,9 +149,10 @@ def explain(
     unknown = sorted(set(arguments) - _EXPLAINED)
     if unknown or "layout" not in arguments:
         wanted = ", ".join(sorted(_EXPLAINED))
-        raise InputError("explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout")
-    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autograd.autocast(q, k, v)
+        raise InputError(
+            "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout"
+        )
+    q, k, v = _autograd.autocast(q, k, v)
     problem, _ = _problem.normalise(q, k, v, device=device, **arguments)
     if machine is None:
         machine = Machine.this("cuda" if device == "cuda" else q.device)

@@ -10,7 +10,6 @@ Legend: B batch, H query heads, N key/value heads, R query rows of the block, K 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from torch import Tensor
 from undivided import _layout
 from undivided._intervals import NormalForm
 from undivided._machine import Machine
-from undivided._problem import DTYPES, Operands, Problem
+from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
+from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ALL_MASKS, Backend, Gradients, Limits
+from undivided.backends._block import Block, distance, hide, row_slopes
 from undivided.kernels import philox
 
 SCORES_PER_BLOCK = 1 << 22
@@ -31,17 +32,6 @@ FEWEST_ROWS = 16
 
 MOST_ROWS = 256
 """Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows of queries, and the smallest slice of keys that holds all that they may attend to."""
-
-    batch: slice
-    heads: slice
-    kv_heads: slice
-    rows: slice
-    keys: slice
 
 
 def attend(
@@ -56,20 +46,12 @@ def attend(
     assert q is not None and k is not None and v is not None
     allowed = _allowed(block, problem, operands, bias)
     if allowed is not None:
-        # outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying
-        some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
-        q = torch.where(some_row, q, 0.0)
-        some_key = (
-            some_key.unflatten(1, (-1, q.shape[1] // k.shape[1])).any(2)
-            if some_key.shape[1] > 1
-            else some_key
-        )
-        k, v = (torch.where(some_key.unsqueeze(-1), x, 0.0) for x in (k, v))
+        q, k, v, _ = hide(allowed, q, k, v)
     score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale  # [B, H, R, K]
     if operands.softcap is not None:
         score = operands.softcap * torch.tanh(score / operands.softcap)
     if slopes is not None:
-        score = score - slopes * _distance(block, problem, operands).to(score.dtype)
+        score = score - slopes * distance(block, operands.normal_form(problem)).to(score.dtype)
     if bias is not None:
         score = score + bias
     if allowed is not None:
@@ -110,9 +92,8 @@ def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | 
     allowed = None
     if not operands.mask.is_full:
         normal = operands.normal_form(problem)
-        on_cpu = normal.ranges.device.type == "cpu"  # elsewhere asking would wait for the device
-        if not (on_cpu and normal.covers(block.batch, block.rows, block.keys)):
-            allowed = normal.allowed(block.batch, block.rows, block.keys, block.heads)
+        if not block.is_covered(normal):
+            allowed = block.allowed(normal)
     if bias is not None:
         finite = bias.detach() != -torch.inf
         allowed = finite if allowed is None else allowed & finite
@@ -122,16 +103,6 @@ def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | 
     return allowed
 
 
-def _distance(block: Block, problem: Problem, operands: Operands) -> Tensor:
-    """|i + d - j| within the sequence, [B|1, 1, R, K]."""
-    normal = operands.normal_form(problem)
-    q_position = _batch_rows(normal.q_position, block.batch, block.rows) + _batch_rows(
-        normal.shift, block.batch, block.rows
-    )
-    kv_position = _batch_rows(normal.kv_position, block.batch, block.keys)
-    return (q_position[:, None, :, None] - kv_position[:, None, None, :]).abs()
-
-
 def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
     normal = operands.normal_form(problem)
@@ -139,17 +110,12 @@ def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
     heads = torch.arange(block.heads.start, block.heads.stop, device=operands.q.device)
     return philox.keep(
         operands.dropout_seed,
-        _batch_rows(normal.q_sequence, block.batch, block.rows)[:, None, :, None],
+        block.of_rows(normal.q_sequence)[:, None, :, None],
         heads[None, :, None, None],
-        _batch_rows(normal.q_position, block.batch, block.rows)[:, None, :, None],
-        _batch_rows(normal.kv_position, block.batch, block.keys)[:, None, None, :],
+        block.of_rows(normal.q_position)[:, None, :, None],
+        block.of_keys(normal.kv_position)[:, None, None, :],
         operands.dropout_p,
     )
-
-
-def _batch_rows(table: Tensor, batch: slice, rows: slice) -> Tensor:
-    """Slice a [B|1, S] table."""
-    return table[batch if table.shape[0] > 1 else slice(None), rows]
 
 
 def _blocks(problem: Problem, operands: Operands) -> Iterator[Block]:
@@ -207,35 +173,22 @@ def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice
     return slice(*normal.hull(batch, rows))
 
 
-def _bias_slice(bias: Tensor, block: Block) -> tuple[slice, ...]:
-    """The block of a broadcast [B|1, H|1, Sq|1, Sk|1] bias."""
-    wanted = (block.batch, block.heads, block.rows, block.keys)
-    return tuple(s if size > 1 else slice(None) for s, size in zip(wanted, bias.shape, strict=True))
-
-
 def _slices(block: Block, problem: Problem, operands: Operands) -> list[Tensor | None]:
     """The block of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
     [B|1, H|1, R|1, K|1], sinks [H], slopes [B|1, H, R|1, 1]."""
     precision = lse_dtype(problem.dtype)
     q, k, v = operands.heads_first()
     slopes = operands.alibi_slopes
+    normal = operands.normal_form(problem) if slopes is not None and slopes.dim() == 2 else None
     parts: list[Tensor | None] = [
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],
         v[block.batch, block.kv_heads, block.keys],
-        None if operands.bias is None else operands.bias[_bias_slice(operands.bias, block)],
+        None if operands.bias is None else block.of_pairs(operands.bias),
         None if operands.sinks is None else operands.sinks[block.heads],
-        None if slopes is None else _row_slopes(slopes, block, problem, operands),
+        None if slopes is None else row_slopes(slopes, block, normal),
     ]
     return [None if part is None else part.to(precision) for part in parts]
-
-
-def _row_slopes(slopes: Tensor, block: Block, problem: Problem, operands: Operands) -> Tensor:
-    """The slope of every row: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
-    if slopes.dim() == 1:
-        return slopes[block.heads][None, :, None, None]
-    sequence = _batch_rows(operands.normal_form(problem).q_sequence, block.batch, block.rows)
-    return slopes[sequence.clamp(0, slopes.shape[0] - 1).long(), block.heads].transpose(1, 2).unsqueeze(-1)
 
 
 def composite(problem: Problem, operands: Operands) -> Result:
@@ -416,19 +369,19 @@ class Accumulators:
                 heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
                 _layout.heads_first(total, self._problem.layout)[block.batch, heads, span] += gradient
             elif i == 3:
-                total[_bias_slice(total, block)] += gradient
+                block.of_pairs(total).add_(gradient)
             elif i == 4:
                 total[block.heads] += gradient
             else:
                 self._add_slopes(total, block, gradient)
 
     def _add_slopes(self, total: Tensor, block: Block, gradient: Tensor) -> None:
-        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `_row_slopes`."""
+        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `row_slopes`."""
         if total.dim() == 1:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
         normal = self._operands.normal_form(self._problem)
-        sequence = _batch_rows(normal.q_sequence, block.batch, block.rows).clamp(0, total.shape[0] - 1).long()
+        sequence = block.of_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
         total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._intervals import NormalForm
 from undivided._machine import Machine
-from undivided._problem import DTYPES, Operands, Problem
+from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
+from undivided._validation import DTYPES
 from undivided.backends import _torch_flash_cuda
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._block import Block, distance, hide, row_slopes
 
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -36,11 +37,9 @@ ROWS = 256
 
 
 class Call(NamedTuple):
-    """One call of the kernel: batch rows, queries, keys, and how they are masked."""
+    """One call of the kernel: which queries and keys, and how they are masked."""
 
-    batch: slice
-    rows: slice
-    keys: slice
+    block: Block
     causal: bool
     masked: bool
 
@@ -104,8 +103,10 @@ class TorchFlash(Backend):
             part_out, part_lse = _forward(
                 part.q, part.k, part.v, 0.0, call.causal, attn_mask=part.mask, scale=operands.scale
             )
-            out_BSHD[call.batch, call.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
-            lse[call.batch, :, call.rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
+            out_BSHD[call.block.batch, call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
+            lse[call.block.batch, :, call.block.rows] = part.without_empty(
+                part_lse.unsqueeze(-1), -torch.inf
+            ).squeeze(-1)
         return Result(out_BSHD, lse)
 
     def backward(
@@ -133,8 +134,8 @@ class TorchFlash(Backend):
         out_BHSD = result.out.transpose(1, 2)
         for call in _calls(problem, operands):
             part = _Part(call, problem, operands, *tensors)
-            rows = (call.batch, slice(None), call.rows)
-            keys = (call.batch, slice(None), call.keys)
+            rows = (call.block.batch, slice(None), call.block.rows)
+            keys = (call.block.batch, slice(None), call.block.keys)
             lse = result.lse[rows]
             part_q, part_k, part_v = _backward(
                 part.without_empty(grad_BHSD[rows], 0.0), part.q, part.k, part.v, out_BHSD[rows],
@@ -169,27 +170,25 @@ def _one_call(problem: Problem, operands: Operands) -> bool | None:
 def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
     """The kernel calls that together cover every query row that has a key."""
     biased = operands.bias is not None or operands.alibi_slopes is not None
+    heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     sequences, rest = _sequences(problem, operands)
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
+        whole = Block(batch, *heads, q, k)
         square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
         if not biased and not rest:
-            yield Call(batch, q, k, causal=False, masked=False)
+            yield Call(whole, causal=False, masked=False)
         elif not biased and rest == {"causal"} and square:
-            yield Call(batch, q, k, causal=True, masked=False)
+            yield Call(whole, causal=True, masked=False)
         else:
             normal = operands.normal_form(problem)
             for start in range(q.start, q.stop, ROWS):
                 rows = slice(start, min(start + ROWS, q.stop))
-                yield from _row_block(batch, rows, normal, biased)
-
-
-def _row_block(batch: slice, rows: slice, normal: NormalForm, biased: bool) -> Iterator[Call]:
-    keys = slice(*normal.hull(batch, rows))
-    if keys.stop > keys.start:
-        covered = normal.covers(batch, rows, keys)
-        yield Call(batch, rows, keys, causal=False, masked=biased or not covered)
+                keys = slice(*normal.hull(batch, rows))
+                if keys.stop > keys.start:
+                    block = Block(batch, *heads, rows, keys)
+                    yield Call(block, causal=False, masked=biased or not block.is_covered(normal))
 
 
 def _sequences(problem: Problem, operands: Operands) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
@@ -238,67 +237,41 @@ class _Part:
     def __init__(
         self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        self.q = q[call.batch, :, call.rows]
-        self.k = k[call.batch, :, call.keys]
-        self.v = v[call.batch, :, call.keys]
+        block = call.block
+        self.q = q[block.batch, :, block.rows]
+        self.k, self.v = (x[block.batch, :, block.keys] for x in (k, v))
         self.mask: Tensor | None = None
         self._some_row: Tensor | None = None
         if call.masked:
-            self._hide(call, problem, operands)
+            self._hide(block, problem, operands)
 
-    def _hide(self, call: Call, problem: Problem, operands: Operands) -> None:
-        """An additive mask of the block; what no row of it may see is zeroed, for the kernel multiplies what it masks."""
-        normal = operands.normal_form(problem)
-        allowed = normal.allowed(call.batch, call.rows, call.keys, slice(0, problem.heads))
-        score = _additive(call, problem, operands)
-        if score is not None:
-            allowed = allowed & (score != -torch.inf)
-            self.mask = score.masked_fill(~allowed, -torch.inf)
+    def _hide(self, block: Block, problem: Problem, operands: Operands) -> None:
+        """An additive mask of the block, and zeros where no row of it may look: the kernel multiplies what it masks."""
+        allowed = block.allowed(operands.normal_form(problem))
+        score = _additive(block, problem, operands)
+        if score is None:
+            score = torch.zeros((), dtype=problem.dtype, device=self.q.device)
         else:
-            zero = torch.zeros((), dtype=problem.dtype, device=self.q.device)
-            self.mask = zero.masked_fill(~allowed, -torch.inf)
-        some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
-        self._some_row = some_row
-        self.q = torch.where(some_row, self.q, 0.0)
-        if some_key.shape[1] > 1:
-            some_key = some_key.unflatten(1, (problem.kv_heads, -1)).any(2)
-        self.k, self.v = (torch.where(some_key.unsqueeze(-1), x, 0.0) for x in (self.k, self.v))
+            allowed = allowed & (score != -torch.inf)
+        self.mask = score.masked_fill(~allowed, -torch.inf)
+        self.q, self.k, self.v, self._some_row = hide(allowed, self.q, self.k, self.v)
 
     def without_empty(self, tensor: Tensor, value: float) -> Tensor:
         """[B, H, R, X] with `value` in the rows that have no key."""
         return tensor if self._some_row is None else torch.where(self._some_row, tensor, value)
 
 
-def _additive(call: Call, problem: Problem, operands: Operands) -> Tensor | None:
-    """Bias and ALiBi of the block, in the precision of the softmax, 4-D."""
-    score: Tensor | None = None
+def _additive(block: Block, problem: Problem, operands: Operands) -> Tensor | None:
+    """Bias and ALiBi of the block in the precision of the softmax, broadcastable to [B, H, R, K]."""
     precision = lse_dtype(problem.dtype)
+    score: Tensor | None = None
     if operands.alibi_slopes is not None:
-        score = _alibi(call, problem, operands, operands.alibi_slopes).to(precision)
+        normal = operands.normal_form(problem)
+        score = -row_slopes(operands.alibi_slopes.to(precision), block, normal) * distance(block, normal)
     if operands.bias is not None:
-        wanted = (call.batch, slice(None), call.rows, call.keys)
-        bias = operands.bias[
-            tuple(s if n > 1 else slice(None) for s, n in zip(wanted, operands.bias.shape, strict=True))
-        ]
-        score = bias.to(precision) if score is None else score + bias
+        bias = block.of_pairs(operands.bias).to(precision)
+        score = bias if score is None else score + bias
     return score
-
-
-def _alibi(call: Call, problem: Problem, operands: Operands, slopes: Tensor) -> Tensor:
-    """-slope * |i + d - j|, [B|1, H, R, K]."""
-    normal = operands.normal_form(problem)
-    row = (
-        _part_of(normal.q_position, call.batch, call.rows) + _part_of(normal.shift, call.batch, call.rows)
-    ).unsqueeze(-1)
-    distance = (row - _part_of(normal.kv_position, call.batch, call.keys).unsqueeze(-2)).abs().unsqueeze(1)
-    if slopes.dim() == 1:
-        return -slopes[None, :, None, None] * distance
-    sequence = _part_of(normal.q_sequence, call.batch, call.rows).clamp(0, slopes.shape[0] - 1).long()
-    return -slopes[sequence].transpose(1, 2).unsqueeze(-1) * distance
-
-
-def _part_of(table: Tensor, batch: slice, span: slice) -> Tensor:
-    return table[batch if table.shape[0] > 1 else slice(None), span]
 
 
 BACKEND = TorchFlash()

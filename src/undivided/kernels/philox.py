@@ -36,7 +36,8 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
         high1, low1 = _product(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return torch.broadcast_tensors(c0, c1, c2, c3)
+    words: tuple[Tensor, ...] = torch.broadcast_tensors(c0, c1, c2, c3)
+    return words
 
 
 def threshold(dropout_p: float) -> int:

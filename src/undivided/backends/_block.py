@@ -1,0 +1,78 @@
+"""A block of the score matrix: query rows against the slice of keys that they need, and what the mask says there.
+
+Shared by the backends that work block by block. Legend: B batch, H query heads, N key/value heads, R rows, K keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided._intervals import NormalForm
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of queries and a slice of keys, for some batch elements and heads."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+    rows: slice
+    keys: slice
+
+    def of_rows(self, table: Tensor) -> Tensor:
+        """The block's rows of a [B|1, Sq] table."""
+        return table[self.batch if table.shape[0] > 1 else slice(None), self.rows]
+
+    def of_keys(self, table: Tensor) -> Tensor:
+        """The block's keys of a [B|1, Sk] table."""
+        return table[self.batch if table.shape[0] > 1 else slice(None), self.keys]
+
+    def of_pairs(self, tensor: Tensor) -> Tensor:
+        """The block of a broadcast [B|1, H|1, Sq|1, Sk|1] tensor, a view."""
+        wanted = (self.batch, self.heads, self.rows, self.keys)
+        return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, tensor.shape, strict=True))]
+
+    def allowed(self, normal: NormalForm) -> Tensor:
+        """The allowed pairs, bool [B|1, H|1, R, K]."""
+        return normal.allowed(self.batch, self.rows, self.keys, self.heads)
+
+    def is_covered(self, normal: NormalForm) -> bool:
+        """Whether every pair is allowed. Elsewhere than on the CPU asking would wait for the device: no."""
+        return normal.ranges.device.type == "cpu" and normal.covers(self.batch, self.rows, self.keys)
+
+
+def distance(block: Block, normal: NormalForm) -> Tensor:
+    """|i + d - j| within the sequence, [B|1, 1, R, K]."""
+    rows = block.of_rows(normal.q_position) + block.of_rows(normal.shift)
+    return (rows[:, None, :, None] - block.of_keys(normal.kv_position)[:, None, None, :]).abs()
+
+
+def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tensor:
+    """The ALiBi slope of every row: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
+    if slopes.dim() == 1:
+        return slopes[block.heads][None, :, None, None]
+    assert normal is not None
+    sequence = block.of_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
+    return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
+
+
+def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1]).
+
+    Outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying. q is [B, H, R, D],
+    k and v are [B, N, K, D].
+    """
+    some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
+    if some_key.shape[1] > 1:
+        some_key = some_key.unflatten(1, (k.shape[1], -1)).any(2)
+    some_key = some_key.unsqueeze(-1)
+    return (
+        torch.where(some_row, q, 0.0),
+        torch.where(some_key, k, 0.0),
+        torch.where(some_key, v, 0.0),
+        some_row,
+    )
