@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from undivided._machine import Machine
+from undivided._machine import Machine, format_version
 from undivided._problem import Problem
 from undivided.backends._base import Backend
 from undivided.masks import FULL
@@ -77,7 +77,7 @@ def _row(backend: Backend, machines: Sequence[Machine]) -> BackendRow:
     available = len(refusals) < len(machines)
     return BackendRow(
         name=backend.name, family=backend.family, available=available, why_not="" if available else refusals[-1],
-        version=_version(backend, machines[-1]), summary=backend.summary, how_to_get=backend.how_to_get,
+        version=_version(backend, machines[-1], available), summary=backend.summary, how_to_get=backend.how_to_get,
     )  # fmt: skip
 
 
@@ -98,8 +98,9 @@ def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
     )  # fmt: skip
 
 
-def _version(backend: Backend, machine: Machine) -> str | None:
+def _version(backend: Backend, machine: Machine, available: bool) -> str | None:
     """Of the package that it needs first; PyTorch's own kernels and ours come with torch and with us."""
     for name, _, _ in backend.limits.packages:
-        return machine.packages.get(name) or (machine.cudnn if name == "cudnn" else None)
-    return f"torch {machine.torch}"
+        if found := machine.version(name):
+            return f"{name} {format_version(found)}"
+    return f"torch {machine.torch}" if available else None

@@ -10,8 +10,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from undivided.cli import demo
 from undivided.cli._terminal import complain
+from undivided.cli.demo import demo
+from undivided.cli.doctor import doctor
+from undivided.cli.explain import explain
+from undivided.cli.mask import mask
+from undivided.cli.verify import verify
 from undivided.errors import InputError, NoBackendError
 
 
@@ -34,6 +38,5 @@ app = typer.Typer(
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
 )  # fmt: skip
 
-app.callback()(lambda: None)
-for command in (demo.demo,):
+for command in (demo, doctor, explain, verify, mask):
     app.command()(command)

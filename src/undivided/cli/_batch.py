@@ -95,7 +95,8 @@ def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> B
 
     def projected(heads: int) -> Tensor:
         weight = torch.randn(HIDDEN, heads * HEAD_DIM, generator=draw) / HIDDEN**0.5
-        return (hidden @ weight).unflatten(-1, (heads, HEAD_DIM)).to(dtype)
+        tensor: Tensor = (hidden @ weight).unflatten(-1, (heads, HEAD_DIM)).to(dtype)
+        return tensor
 
     q, k, v = projected(HEADS), projected(KV_HEADS), projected(KV_HEADS)
     grad = torch.randn(len(text), HEADS, HEAD_DIM, generator=draw).to(dtype)

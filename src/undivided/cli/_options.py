@@ -1,10 +1,22 @@
-"""Flags that several commands share."""
+"""What a problem, a mask and a machine are on the command line."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
+from torch import Tensor
+
+from undivided import Machine, masks
+from undivided._layout import Layout, sizes
+from undivided.cli._mask_words import parse
+from undivided.errors import InputError
+
+ALIGN = Literal["top_left", "bottom_right"]
 
 
 class Dtype(StrEnum):
@@ -16,6 +28,245 @@ class Dtype(StrEnum):
     fp64 = "fp64"
 
 
+class LayoutName(StrEnum):
+    """The layouts."""
+
+    bshd = "bshd"
+    sbhd = "sbhd"
+    bhsd = "bhsd"
+    thd = "thd"
+
+
 DTYPES = {
     Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64,
 }  # fmt: skip
+
+MASK, SHAPE, EXTRA = "Mask", "Shapes", "Attention"
+
+
+@dataclass(frozen=True)
+class MaskFlags:
+    """A mask: an expression, flags, or both (their intersection)."""
+
+    mask: Annotated[
+        str | None, typer.Option(help="As in Python: 'causal() & window(256, 0)'.", rich_help_panel=MASK)
+    ] = None
+    align: Annotated[
+        str | None,
+        typer.Option(help="top_left or bottom_right, for every part of the mask.", rich_help_panel=MASK),
+    ] = None
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)] = (
+        None
+    )
+    documents: Annotated[
+        str | None, typer.Option(help="Lengths of packed documents.", rich_help_panel=MASK)
+    ] = None
+    kv_documents: Annotated[
+        str | None, typer.Option(help="Lengths of their keys, where they differ.", rich_help_panel=MASK)
+    ] = None
+    lengths: Annotated[
+        str | None, typer.Option(help="Real keys of each batch element.", rich_help_panel=MASK)
+    ] = None
+    q_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Real queries; as --lengths where q and kv are equally long.", rich_help_panel=MASK
+        ),
+    ] = None
+    prefix: Annotated[int | None, typer.Option(help="Only the first N keys.", rich_help_panel=MASK)] = None
+    chunks: Annotated[int | None, typer.Option(help="Chunks of N tokens.", rich_help_panel=MASK)] = None
+
+    def build(self, q_len: int, kv_len: int) -> masks.Mask | None:
+        """The intersection of everything said; None where nothing was."""
+        parts = [parse(self.mask)] if self.mask and self.mask != "none" else []
+        if self.window is not None:
+            left, *rest = integers("--window", self.window)
+            if len(rest) != 1:
+                raise InputError("--window", "be two numbers LEFT,RIGHT", repr(self.window))
+            parts.append(masks.window(left, rest[0]))
+        if self.documents is not None:
+            q = _offsets("--documents", self.documents)
+            parts.append(
+                masks.documents(
+                    q, _offsets("--kv-documents", self.kv_documents) if self.kv_documents else None
+                )
+            )
+        if self.lengths is not None:
+            parts.append(self._lengths(self.lengths, q_len == kv_len))
+        if self.prefix is not None:
+            parts.append(masks.prefix(self.prefix))
+        if self.chunks is not None:
+            parts.append(masks.chunks(self.chunks))
+        if self.align is not None:
+            parts.append(masks.window(None, None, align=self.align))  # type: ignore[arg-type]
+        if not parts:
+            return None
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = mask & part
+        return mask
+
+    def _lengths(self, text: str, is_self: bool) -> masks.Mask:
+        kv = torch.tensor(integers("--lengths", text))
+        if self.q_lengths is not None:
+            return masks.lengths(kv, integers("--q-lengths", self.q_lengths))
+        return masks.lengths(kv, kv if is_self else None)
+
+
+@dataclass(frozen=True)
+class ProblemFlags(MaskFlags):
+    """Shapes and options of one attention call."""
+
+    q: Annotated[
+        str,
+        typer.Option(
+            "--q", help="Sizes of the query in the order of --layout: 2x1024x8x64.", rich_help_panel=SHAPE
+        ),
+    ] = "2x256x8x64"
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="Sizes of key and value; else as --q.", rich_help_panel=SHAPE),
+    ] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads, where fewer (GQA).", rich_help_panel=SHAPE)
+    ] = None
+    v_dim: Annotated[
+        int | None, typer.Option(help="Head size of the value, where another.", rich_help_panel=SHAPE)
+    ] = None
+    layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = (
+        LayoutName.bshd
+    )
+    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.", rich_help_panel=SHAPE)] = (
+        Dtype.fp32
+    )
+    bias: Annotated[
+        str | None,
+        typer.Option(help="Axes of an additive bias, 1 where broadcast: 1hqk, ...", rich_help_panel=EXTRA),
+    ] = None
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=EXTRA)] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="One sink a head.", rich_help_panel=EXTRA)] = False
+    softcap: Annotated[
+        float | None, typer.Option(help="c of c * tanh(score / c).", rich_help_panel=EXTRA)
+    ] = None
+    scale: Annotated[
+        float | None,
+        typer.Option(help="Of the scores; else 1/sqrt(head size).", rich_help_panel=EXTRA),
+    ] = None
+    dropout: Annotated[float, typer.Option(help="Probability.", rich_help_panel=EXTRA)] = 0.0
+    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp too.", rich_help_panel=EXTRA)] = (
+        False
+    )
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bit for bit.", rich_help_panel=EXTRA)
+    ] = False
+    backend: Annotated[
+        str | None, typer.Option(help="A backend or family that must run.", rich_help_panel=EXTRA)
+    ] = None
+
+    def arguments(self, device: str, grad: bool) -> dict[str, Any]:
+        """What `undivided.attention` is to be called with. On the meta device nothing is allocated."""
+        q_shape, k_shape, v_shape = self._shapes()
+        batch, q_len, heads, _ = sizes(torch.Size(q_shape), _layout(self.layout))
+        kv_len = sizes(torch.Size(k_shape), _layout(self.layout))[1]
+
+        def tensor(shape: list[int], dtype: torch.dtype = DTYPES[self.dtype]) -> Tensor:
+            made = (
+                torch.empty(shape, dtype=dtype, device="meta")
+                if device == "meta"
+                else torch.randn(shape).to(device, dtype)
+            )
+            return made.requires_grad_(grad)
+
+        size = {"b": batch, "h": heads, "q": q_len, "k": kv_len, "1": 1}
+        return {
+            "q": tensor(q_shape), "k": tensor(k_shape), "v": tensor(v_shape), "layout": self.layout.value,
+            "mask": self.build(q_len, kv_len),
+            "bias": None if self.bias is None else tensor([size[axis] for axis in _bias_axes(self.bias)]),
+            "alibi_slopes": None if not self.alibi else tensor([heads], torch.float32),
+            "sinks": None if not self.sinks else tensor([heads], torch.float32),
+            "softcap": self.softcap, "scale": self.scale, "dropout_p": self.dropout, "return_lse": self.lse,
+            "deterministic": self.deterministic or None, "backend": self.backend,
+        }  # fmt: skip
+
+    def _shapes(self) -> tuple[list[int], list[int], list[int]]:
+        q = shape("--q", self.q, self.layout)
+        k = shape("--kv", self.kv, self.layout) if self.kv is not None else list(q)
+        if self.kv_heads is not None:
+            k[self.layout.index("h")] = self.kv_heads
+        return q, k, [*k[:-1], k[-1] if self.v_dim is None else self.v_dim]
+
+
+@dataclass(frozen=True)
+class MachineFlags:
+    """A described machine."""
+
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, or a GPU by name: a100, h100, ...; else this machine.", rich_help_panel="Machine"
+        ),
+    ] = None
+    cudnn: Annotated[str | None, typer.Option(help="cuDNN's version there.", rich_help_panel="Machine")] = (
+        None
+    )
+    package: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VERSION installed there; may be repeated.", rich_help_panel="Machine"),
+    ] = None
+
+    def machine(self) -> Machine | None:
+        """The described machine; None for this one."""
+        if self.device is None:
+            if self.cudnn is not None or self.package:
+                raise InputError(
+                    "--cudnn, --package",
+                    "describe a machine named by --device",
+                    "no --device",
+                    hint="--device a100",
+                )
+            return None
+        return Machine.named(self.device, self.cudnn, dict(map(_package, self.package or [])))
+
+
+def shape(flag: str, text: str, layout: str) -> list[int]:
+    """``"48x16534x18x128"`` -> ``[48, 16534, 18, 128]``."""
+    parts = text.lower().split("x")
+    if len(parts) != len(layout) or not all(part.isdecimal() for part in parts):
+        example = "x".join("BSHD"["bshd".index(axis)] if axis in "bshd" else "T" for axis in layout)
+        raise InputError(flag, f"be {len(layout)} sizes {example} for layout {layout}", repr(text))
+    numbers = list(map(int, parts))
+    if math.prod(numbers) >= 2**62:
+        raise InputError(flag, "hold fewer than 2**62 numbers", repr(text))
+    return numbers
+
+
+def integers(flag: str, text: str) -> list[int]:
+    """``"64,512"`` -> ``[64, 512]``."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(flag, "be whole numbers separated by commas", repr(text)) from None
+
+
+def _offsets(flag: str, text: str) -> list[int]:
+    lengths = integers(flag, text)
+    if min(lengths) < 0:
+        raise InputError(flag, "be lengths of at least 0", repr(text))
+    return [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+
+
+def _layout(name: LayoutName) -> Layout:
+    return name.value
+
+
+def _bias_axes(text: str) -> str:
+    if len(text) != 4 or any(letter not in (axis, "1") for letter, axis in zip(text, "bhqk", strict=True)):
+        raise InputError("--bias", "be bhqk with 1 for every broadcast axis, such as 1hqk", repr(text))
+    return text
+
+
+def _package(text: str) -> tuple[str, str]:
+    name, equals, version = text.partition("=")
+    if not equals:
+        raise InputError("--package", "be NAME=VERSION, such as flash_attn=2.8.4", repr(text))
+    return name.strip(), version.strip("= ")

@@ -17,6 +17,7 @@ import undivided
 from undivided import masks
 from undivided._layout import Layout
 from undivided.cli._batch import Batch
+from undivided.verification.budget import relative_error
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -137,15 +138,14 @@ def run(way: Way, batch: Batch) -> tuple[Outcome, bool]:
 def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
     """``|x - truth| / |truth|`` of the output and of each gradient, over all of its entries."""
     pairs = zip(Outcome._fields, outcome, truth, strict=True)
-    return {name: float((x.double() - y.double()).norm() / y.double().norm()) for name, x, y in pairs}
+    return {name: relative_error(x, y) for name, x, y in pairs}
 
 
 def leak(batch: Batch, truth: Outcome) -> float:
     """The error of the output when the packed documents run as one long causal sequence."""
     with torch.no_grad():
         q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))
-        out = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())[0].double()
-    return float((out - truth.out).norm() / truth.out.norm())
+        return relative_error(undivided.attention(q, k, v, layout="bshd", mask=masks.causal())[0], truth.out)
 
 
 def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:

@@ -16,6 +16,7 @@ from undivided.cli._batch import Batch, embed
 from undivided.cli._documents import Document, collect
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._terminal import console, decision_json, print_json, progress
+from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]
 
@@ -80,7 +81,7 @@ def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Re
 
 def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
     """Twice the error of plain arithmetic in the same precision, plus one rounding."""
-    return {name: 2 * error + torch.finfo(dtype).eps / 2 for name, error in plain.items()}
+    return {name: FACTOR * error + torch.finfo(dtype).eps for name, error in plain.items()}
 
 
 def _runs(

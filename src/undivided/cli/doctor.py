@@ -1,0 +1,153 @@
+"""``undivided doctor``: what this machine is, what can run on it, what is switched, and whether it computes rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch.nn.functional import scaled_dot_product_attention
+
+import undivided
+from undivided import masks
+from undivided._policy import policy
+from undivided.cli._terminal import console, print_json, table
+from undivided.verification.budget import FACTOR, relative_error
+
+VARIABLES = {
+    "UNDIVIDED_BACKENDS": "the only backends or families that may run, in this order",
+    "UNDIVIDED_LOG": "info prints each new Decision, debug adds the reasons",
+    "UNDIVIDED_DETERMINISTIC": "1: results repeat bit for bit",
+    "NVTE_FLASH_ATTN": "0 switches the flash family off",
+    "NVTE_FUSED_ATTN": "0 switches the fused family off",
+    "NVTE_UNFUSED_ATTN": "0 switches the math family off",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: as UNDIVIDED_DETERMINISTIC=1",
+    "NVTE_DEBUG": "1: log as NVTE_DEBUG_LEVEL says",
+    "NVTE_DEBUG_LEVEL": "1: as UNDIVIDED_LOG=info, 2: as debug",
+}
+"""What each environment variable does; `undivided._policy` reads them."""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """What this machine has, which backends can run and how to get the others, and a self-check.
+
+    Exit code 1 if the self-check fails, 2 if an environment variable cannot be understood.
+    """
+    findings: dict[str, Any] = {
+        "machine": _machine(),
+        "backends": [dataclasses.asdict(row) for row in undivided.backends()],
+        "environment": _environment(),
+        "self_check": _self_check(),
+    }
+    if as_json:
+        print_json(findings)
+    else:
+        _show(console(), findings)
+    if not findings["self_check"]["ok"]:
+        raise typer.Exit(1)
+
+
+def _machine() -> dict[str, str]:
+    found = {
+        "undivided": _version("undivided"),
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "PyTorch": torch.__version__,
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
+    }
+    for index in range(torch.cuda.device_count()):
+        found[f"GPU {index}"] = str(undivided.Machine.this(f"cuda:{index}"))
+    if not torch.cuda.is_available():
+        found["GPU"] = "none that PyTorch can use"
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed (run from its sources)"
+
+
+def _environment() -> list[dict[str, str]]:
+    """The variables that are set and matter; any other of our prefix does nothing, which is worth saying."""
+    ours = {name for name in os.environ if name.startswith("UNDIVIDED_")}
+    nvte = {name for name in os.environ if name.startswith("NVTE_")}
+    return [
+        {
+            "name": name,
+            "value": os.environ[name],
+            "meaning": VARIABLES.get(name, "not known to undivided: ignored"),
+        }
+        for name in sorted(ours | nvte)
+    ]
+
+
+def _self_check() -> dict[str, Any]:
+    """Two packed documents against PyTorch's plain attention in fp64, one document at a time."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(10, heads, 64, generator=draw) for heads in (8, 2, 2))
+    mask = masks.documents([0, 3, 10]) & masks.causal()
+
+    def plain(dtype: torch.dtype) -> torch.Tensor:
+        split = (x.to(dtype).transpose(0, 1).split([3, 7], dim=1) for x in (q, k, v))
+        outs = [
+            scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
+            for a, b, c in zip(*split, strict=True)
+        ]
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    decision = undivided.explain(q, k, v, layout="thd", mask=mask)
+    truth = plain(torch.float64)
+    error = relative_error(undivided.attention(q, k, v, layout="thd", mask=mask), truth)
+    budget = FACTOR * relative_error(plain(torch.float32), truth) + torch.finfo(torch.float32).eps
+    return {"backend": decision.backend.name, "error": error, "budget": budget, "ok": error <= budget}
+
+
+def _show(screen: Console, findings: dict[str, Any]) -> None:
+    _section(screen, "This machine", _pairs(findings["machine"].items()))
+    backends = table("backend", "family", "", "what it is, or why not")
+    for row in findings["backends"]:
+        mark = Text("✓", "green") if row["available"] else Text("✗", "dim")
+        words = f"{row['summary']} ({row['version']})" if row["available"] else row["why_not"]
+        how = f"\nget it: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
+        backends.add_row(
+            row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim")
+        )
+    _section(screen, "Backends", backends)
+    policy()  # raises where a variable cannot be understood
+    if findings["environment"]:
+        rows = [(f"{entry['name']}={entry['value']}", entry["meaning"]) for entry in findings["environment"]]
+        _section(screen, "Environment", _pairs(rows))
+    else:
+        _section(
+            screen,
+            "Environment",
+            Text("none of the variables that undivided reads is set (UNDIVIDED_*, NVTE_*)"),
+        )
+    check = findings["self_check"]
+    words = f"{check['backend']}: relative error {check['error']:.1e} against fp64 (allowed: {check['budget']:.1e})"
+    mark = Text("✓ ", "green") if check["ok"] else Text("✗ ", "bold red")
+    _section(screen, "Self-check", mark + Text(words))
+
+
+def _pairs(rows: Any) -> Table:
+    made = table("", "")
+    made.show_header = False
+    for name, value in rows:
+        made.add_row(Text(name, "dim"), value)
+    return made
+
+
+def _section(screen: Console, title: str, body: Table | Text) -> None:
+    screen.print(Text(title, "bold"))
+    screen.print(Padding(body, (0, 2, 1, 2), expand=False))

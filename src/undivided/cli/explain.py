@@ -1,0 +1,44 @@
+"""``undivided explain``: which backend would run a problem, on this machine or a described one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.padding import Padding
+from rich.text import Text
+
+import undivided
+from undivided.cli._flags import flags
+from undivided.cli._options import MachineFlags, ProblemFlags
+from undivided.cli._terminal import console, decision_json, decision_table, print_json
+
+
+@flags(problem=ProblemFlags, where=MachineFlags)
+def explain(
+    problem: ProblemFlags,
+    where: MachineFlags,
+    grad: Annotated[
+        bool, typer.Option("--grad", help="Gradients are wanted.", rich_help_panel="Attention")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Decision as JSON.")] = False,
+) -> None:
+    """Which backend would run this problem, and why not the others. Runs nothing; exit code 1 if none can.
+
+    Example: undivided explain --q 48x16534x18x128 --dtype bf16 --device a100 --cudnn 8.9.7
+    """
+    decision = undivided.explain(**problem.arguments("meta", grad), machine=where.machine())
+    if as_json:
+        print_json(decision_json(decision))
+    else:
+        screen = console()
+        head = f"{decision.chosen.name} runs" if decision.chosen else "no backend can run this problem"
+        screen.print(Text(head, "bold green" if decision.chosen else "bold red"))
+        screen.print(Padding(Text(f"{decision.problem}\non {decision.machine}\n"), (0, 2), expand=False))
+        screen.print(Padding(decision_table(decision), (0, 2), expand=False))
+        if decision.chosen is None and problem.backend is not None:
+            screen.print(
+                "\nHINT: a backend that is asked for never falls back; leave --backend out to let selection choose"
+            )
+    if decision.chosen is None:
+        raise typer.Exit(1)

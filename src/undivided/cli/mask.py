@@ -1,0 +1,88 @@
+"""``undivided mask``: draw a mask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from undivided import masks
+from undivided._mask_drawing import LARGEST_PICTURE, natural_sizes
+from undivided.cli import _charts
+from undivided.cli._flags import flags
+from undivided.cli._options import MaskFlags
+from undivided.cli._terminal import console, print_json, shaded
+from undivided.errors import InputError
+
+
+@flags(said=MaskFlags)
+def mask(
+    said: MaskFlags,
+    expression: Annotated[
+        str | None, typer.Argument(help="As in Python: 'causal() & documents([0, 3, 10])'.")
+    ] = None,
+    q_len: Annotated[int | None, typer.Option(min=1, help="Queries.")] = None,
+    kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; as many as queries if not said.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch elements.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw the first batch element to this PNG.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the ranges of keys of every row as JSON.")
+    ] = False,
+) -> None:
+    """Draw which query may attend to which key: rows are queries, columns are keys.
+
+    Example: undivided mask 'window(3, 0) | prefix(1)' --q-len 12
+    """
+    if out is not None:
+        _charts.require()
+    built, sizes = _built(said, expression, q_len, kv_len, batch)
+    rows, queries, keys = sizes
+    form = built.normal_form(rows, 1, queries, keys, "cpu")
+    allowed = sum(
+        int(form.allowed(slice(b, b + 1), slice(None), slice(None), slice(0, 1)).sum()) for b in range(rows)
+    )
+    share = allowed / max(rows * queries * keys, 1)
+    if as_json:
+        facts = {
+            "mask": repr(built),
+            "batch": rows,
+            "q_len": queries,
+            "kv_len": keys,
+            "pairs": allowed,
+            "share": share,
+        }
+        print_json(facts | {"ranges": form.ranges.tolist()})
+    else:
+        screen = console()
+        screen.print(Text(repr(built), "bold"))
+        screen.print(f"{queries} queries, {keys} keys: {allowed:,} pairs allowed, {share:.1%}", markup=False)
+        small = max(queries, keys) <= LARGEST_PICTURE
+        screen.print(Text(built.draw(queries, keys, rows) if small else shaded(form)), soft_wrap=True)
+    if out is not None:
+        built.plot(queries, keys, out, batch=rows)
+        if not as_json:
+            console().print(f"drawn to {out}", markup=False, soft_wrap=True)
+
+
+def _built(
+    said: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
+) -> tuple[masks.Mask, tuple[int, int, int]]:
+    """The mask, and (batch, queries, keys): what was said, else what shows it."""
+    parts = [MaskFlags(mask=expression).build(0, 0)] if expression else []
+    rest = said.build(0, 0) if q_len is None or kv_len is None else said.build(q_len, kv_len)
+    parts += [rest] if rest is not None else []
+    found = [part for part in parts if part is not None]
+    if not found:
+        raise InputError(
+            "mask",
+            "be said",
+            "nothing",
+            hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0",
+        )
+    built = found[0] if len(found) == 1 else found[0] & found[1]
+    natural = natural_sizes(built)
+    queries = q_len or natural[2]
+    keys = kv_len or (natural[3] if q_len is None else max(queries, natural[3] if built.parts else queries))
+    return built, (batch or natural[0], queries, keys)

@@ -1,0 +1,41 @@
+"""``undivided verify``: every backend of this machine on one problem, against an fp64 oracle."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from undivided.cli._flags import flags
+from undivided.cli._options import ProblemFlags
+from undivided.cli._terminal import complain, console, print_json
+
+
+@flags(problem=ProblemFlags)
+def verify(
+    problem: ProblemFlags,
+    device: Annotated[str, typer.Option(help="cpu or cuda, of this machine.")] = "cpu",
+    gradients: Annotated[bool, typer.Option(help="Check the gradients too.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Report as JSON.")] = False,
+) -> None:
+    """Run every backend that can run this problem here, on random tensors, against an fp64 oracle.
+
+    Exit code 1 if one is outside of its error budget, or if none could run.
+    """
+    from undivided.verification import verify as check
+
+    if (device == "cuda" and not torch.cuda.is_available()) or device not in ("cpu", "cuda"):
+        complain(
+            f"--device must be cpu{' or cuda' if torch.cuda.is_available() else ' (no CUDA device here)'}, got {device!r}"
+        )
+        raise typer.Exit(2)
+    torch.manual_seed(seed)
+    report = check(**problem.arguments(device, grad=False), gradients=gradients)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        console().print(str(report), markup=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
