@@ -88,13 +88,21 @@ def test_double_backward_in_other_layouts(layout: str) -> None:
     assert torch.autograd.gradgradcheck(run, x)
 
 
-def test_third_derivatives_raise_rather_than_be_wrong() -> None:
-    q, k, v = (random(1, 1, 3, 2, seed=s).requires_grad_() for s in range(3))
-    out = undivided.attention(q, k, v, layout="bhsd")
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(second.sum(), q)
+@pytest.mark.parametrize("same", [False, True], ids=["q-k-v", "one-tensor-thrice"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_third_derivatives_are_exact(backend: str, same: bool) -> None:
+    """They were silently wrong once: the double backward was marked once-differentiable, and autograd went around it."""
+    x = [random(1, 2, 4, 2, seed=s).requires_grad_() for s in range(1 if same else 3)]
+
+    def third(out: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in second), x)
+
+    q, k, v = x * 3 if same else x
+    got = third(undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend=backend))
+    for a, b in zip(got, third(attend(q, k, v, whole(1, 4, 4), [causal()])[0]), strict=True):
+        assert error(a, b) < 1e-10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -255,6 +263,35 @@ def test_a_mask_changed_in_place_between_forward_and_backward_raises(name: str, 
     tensor.zero_()
     with pytest.raises(RuntimeError, match="were changed in place between forward and backward"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["last", "more-to-come"])
+def test_a_mask_changed_in_place_before_the_double_backward_raises(create_graph: bool) -> None:
+    n = torch.tensor([3, 2])
+    q = random(2, 2, 3, 2).requires_grad_()
+    out = undivided.attention(q, q, q, layout="bhsd", mask=masks.lengths(n, n))
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    n.fill_(1)
+    with pytest.raises(RuntimeError, match="were changed in place"):
+        torch.autograd.grad(grad.square().sum(), q, create_graph=create_graph)
+
+
+def test_autocast_does_not_reach_into_higher_derivatives_and_forward_mode() -> None:
+    y = [random(1, 2, 4, 8, seed=s, dtype=torch.bfloat16).requires_grad_() for s in range(3)]
+
+    def second(tensors: list[Tensor]) -> Tensor:
+        out = undivided.attention(*tensors, layout="bhsd", backend="reference")
+        (first,) = torch.autograd.grad(out.float().square().sum(), tensors[0], create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), tensors[1])[0]
+
+    def tangent(tensors: list[Tensor]) -> Tensor:
+        run = lambda q: undivided.attention(q, *tensors[1:], layout="bhsd")  # noqa: E731
+        return torch.func.jvp(run, (tensors[0],), (torch.ones_like(tensors[0]),))[1]  # type: ignore[no-any-return]
+
+    for run in (second, tangent):
+        plain = run(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(run(y), plain), run
 
 
 @pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])

@@ -8,12 +8,12 @@ forward mode, vmap and torch.func    the reference as plain tensor operations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from undivided import _layout
 from undivided._problem import Operands, Problem
@@ -25,7 +25,8 @@ from undivided.backends._base import Backend, Gradients
 def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out in the caller's layout, lse [B, H, Sq] or [H, T])."""
     if _is_transformed(operands):
-        return restore(reference.composite(problem, operands), problem)
+        with torch.autocast(operands.q.device.type, enabled=False):
+            return restore(reference.composite(problem, operands), problem)
     if "backward" not in problem.features:
         return restore(forward(backend, problem, operands), problem)
     outputs: tuple[Tensor, Tensor] = _Attention.apply(backend, problem, operands, *operands.differentiable)  # type: ignore[no-untyped-call]
@@ -122,17 +123,21 @@ class _Attention(torch.autograd.Function):
             return (None,) * 9
         *inputs, out, lse = ctx.saved_tensors
         backend, problem, operands, mask_state = ctx.call
-        if operands.mask.state() != mask_state:
-            raise RuntimeError(
-                "the mask's tensors (lengths, cu_seqlens, ...) were changed in place between forward and backward; "
-                "pass a clone to the mask, or call backward first"
-            )
+        _check_unchanged(operands, mask_state)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
         if torch.is_grad_enabled():
             return (None, None, None, *_AttentionBackward.apply(*arguments))  # type: ignore[no-untyped-call]
         return (None, None, None, *gradients(*arguments))
+
+
+def _check_unchanged(operands: Operands, mask_state: object) -> None:
+    if operands.mask.state() != mask_state:
+        raise RuntimeError(
+            "the mask's tensors (lengths, cu_seqlens, ...) were changed in place between forward and backward; "
+            "pass a clone to the mask, or call backward first"
+        )
 
 
 def gradients(
@@ -159,19 +164,58 @@ class _AttentionBackward(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
         _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *inputs = arguments
         ctx.save_for_backward(*inputs, grad_out, grad_lse)
+        ctx.mask_state = ctx.operands.mask.state()
         ctx.set_materialize_grads(False)
         return gradients(*arguments)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, grad_out, grad_lse = ctx.saved_tensors
-        problem: Problem = ctx.problem
-        if grad_lse is not None and problem.packed:
-            grad_lse = grad_lse.unsqueeze(0)
-        gradients, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
-            problem, ctx.operands.with_differentiable(inputs), grad_out, grad_lse, grad_gradients
-        )
-        if for_grad_lse is not None and problem.packed:
-            for_grad_lse = for_grad_lse.squeeze(0)
-        return (None, None, None, None, None, for_grad_out, for_grad_lse, *gradients)
+        _check_unchanged(ctx.operands, ctx.mask_state)
+        double_backward = _recorded_double_backward if torch.is_grad_enabled() else _double_backward
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            found = double_backward(ctx.problem, ctx.operands, ctx.saved_tensors, grad_gradients)
+        return (None,) * 5 + found
+
+
+def _double_backward(
+    problem: Problem,
+    operands: Operands,
+    saved: Sequence[Tensor | None],
+    grad_gradients: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory."""
+    *inputs, grad_out, grad_lse = saved
+    if grad_lse is not None and problem.packed:
+        grad_lse = grad_lse.unsqueeze(0)
+    assert grad_out is not None
+    found, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
+        problem, operands.with_differentiable(inputs), grad_out, grad_lse, grad_gradients
+    )
+    if for_grad_lse is not None and problem.packed:
+        for_grad_lse = for_grad_lse.squeeze(0)
+    return for_grad_out, for_grad_lse, *found
+
+
+def _recorded_double_backward(
+    problem: Problem,
+    operands: Operands,
+    saved: Sequence[Tensor | None],
+    grad_gradients: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """The same as operations that autograd records, where a third derivative may follow: O(S^2) memory."""
+    # views, so that one tensor given as q, k and v is three variables here
+    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in saved)
+    out, lse = restore(reference.composite(problem, operands.with_differentiable(inputs)), problem)
+    outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
+    first = reference.gradients_of(
+        [o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True
+    )
+    pairs = [
+        (g, o)
+        for g, o in zip(first, grad_gradients, strict=True)
+        if g is not None and g.requires_grad and o is not None
+    ]
+    found = reference.gradients_of(
+        [g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True
+    )
+    return tuple(found)

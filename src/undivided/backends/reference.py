@@ -273,7 +273,7 @@ class Reference(Backend):
             if grad_lse is not None:
                 outputs.append(lse)
                 grads.append(grad_lse[block.batch, block.heads, block.rows].to(lse.dtype))
-            sums.add(block, _gradients(outputs, grads, leaves))
+            sums.add(block, gradients_of(outputs, grads, leaves))
         return sums.finish()
 
     def double_backward(
@@ -304,12 +304,12 @@ class Reference(Backend):
                 if grad_lse is not None:
                     outputs.append(lse)
                     grads.append(grad_lse[where].detach().clone().requires_grad_())
-                inner = _gradients(outputs, grads, leaves, create_graph=True)
+                inner = gradients_of(outputs, grads, leaves, create_graph=True)
             pairs = [
                 (g, o) for g, o in zip(inner, _slices(block, problem, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
             ]  # fmt: skip
-            found = _gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
             sums.add(block, found[: len(leaves)])
             _layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
             if for_grad_lse is not None:
@@ -325,7 +325,7 @@ def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Te
     return [None if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
 
 
-def _gradients(
+def gradients_of(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     leaves: Sequence[Tensor | None],
