@@ -95,11 +95,16 @@ class Mask(Remembers):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor in the mask once, in the order of ``flatten``."""
+        known = self.__dict__.get("_tensors")
+        if known is not None:
+            return known  # type: ignore[no-any-return]
         found: list[Tensor] = []
         for part in self.parts:
             for tensor in part.tensors:
                 if not any(tensor is other for other in found):
                     found.append(tensor)
+        if not torch.compiler.is_compiling():
+            self.__dict__["_tensors"] = tuple(found)
         return tuple(found)
 
     @property
@@ -253,6 +258,8 @@ class Mask(Remembers):
             return self.align
         sizes = f"query length {q_len}, key length {kv_len}"
         hint = "write align='top_left' or align='bottom_right' in causal, window or chunks"
+        if self.is_full:
+            hint = "for ALiBi without a mask: masks.window(None, None, align='top_left' or 'bottom_right')"
         for part in self.parts:
             if isinstance(part, Lengths):
                 sizes = f"lengths with q={'None' if part.q is None else 'other values than kv'} at {sizes}"

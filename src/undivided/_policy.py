@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextvars
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
+
+import torch
 
 from undivided.errors import InputError
 
@@ -98,13 +101,13 @@ class use_backends:
         _context_switch.reset(self._token)
 
 
-def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     from undivided.backends import names_and_families
 
     known = names_and_families()
     for name in names:
-        if name not in known:
-            raise InputError("backend", f"be one of {', '.join(sorted(known))}", repr(name))
+        if not isinstance(name, str) or name not in known:
+            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name))
     return tuple(names)
 
 
@@ -129,8 +132,13 @@ def environment() -> Environment:
 
 def policy(backend: str | None = None, deterministic: bool | None = None) -> Policy:
     """The policy of this call."""
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        deterministic = True
     key = (backend, deterministic, _current_switch(), environment())
-    found = _policies.get(key)
+    try:
+        found = _policies.get(key)
+    except TypeError:  # a list, say: the check below tells which argument it was
+        found = None
     if found is None:
         if len(_policies) >= _MOST_POLICIES:
             _policies.clear()
@@ -145,7 +153,7 @@ _MOST_POLICIES = 256
 def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch) -> Policy:
     if backend is not None:
         _known((backend,))
-    if deterministic not in (None, True, False):
+    if not any(deterministic is known for known in (None, True, False)):
         raise InputError("deterministic", "be True, False or None", repr(deterministic))
     disabled = [(name, "use_backends.disable") for name in switch.disabled]
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
@@ -153,7 +161,7 @@ def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switc
             disabled.append((family, f"NVTE_{variable}_ATTN=0"))
     allowed, allowed_by = switch.allowed, "use_backends"
     if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "").strip()):
-        allowed = _known(tuple(name.strip() for name in text.split(",") if name.strip()))
+        allowed = _known([name.strip() for name in text.split(",") if name.strip()], "UNDIVIDED_BACKENDS")
         allowed_by = "UNDIVIDED_BACKENDS"
     if deterministic is None:
         deterministic = (

@@ -79,7 +79,8 @@ def attention(
         dropout_p: probability of dropping a weight. The pattern is a function of seed and positions alone.
         dropout_seed: an int or a 0-d int64 tensor; None draws one from torch's generator.
         backend: a backend or family that must run, or the call raises; None lets selection choose.
-        deterministic: results must repeat bit for bit; None follows UNDIVIDED_DETERMINISTIC.
+        deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
+            UNDIVIDED_DETERMINISTIC.
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32, differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
@@ -143,6 +144,10 @@ def explain(
     >>> undivided.explain(q, q, q, layout="bshd", machine=old).reasons["cudnn"][-1]
     'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
     """
+    if machine is not None and not isinstance(machine, Machine):
+        raise InputError(
+            "machine", "be an undivided.Machine or None", type(machine).__name__, hint="Machine.named('a100')"
+        )
     device = machine.device if machine is not None and machine.device is not None else None
     if device is None and isinstance(q, Tensor) and q.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"

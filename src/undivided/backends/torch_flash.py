@@ -14,6 +14,7 @@ through its lse; the first two are repaired here, for the others it refuses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from undivided._validation import DTYPES
 from undivided.backends import _torch_flash_cuda
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.backends._block import Block, distance, hide, row_slopes
+from undivided.masks import Mask
 
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -171,7 +173,10 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
     """The kernel calls that together cover every query row that has a key."""
     biased = operands.bias is not None or operands.alibi_slopes is not None
     heads = slice(0, problem.heads), slice(0, problem.kv_heads)
-    sequences, rest = _sequences(problem, operands)
+    read = functools.partial(_sequences, problem, operands.mask)
+    sequences, rest = operands.mask.remembered(
+        ("sequences", problem.batch, problem.q_len, problem.kv_len), read
+    )
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
@@ -191,16 +196,16 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
                     yield Call(block, causal=False, masked=biased or not block.is_covered(normal))
 
 
-def _sequences(problem: Problem, operands: Operands) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
+def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
     """(batch, queries, keys) of every sequence, and the kinds of mask that remain within each."""
     kinds = set(problem.mask.kinds)
     whole = [(slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len))]
-    documents, _ = operands.mask.take("documents")
+    documents, _ = mask.take("documents")
     if documents is not None:
         q = _spans(documents.cu_seqlens_q, documents.padded_q)
         kv = _spans(documents.cu_seqlens_kv, documents.padded_kv)
         return [(slice(0, 1), *spans) for spans in zip(q, kv, strict=True)], kinds - {"documents", "padded"}
-    lengths, _ = operands.mask.take("lengths")
+    lengths, _ = mask.take("lengths")
     if lengths is not None:
         q = _runs(lengths.q, lengths.q_start, problem.q_len, problem.batch)
         kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
