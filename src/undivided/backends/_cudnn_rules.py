@@ -16,8 +16,10 @@ _BROKEN: dict[Version, str] = {(9, 10, 0): "9.10.2", (9, 10, 1): "9.10.2"}
 Capability = tuple[int, int]
 
 
-def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST) -> list[str]:
-    """Every reason why this machine's cuDNN cannot run the problem."""
+def reasons(
+    problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False
+) -> list[str]:
+    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask is asked of it."""
     version, capability = machine.version("cudnn"), machine.compute_capability
     if version is None:
         return [f"cuDNN {format_version(oldest)} or later is not installed"]
@@ -26,6 +28,8 @@ def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST) -> lis
     found = _version_reasons(version, capability, oldest)
     found += _length_reasons(problem, version)
     found += _head_dim_reasons(problem, version, capability)
+    if plain:
+        return found
     found += _mask_reasons(problem, version, capability)
     found += _packed_reasons(problem, version, capability)
     return found + _determinism_reasons(problem, version, capability)

@@ -20,7 +20,7 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._mask_parts import Lengths
 from undivided._problem import Operands, Problem
-from undivided._result import Result
+from undivided._result import Result, lse_dtype
 from undivided.backends import _cudnn_rules, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 
@@ -95,7 +95,7 @@ class Cudnn(Backend):
         """Attention by a forward graph."""
         call = _Call.of(problem, operands)
         out = torch.empty(*call.q.shape[:-1], problem.v_dim, dtype=call.q.dtype, device=call.q.device)
-        stats = torch.empty(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
+        stats = torch.empty(call.q.shape[:-1], dtype=lse_dtype(problem.dtype), device=call.q.device)
         call.run("forward", _forward_graph, {"q": call.q, "k": call.k, "v": call.v, "o": out, "stats": stats})
         if call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0)

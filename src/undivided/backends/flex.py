@@ -51,7 +51,7 @@ class Flex(Backend):
     family = "flex"
     summary = "PyTorch's FlexAttention, compiled for each shape: any mask"
     how_to_get = (
-        "part of PyTorch 2.6 and later; on a CPU it needs a C++ compiler at run time (apt install g++)"
+        "part of PyTorch 2.9 and later; on a CPU it needs a C++ compiler at run time (apt install g++)"
     )
     limits = Limits(
         devices=frozenset({"cpu", "cuda"}),
@@ -62,7 +62,7 @@ class Flex(Backend):
             "backward bias bias_grad alibi alibi_grad softcap gqa value_dim lse lse_grad strided".split()
         ),
         compute_capability=((7, 5), None),
-        packages=(("torch", (2, 6), None),),
+        packages=(("torch", (2, 9), None),),
         notes={
             "dropout": "FlexAttention has none",
             "sinks": "they would round the output twice",
@@ -113,7 +113,7 @@ class Flex(Backend):
             out = _compiled()(*tensors, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan)
             return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse)
-        out, lse = _compiled()(*tensors, **settings, return_lse=True)
+        out, lse = _with_lse(tensors, settings)
         return Result(*_gpu.settle(out.transpose(1, 2), lse, form))
 
     def backward(
@@ -131,8 +131,7 @@ class Flex(Backend):
             fresh[n] = tensor
         operands = operands.with_differentiable(fresh)
         with torch.enable_grad():
-            settings = _settings(problem, operands, form)
-            out, lse = _compiled()(*_inputs(problem, operands, form), **settings, return_lse=True)
+            out, lse = _with_lse(_inputs(problem, operands, form), _settings(problem, operands, form))
         grad = _gpu.clear_rows(_layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
         found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
@@ -179,6 +178,13 @@ def _compiled() -> Callable[..., Any]:
             return compiled(*tensors, **settings)
 
     return call
+
+
+def _with_lse(tensors: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, extra = _compiled()(*tensors, **settings, return_aux=AuxRequest(lse=True))
+    return out, extra.lse
 
 
 def _inputs(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Tensor, ...]:

@@ -60,7 +60,7 @@ class TorchCudnn(Backend):
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
         if problem.device == "cuda":
-            reasons += _cudnn_rules.reasons(problem, machine, oldest=(9, 0))
+            reasons += _cudnn_rules.reasons(problem, machine, oldest=(9, 0), plain=True)
         for name, size in (("batch", problem.batch), ("heads", problem.heads)):
             if size > 65535:
                 reasons.append(f"{name}={size} (max 65535)")

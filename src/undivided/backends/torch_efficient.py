@@ -12,7 +12,7 @@ from torch import Tensor
 from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
-from undivided._result import Result
+from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 
@@ -140,9 +140,9 @@ def _padded_lse(lse_BHS: Tensor) -> Tensor:
 
 
 def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:
-    """The gradient of the expanded bias, summed over its broadcast axes in fp32."""
+    """The gradient of the expanded bias, summed over its broadcast axes in at least fp32."""
     assert bias is not None
-    return grad.float().sum_to_size(bias.shape).to(bias.dtype)
+    return grad.to(lse_dtype(grad.dtype)).sum_to_size(bias.shape).to(bias.dtype)
 
 
 BACKEND = TorchEfficient()

@@ -1,0 +1,200 @@
+"""cuDNN's graphs against a stand-in, and FlexAttention: for real on this CPU, its GPU half against a stand-in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fake_gpu_kernels as fake
+from adapter_check import MASKS, check, expected, tensors
+from undivided import masks
+from undivided._machine import Machine
+from undivided._problem import normalise
+from undivided.backends import cudnn, flex
+from undivided.masks import Mask
+
+
+@pytest.fixture
+def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> fake.FakeCudnn:
+    module = fake.FakeCudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(cudnn, "_graphs", {})
+    monkeypatch.setattr(cudnn, "_handles", {})
+    monkeypatch.setattr(
+        cudnn,
+        "_types",
+        lambda _: dict.fromkeys((torch.float64, torch.float32, torch.int32, torch.int64), "any"),
+    )
+    return module
+
+
+CUDNN_MASKS: dict[str, Callable[[], Mask | None]] = MASKS | {
+    "top-left": lambda: masks.causal("top_left"),
+    "top-left-window": lambda: masks.window(1, 0, "top_left"),
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("mask", CUDNN_MASKS)
+def test_cudnn_dense(cudnn_module: fake.FakeCudnn, mask: str, layout: str) -> None:
+    """cuDNN's window leaves its left edge out: left=2 is passed as 3."""
+    check(cudnn.BACKEND, *tensors(3, 5, layout, v_dim=16), layout=layout, mask=CUDNN_MASKS[mask]())
+    forward, backward = cudnn_module.graphs
+    for given in (forward.inputs, backward.inputs):
+        assert given["diagonal_band_left_bound"] == {
+            "window-2-1": 3,
+            "left-only": 1,
+            "top-left-window": 2,
+        }.get(mask)
+        assert given["diagonal_alignment"] == (
+            "top_left" if "top-left" in mask or mask == "full" else "bottom_right"
+        )
+        assert given["use_padding_mask"] is False
+
+
+def test_cudnn_lengths(cudnn_module: fake.FakeCudnn) -> None:
+    """A padded batch with NaN in the padding of q, k and v."""
+    q, k, v = tensors(5, 7)
+    q[0, 2:], k[0, 4:], v[0, 4:] = torch.nan, torch.nan, torch.nan
+    mask = masks.lengths(torch.tensor([4, 7]), torch.tensor([2, 5])) & masks.causal("bottom_right")
+    check(cudnn.BACKEND, q, k, v, mask=mask)
+    given = cudnn_module.graphs[0].inputs
+    assert given["use_padding_mask"] is True
+    assert given["seq_len_q"].given["dim"] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_cudnn_documents(cudnn_module: fake.FakeCudnn, padded: bool) -> None:
+    """Ragged rows: offsets in elements, real lengths apart, gaps of NaN between the documents."""
+    q, k, v = tensors(14, 14, "thd", v_dim=16)
+    cu, where = torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 8, 13])
+    if padded:
+        for t in (q, k, v):
+            t[[3, 6, 7, 12, 13]] = torch.nan
+    mask = masks.documents(cu, padded_q=where, padded_kv=where) if padded else masks.documents(cu)
+    check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask & masks.window(1, 0))
+    forward, backward = cudnn_module.graphs
+    assert forward.inputs["q"].given["dim"][:2] == [3, 4]
+    assert backward.inputs["max_total_seq_len_q"] == 1024
+
+
+def test_cudnn_keeps_its_graphs(cudnn_module: fake.FakeCudnn) -> None:
+    """Other lengths in the same packed shape need no new graph; another shape does."""
+    q, k, v = tensors(12, 12, "thd")
+    for cu in ([0, 3, 12], [0, 7, 9]):
+        problem, operands = normalise(
+            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu)), device="cuda"
+        )
+        cudnn.BACKEND.forward(problem, operands)
+    assert len(cudnn_module.graphs) == 1
+    assert cudnn_module.graphs[0].executed == 2
+    problem, operands = normalise(
+        q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda"
+    )
+    cudnn.BACKEND.forward(problem, operands)
+    assert len(cudnn_module.graphs) == 2
+
+
+# ---- FlexAttention really runs on this CPU ----
+
+needs_compiler = pytest.mark.skipif(
+    flex._no_compiler(Machine.this()) is not None, reason=str(flex._no_compiler(Machine.this()))
+)
+
+
+def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    q, k, v = (t.float() for t in tensors(130, 140))
+    if name == "gqa-causal-softcap-alibi-bias":
+        extra = {
+            "softcap": 5.0,
+            "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0]),
+            "bias": torch.randn(4, 1, 140),
+        }
+        return (q, k, v), extra | {"mask": masks.causal("bottom_right")}
+    if name == "lengths-nan-predicate":
+        k[0, 20:], v[0, 20:], k[1], v[1] = torch.nan, torch.nan, torch.nan, torch.nan
+        return (q, k, v), {
+            "mask": masks.lengths(torch.tensor([20, 0])) & masks.predicate(lambda b, h, i, j: (i + j) % 3 > 0)
+        }
+    dense = torch.rand(1, 4, 130, 140) > 0.3
+    return (q, k, v), {"mask": (masks.window(9, 2, "top_left") | masks.prefix(3)) & masks.dense(dense)}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", ["gqa-causal-softcap-alibi-bias", "lengths-nan-predicate", "global-window-dense"]
+)
+def test_flex_on_the_cpu(name: str) -> None:
+    (q, k, v), more = flex_case(name)
+    problem, operands = normalise(q, k, v, layout="bshd", **more)
+    assert flex.BACKEND.reasons(problem, Machine.this()) == []
+    with torch.no_grad():
+        result = flex.BACKEND.forward(problem, operands)
+    want, _, _ = expected(problem, operands, torch.ones(2, 130, 4, 8))
+    torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
+    assert result.lse.isnan().all()
+
+
+def test_flex_on_the_cpu_says_what_it_cannot() -> None:
+    cpu = Machine(device="cpu")
+    q = torch.zeros(1, 4, 2, 8, requires_grad=True)
+    problem, _ = normalise(q, q, q, layout="bshd", return_lse=True, sinks=torch.zeros(2))
+    reasons = flex.BACKEND.reasons(problem, cpu)
+    for piece in ("gradients on the CPU", "log-sum-exp returned on the CPU", "sinks"):
+        assert any(piece in reason for reason in reasons), reasons
+    assert "backend='flex'" in (flex.BACKEND.only_when_asked(problem, cpu) or "")
+    wide, _ = normalise(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
+    assert any("float64" in reason for reason in flex.BACKEND.reasons(wide, cpu))
+
+
+def test_flex_needs_a_compiler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    problem, _ = normalise(*(torch.zeros(1, 4, 2, 8),) * 3, layout="bshd")
+    assert any("no C++ compiler" in reason for reason in flex.BACKEND.reasons(problem, Machine.this()))
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+def test_flex_gradients_by_recomputation(monkeypatch: pytest.MonkeyPatch, align: Any) -> None:
+    """The GPU half of the adapter: gradients of q, k, v, a broadcast bias and slopes, and through the lse."""
+    monkeypatch.setattr(flex, "_compiled", lambda: fake.flex)
+    torch.manual_seed(0)
+    more = {
+        "bias": torch.randn(4, 1, 4, dtype=torch.float64),
+        "alibi_slopes": torch.rand(4, dtype=torch.float64),
+    }
+    check(flex.BACKEND, *tensors(6, 4), mask=masks.causal(align), grad_lse=True, **more)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(9, 13), (8, 12)])
+def test_flex_block_mask_names_every_tile(
+    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, causal: bool
+) -> None:
+    """Tiles in neither list are empty, tiles in the full list lie inside the matrix and are full."""
+    monkeypatch.setattr(flex, "_BLOCK", 4)
+    mask = masks.lengths(torch.tensor([kv_len, 5]))
+    if causal:
+        mask = mask & masks.causal("bottom_right")
+    problem, operands = normalise(*tensors(q_len, kv_len), layout="bshd", mask=mask)
+    block_mask = flex._block_mask(problem, operands.normal_form(problem))
+    dense = mask.to_dense(2, 1, q_len, kv_len)
+    listed = torch.zeros(2, -(-q_len // 4), -(-kv_len // 4), dtype=torch.int)
+    for worth, (count, which) in enumerate(
+        (
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        ),
+        1,
+    ):
+        for b in range(2):
+            for row in range(listed.shape[1]):
+                listed[b, row, which[b, 0, row, : count[b, 0, row]].long()] += worth
+    for b, row, column in torch.cartesian_prod(*map(torch.arange, listed.shape)).tolist():
+        tile = dense[b, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+        want = 0 if not tile.any() else 2 if tile.all() and tile.numel() == 16 else 1
+        assert listed[b, row, column] == want

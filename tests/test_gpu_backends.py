@@ -1,0 +1,409 @@
+"""How the kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
+
+The adapters run against stand-ins (`fake_gpu_kernels`) that keep each kernel's conventions; what a real kernel computes
+is not tested here. cuDNN and FlexAttention are in `test_cudnn_and_flex.py`, selection in `test_gpu_selection.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import fake_gpu_kernels as fake
+from adapter_check import MASKS, Recorder, check, tensors
+from undivided import masks
+from undivided._machine import Machine
+from undivided._problem import normalise
+from undivided.backends import (
+    _flash_attn_2,
+    _flash_attn_3,
+    _flash_attn_4,
+    _torch_flash_cuda,
+    flash_attn,
+    torch_cudnn,
+    torch_efficient,
+)
+
+
+def flash_sides(causal: bool, left: int, right: int) -> fake.Band:
+    return None if left == -1 else left, 0 if causal else None if right == -1 else right
+
+
+@pytest.fixture
+def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """PyTorch's CUDA operators, with their schemas' argument order."""
+    record = Recorder()
+
+    def flash_forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug, *, scale, window_size_left, window_size_right,
+        alibi_slopes,
+    ):  # fmt: skip
+        record.add(
+            "flash_forward",
+            q=q,
+            cu_q=cu_q,
+            max_q=max_q,
+            causal=is_causal,
+            left=window_size_left,
+            right=window_size_right,
+        )
+        assert dropout_p == 0.0
+        assert debug is False
+        sides = flash_sides(is_causal, window_size_left, window_size_right)
+        return *fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k, slopes=alibi_slopes), None, None, None
+
+    def flash_backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng, unused, *, scale, window_size_left,
+        window_size_right,
+    ):  # fmt: skip
+        record.add("flash_backward", lse=lse, deterministic=torch.are_deterministic_algorithms_enabled())
+        assert grad.is_contiguous()
+        sides = flash_sides(is_causal, window_size_left, window_size_right)
+
+        def run(q, k, v):
+            return fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k)
+
+        want = run(q, k, v)[1]
+        written = ~want.isnan()
+        assert torch.equal(lse[written] == torch.inf, want[written] == torch.inf), (
+            "the kernel's own lse comes back"
+        )
+        grads = fake.gradients(run, (q, k, v), grad)
+        if cu_q is not None:  # the real kernel leaves tokens after the last document unwritten
+            for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True):
+                g[int(cu[-1]) :] = torch.nan
+        return grads
+
+    for name, function in (
+        ("_flash_attention_forward", flash_forward),
+        ("_flash_attention_backward", flash_backward),
+    ):
+        monkeypatch.setattr(
+            _torch_flash_cuda,
+            "OPS",
+            types.SimpleNamespace(**vars_of(_torch_flash_cuda.OPS), **{name: function}),
+        )
+    return record
+
+
+def vars_of(ops: Any) -> dict[str, Any]:
+    return vars(ops) if isinstance(ops, types.SimpleNamespace) else {}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
+    check(_torch_flash_cuda, *tensors(3, 5, layout), layout=layout, mask=MASKS[mask]())
+    call = aten.last("flash_forward")
+    assert call["q"].shape == (2, 3, 4, 8)
+    assert (call["causal"], call["left"], call["right"]) == {
+        "full": (False, -1, -1), "causal": (True, -1, 0), "window-2-1": (False, 2, 1), "left-only": (False, 0, -1),
+        "right-only": (False, -1, 1),
+    }[mask]  # fmt: skip
+
+
+def test_torch_flash_rows_without_keys(aten: Recorder) -> None:
+    """Three more queries than keys: their rows are 0 and -inf, though the kernel says +inf."""
+    check(_torch_flash_cuda, *tensors(6, 3), mask=masks.causal("bottom_right"))
+    assert (aten.last("flash_backward")["lse"][..., :3] == torch.inf).all()
+
+
+def test_torch_flash_packed_documents_with_a_tail(aten: Recorder) -> None:
+    """Tokens after the last document are never written by the kernel, forward or backward."""
+    cu = torch.tensor([0, 3, 3, 8])
+    q, k, v = tensors(10, 10, "thd")
+    check(_torch_flash_cuda, q, k, v, layout="thd", mask=masks.documents(cu) & masks.causal())
+    call = aten.last("flash_forward")
+    assert call["q"].shape == (10, 4, 8)
+    assert call["cu_q"].dtype == torch.int32
+    assert call["max_q"] >= 5
+
+
+def test_torch_flash_alibi(aten: Recorder) -> None:
+    check(
+        _torch_flash_cuda,
+        *tensors(3, 5),
+        mask=masks.causal("bottom_right"),
+        alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 1.0]),
+        backward=False,
+    )
+
+
+def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
+    q, k, v = tensors()
+    problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
+    result = _torch_flash_cuda.forward(problem, operands)
+    _torch_flash_cuda.backward(
+        problem._replace(deterministic=True), operands, result, torch.ones_like(q), None
+    )
+    assert aten.last("flash_backward")["deterministic"]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("bias_shape", [None, (4, 5, 7), (2, 1, 1, 7), (5, 1)])
+def test_torch_efficient(monkeypatch: pytest.MonkeyPatch, bias_shape: tuple[int, ...] | None) -> None:
+    record = Recorder()
+
+    def run_with(bias, mask_type, scale):
+        def run(q, k, v, *maybe):
+            rows, keys = q.shape[1], k.shape[1]
+            allowed = fake.band_pairs(
+                rows, keys, (None, 0 if mask_type else None), (keys - rows) * (mask_type == 2)
+            )
+            extra = maybe[0] if maybe else bias
+            found = [
+                fake.plain(
+                    *(t[b].transpose(0, 1) for t in (q, k, v)),
+                    scale,
+                    allowed,
+                    bias=None if extra is None else extra[b],
+                )
+                for b in range(len(q))
+            ]
+            return torch.stack([out.transpose(0, 1) for out, _ in found]), torch.stack(
+                [lse for _, lse in found]
+            )
+
+        return run
+
+    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout_p, mask_type, *, compute_log_sumexp, scale):
+        record.add("forward", bias=bias, mask_type=mask_type)
+        assert compute_log_sumexp
+        assert (cu_q, cu_k, max_q, max_k, dropout_p) == (None, None, None, None, 0.0)
+        if bias is not None:
+            assert bias.shape == (2, q.shape[2], q.shape[1], k.shape[1])
+            assert all(stride % 8 == 0 for stride in bias.stride()[:3])
+        out, lse = run_with(bias, mask_type, scale)(q, k, v)
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None, 0, 0
+
+    def backward(
+        grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed, offset, mask_type, wants_bias, *, scale,
+        num_splits_key,
+    ):  # fmt: skip
+        assert lse.shape[-1] % 32 == 0
+        assert (lse[..., 5:] == torch.inf).all()
+        inputs = (q, k, v, bias) if wants_bias else (q, k, v)
+        return *fake.gradients(run_with(bias, mask_type, scale), inputs, grad), *(
+            () if wants_bias else (None,)
+        )
+
+    fakes = types.SimpleNamespace(
+        _efficient_attention_forward=forward, _efficient_attention_backward=backward
+    )
+    monkeypatch.setattr(torch_efficient, "OPS", fakes)
+    q, _, _ = tensors(5, 7)
+    k, v = torch.randn(2, 7, 4, 8, dtype=q.dtype), torch.randn(2, 7, 4, 6, dtype=q.dtype)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=q.dtype)
+    for align, number in (("top_left", 1), ("bottom_right", 2)):
+        fresh = (t.detach().clone() for t in (q, k, v))
+        check(torch_efficient.BACKEND, *fresh, mask=masks.causal(align), bias=bias)  # type: ignore[arg-type]
+        assert record.last("forward")["mask_type"] == number
+
+
+def test_torch_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Recorder()
+
+    def run_with(causal, scale):
+        def run(q, k, v):  # [B, H, S, D], top-left
+            allowed = fake.band_pairs(q.shape[2], k.shape[2], (None, 0 if causal else None), 0)
+            found = [fake.plain(q[b], k[b], v[b], scale, allowed) for b in range(len(q))]
+            return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+        return run
+
+    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, lse_wanted, dropout_p, causal, debug, *, scale):
+        record.add("forward", sizes=(max_q, max_k), causal=causal)
+        assert (bias, cu_q, cu_k, lse_wanted, dropout_p, debug) == (None, None, None, True, 0.0, False)
+        out, lse = run_with(causal, scale)(q, k, v)
+        # cuDNN's output has q's memory order, its statistics a last axis of 1 in older versions
+        return torch.empty_like(q).copy_(out), lse.unsqueeze(-1), *(None,) * 7
+
+    def backward(
+        grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal, *, scale
+    ):
+        assert grad.stride() == out.stride()
+        assert lse.shape == (2, 4, 5)
+        return fake.gradients(run_with(causal, scale), (q, k, v), grad)
+
+    fakes = types.SimpleNamespace(_cudnn_attention_forward=forward, _cudnn_attention_backward=backward)
+    monkeypatch.setattr(torch_cudnn, "OPS", fakes)
+    for layout in ("bshd", "bhsd", "sbhd"):
+        check(torch_cudnn.BACKEND, *tensors(5, 7, layout), layout=layout, mask=masks.causal("top_left"))
+        assert record.last("forward") == {"sizes": (5, 7), "causal": True}
+
+
+def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:
+    """The functions of one of the flash-attn packages, by their own argument names."""
+    module = types.ModuleType("fake")
+
+    def sides(given: dict[str, Any]) -> fake.Band:
+        causal = given.get("causal", given.get("is_causal"))
+        left, right = given["window_size_left"], given["window_size_right"]
+        if version == 4:
+            return left, 0 if causal else right
+        return flash_sides(causal, left, right)
+
+    def options(given: dict[str, Any]) -> dict[str, Any]:
+        sinks = given.get("learnable_sink")
+        return {
+            "cu_q": given.get("cu_seqlens_q"), "cu_k": given.get("cu_seqlens_k"), "softcap": given["softcap"] or 0.0,
+            "slopes": given.get("alibi_slopes"), "sinks": sinks, "empty_lse": torch.inf if version == 2 else -torch.inf,
+        }  # fmt: skip
+
+    def forward(q, k, v, **given):
+        record.add("forward", **given)
+        assert version == 2 or not any(t.isnan().any() for t in (q, k, v)), "garbage would be multiplied by 0"
+        return *fake.flash(q, k, v, given["softmax_scale"], sides(given), **options(given)), None, None
+
+    def backward(grad, q, k, v, out, lse, *buffers, **given):
+        record.add("backward", **given)
+        dq, dk, dv = buffers or (given["dq"], given["dk"], given["dv"])
+        inputs = (q, k, v) if given.get("learnable_sink") is None else (q, k, v, given["learnable_sink"])
+
+        def run(q, k, v, sinks=None):
+            return fake.flash(
+                q, k, v, given["softmax_scale"], sides(given), **options(given) | {"sinks": sinks}
+            )
+
+        want = run(*inputs)[1]
+        real = want.isfinite()
+        torch.testing.assert_close(lse[real], want[real])  # with the sinks in it
+        grads = fake.gradients(run, inputs, grad, given.get("dlse"))
+        for buffer, g in zip((dq, dk, dv), grads, strict=False):
+            buffer.copy_(g)
+        return (dq, dk, dv, *grads[3:]) if version == 4 else None
+
+    def with_cache(q, k, v, **given):
+        record.add("with_cache", **given)
+        lengths, found = given["cache_seqlens"], []
+        left, right = given["window_size"]
+        for b in range(len(q)):
+            table = given["block_table"]
+            keys, values = (t[b] if table is None else t[table[b].long()].flatten(0, 1) for t in (k, v))
+            n = int(lengths[b])
+            found.append(
+                fake.flash(
+                    q[b : b + 1],
+                    keys[None, :n],
+                    values[None, :n],
+                    given["softmax_scale"],
+                    flash_sides(given["causal"], left, right),
+                )
+            )
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+    def backward_4(q, k, v, out, grad, lse, **given):
+        return backward(grad, q, k, v, out, lse, **given)
+
+    module._flash_attn_forward = module._flash_attn_varlen_forward = module._flash_attn_fwd = forward  # type: ignore[attr-defined]
+    module._flash_attn_backward = module._flash_attn_varlen_backward = backward  # type: ignore[attr-defined]
+    module._flash_attn_bwd, module.flash_attn_with_kvcache = backward_4, with_cache  # type: ignore[attr-defined]
+    return module
+
+
+VERSIONS = {
+    2: (_flash_attn_2, "flash_attn.flash_attn_interface"),
+    3: (_flash_attn_3, "flash_attn_3.flash_attn_interface"),
+    4: (_flash_attn_4, "flash_attn.cute.interface"),
+}
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: int) -> tuple[Any, Recorder]:
+    """The adapter of a version, with a stand-in for its package in place."""
+    record = Recorder()
+    module, name = VERSIONS[version]
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), types.ModuleType(".".join(parts[:n])))
+    monkeypatch.setitem(sys.modules, name, flash_attn_module(record, version))
+    return module, record
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_flash_attn_dense(monkeypatch: pytest.MonkeyPatch, version: int, mask: str) -> None:
+    module, record = installed(monkeypatch, version)
+    check(module, *tensors(3, 5, "sbhd"), layout="sbhd", mask=MASKS[mask](), softcap=2.0)
+    call = record.last("forward")
+    unbounded = None if version == 4 else -1
+    assert call["causal"] == (mask == "causal")
+    assert call["window_size_left"] == {"window-2-1": 2, "left-only": 0}.get(mask, unbounded)
+    assert record.last("backward")["deterministic"] is False
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flash_attn_packed(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """Documents of different lengths for queries and keys, an empty one, and garbage after the last."""
+    module, record = installed(monkeypatch, version)
+    q, k, v = tensors(10, 12, "thd")
+    with torch.no_grad():
+        k[11:], v[11:], q[9:] = torch.nan, torch.nan, torch.nan
+    mask = masks.documents(torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 4, 11])) & masks.causal(
+        "bottom_right"
+    )
+    check(module, q, k, v, layout="thd", mask=mask)
+    call = record.last("forward")
+    assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
+    assert call["cu_seqlens_k"].tolist() == [0, 4, 4, 11]
+    assert call["max_seqlen_q"] >= 4
+    assert call["max_seqlen_k"] >= 7
+
+
+def test_flash_attn_2_against_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, record = installed(monkeypatch, 2)
+    q, k, v = tensors(2, 9)
+    k[0, 4:], v[0, 4:] = torch.nan, torch.nan
+    mask = masks.lengths(torch.tensor([4, 9])) & masks.window(3, 0, "bottom_right")
+    check(module, q, k, v, mask=mask, backward=False)
+    call = record.last("with_cache")
+    assert call["cache_seqlens"].dtype == torch.int32
+    assert call["window_size"] == (3, 0)
+
+
+def test_flash_attn_2_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, record = installed(monkeypatch, 2)
+    q, _, _ = tensors(1, 1)
+    k, v = torch.randn(5, 4, 2, 8, dtype=q.dtype), torch.randn(5, 4, 2, 8, dtype=q.dtype)
+    pages = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
+    problem, operands = normalise(
+        q, k, v, layout="bshd", mask=masks.lengths(torch.tensor([6, 3])), pages=pages, device="cuda"
+    )
+    result = module.forward(problem, operands)
+    for b, length in enumerate((6, 3)):
+        keys, values = (t[pages[b].long()].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
+        want, _ = fake.plain(
+            q[b].transpose(0, 1), keys, values, operands.scale, torch.ones(1, length, dtype=torch.bool)
+        )
+        torch.testing.assert_close(result.out[b].transpose(0, 1), want)
+    assert record.last("with_cache")["block_table"] is pages
+
+
+def test_flash_attn_2_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = installed(monkeypatch, 2)
+    slopes = torch.rand(2, 4, dtype=torch.float64).float()
+    check(module, *tensors(3, 5), mask=masks.causal("bottom_right"), alibi_slopes=slopes)
+
+
+def test_flash_attn_4_sinks_and_the_gradient_through_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's lse holds the sinks, ours does not; a sink far above the scores must not cost the gradients."""
+    module, _ = installed(monkeypatch, 4)
+    sinks = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)
+    check(module, *tensors(6, 4), mask=masks.causal("bottom_right"), sinks=sinks)
+    check(module, *tensors(6, 4), mask=masks.causal("bottom_right"), grad_lse=True)
+
+
+def test_the_flash_attn_version_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash_attn_4": "4.0.0"}
+    q = torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16)
+    problem, operands = normalise(q, q, q, layout="bshd", device="cuda")
+    for gpu, number in (("a100", 2), ("h100", 3), ("b200", 4)):
+        monkeypatch.setattr(
+            Machine, "this", staticmethod(lambda device, gpu=gpu: Machine.named(gpu, None, packages))
+        )
+        assert flash_attn.BACKEND._pick(problem, operands).number == number
+    alibi = problem._replace(features=frozenset({"alibi"}))
+    assert flash_attn.BACKEND._pick(alibi, operands).number == 2
