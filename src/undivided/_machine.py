@@ -37,11 +37,11 @@ KNOWN_GPUS: dict[str, tuple[int, int]] = {
 """Compute capability by name (NVIDIA's CUDA GPU list), for describing a machine in a word."""
 
 
-def parse_version(text: str) -> Version:
+def parse_version(text: str, argument: str = "version") -> Version:
     """``"8.9.7"`` -> ``(8, 9, 7)``; what follows the leading numbers (``+cu126``, ``.post1``) does not count."""
-    match = re.match(r"\d+(\.\d+)*", text)
+    match = re.match(r"\d+(\.\d+)*", text) if isinstance(text, str) else None
     if match is None:
-        raise InputError("version", "start with a number such as '9.1.0'", repr(text))
+        raise InputError(argument, "be a version such as '9.1.0'", repr(text))
     return tuple(int(part) for part in match.group().split("."))
 
 
@@ -89,11 +89,19 @@ class Machine:
                 "Machine.compute_capability", "be given for a CUDA device", None,
                 hint="for example (8, 0) for an A100, (9, 0) for an H100",
             )  # fmt: skip
-        unknown = sorted(set(self.packages) - set(_PACKAGES))
+        if self.compute_capability is not None:
+            object.__setattr__(self, "compute_capability", _capability(self.compute_capability))
+        if not isinstance(self.packages, Mapping):
+            got = type(self.packages).__name__
+            raise InputError("Machine.packages", "map names to versions, as {'flash_attn': '2.8.4'}", got)
+        unknown = sorted(set(self.packages) - set(_PACKAGES), key=str)
         if unknown:
             raise InputError("Machine.packages", f"name only {', '.join(_PACKAGES)}", unknown)
-        for text in (self.torch, *self.packages.values(), *([self.cudnn] if self.cudnn else [])):
-            parse_version(text)
+        parse_version(self.torch, "Machine.torch")
+        if self.cudnn is not None:
+            parse_version(self.cudnn, "Machine.cudnn")
+        for name, text in self.packages.items():
+            parse_version(text, f"Machine.packages[{name!r}]")
         object.__setattr__(self, "packages", dict(self.packages))
 
     def __hash__(self) -> int:
@@ -118,7 +126,7 @@ class Machine:
         >>> Machine.named("a100").compute_capability
         (8, 0)
         """
-        key = name.lower().replace(" ", "").replace("-", "")
+        key = str(name).lower().replace(" ", "").replace("-", "")
         if key == "cpu":
             return Machine(device="cpu", name="cpu", packages=packages or {})
         if key not in KNOWN_GPUS:
@@ -136,6 +144,16 @@ class Machine:
             parts.append(f"cuDNN {self.cudnn}")
         parts += [f"{package} {version}" for package, version in sorted(self.packages.items())]
         return ", ".join(parts)
+
+
+def _capability(value: object) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all(type(part) is int for part in pair):
+        raise InputError(
+            "Machine.compute_capability", "be two ints", repr(value),
+            hint="for example (8, 0) for an A100, (9, 0) for an H100",
+        )  # fmt: skip
+    return pair
 
 
 def _installed(names: tuple[str, ...]) -> str | None:

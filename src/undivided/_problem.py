@@ -24,6 +24,7 @@ from undivided._validation import (
     check_extras,
     check_kinds,
     check_layout,
+    check_page_numbers,
     check_pages,
     check_ranks,
     check_scalars,
@@ -237,6 +238,8 @@ def normalise(
         given = checked_mask(mask)
         with_mask = functools.partial(_with_mask, known, given, q.device, alibi_slopes, pages)
         mask, known = given.remembered(("problem", key), with_mask)
+        if pages is not None:
+            check_page_numbers(mask, pages, k.shape[0], known.page_size or 1)
     if bias is not None:
         bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
     if dropout_p:
@@ -281,7 +284,7 @@ def _signature(request: _Request) -> object:
             q.stride(), k.stride(), v.stride(), return_lse, device, needs,
         )  # fmt: skip
         extras = (bias, sinks, slopes, pages)
-        if softcap is None and not dropout_p and not any(t is not None for t in extras):
+        if softcap is None and dropout_p == 0 and not any(t is not None for t in extras):
             return key
         check_scalars(softcap, dropout_p, return_lse)  # now, for the key keeps only whether they are there
         kinds = [None if t is None else (t.shape, t.dtype, t.device) for t in extras]
@@ -373,6 +376,9 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     if problem.layout != "thd":
         return mask
     assert problem.page_size is not None
+    sequences = (mask.document_sizes or (0,))[0]
+    if sequences != pages.shape[0]:
+        raise InputError("pages", f"have one row a document of the mask ({sequences})", list(pages.shape))
     starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (
         pages.shape[1] * problem.page_size
     )

@@ -65,7 +65,7 @@ def merge(
     >>> torch.allclose(out, undivided.attention(q, k, v, layout="bshd"), atol=1e-5)
     True
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
     layout = _check_parts(outs, lses, sinks, layout)
     dtype = torch.promote_types(lses[0].dtype, torch.float32)
     lse_parts = torch.stack([part.to(dtype) for part in lses])
@@ -99,6 +99,13 @@ def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     return factor.masked_fill(empty, 0.0)
 
 
+def _listed(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return list(parts)
+    except TypeError:
+        raise InputError(name, "be a sequence of tensors", type(parts).__name__) from None
+
+
 def _check_parts(
     outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None
 ) -> Layout:
@@ -108,28 +115,52 @@ def _check_parts(
         )
     for name, parts in (("outs", outs), ("lses", lses)):
         for part in parts:
-            if not isinstance(part, Tensor) or part.shape != parts[0].shape or part.dtype != parts[0].dtype:
-                got = f"{list(part.shape)} {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
-                raise InputError(
-                    name, f"be tensors like the first, {list(parts[0].shape)} {parts[0].dtype}", got
-                )
-    fitting = [name for name in LAYOUTS if _fits(outs[0], lses[0], name)]
-    if layout is None and len(fitting) == 1:
-        layout = fitting[0]
-    if layout is None and fitting:
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise InputError(name, "be floating-point tensors", got)
+            if (part.shape, part.dtype, part.device) != (parts[0].shape, parts[0].dtype, parts[0].device):
+                raise InputError(name, f"be tensors like the first, {_kind(parts[0])}", _kind(part))
+    if lses[0].device != outs[0].device:
+        raise InputError("lses", f"be on the device of outs ({outs[0].device})", lses[0].device)
+    layout = _which_layout(outs[0], lses[0], layout)
+    if sinks is not None:
+        _check_sinks(sinks, lses[0])
+    return layout
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
+    """The layout as given, or the only one that the shapes fit."""
+    if layout is not None and layout not in LAYOUTS:
+        raise InputError("layout", f"be one of {', '.join(map(repr, LAYOUTS))}, or None", repr(layout))
+    fitting = [name for name in LAYOUTS if _fits(out, lse, name)]
+    if layout in fitting:
+        return layout
+    if not fitting or layout is not None:
         raise InputError(
-            "layout", f"be said, as {list(outs[0].shape)} fits {' and '.join(fitting)}", "None",
+            "lses", f"be [B, H, Sq] for outs in {layout or 'bshd, sbhd or bhsd'}, [H, T] in thd",
+            f"{list(lse.shape)} for outs of {list(out.shape)}",
+            hint=f"these shapes would fit layout={fitting[0]!r}" if len(fitting) == 1 else None,
+        )  # fmt: skip
+    if len(fitting) > 1:
+        raise InputError(
+            "layout", f"be said, as {list(out.shape)} fits {' and '.join(fitting)}", "None",
             hint=f"merge(outs, lses, layout={fitting[0]!r})",
         )  # fmt: skip
-    if layout not in fitting:
-        raise InputError(
-            "lses", "be [B, H, Sq] for outs in bshd, sbhd or bhsd, [H, T] in thd",
-            f"{list(lses[0].shape)} for outs of {list(outs[0].shape)}",
-        )  # fmt: skip
-    heads = lses[0].shape[-2]
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape))
-    return layout
+    return fitting[0]
+
+
+def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise InputError("sinks", "be a floating-point tensor", got)
+    if tuple(sinks.shape) != (lse.shape[-2],):
+        raise InputError("sinks", f"have shape [heads] = [{lse.shape[-2]}]", list(sinks.shape))
+    if sinks.device != lse.device:
+        raise InputError("sinks", f"be on the device of outs ({lse.device})", sinks.device)
 
 
 def _fits(out: Tensor, lse: Tensor, layout: Layout) -> bool:

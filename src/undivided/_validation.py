@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undivided import _layout, masks
 from undivided._layout import LAYOUTS, Layout
+from undivided._mask_parts import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -166,9 +167,30 @@ def check_pages(
     if pages.device != q.device:
         raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device))
     page_size, kv_heads = k.shape[1], k.shape[2]
+    if k.shape[0] == 0 or page_size == 0:
+        raise InputError("k", "have at least one page of at least one key when pages is given", list(k.shape))
     _check_heads(heads, kv_heads, k, None)
     rows = pages.shape[0] if layout == "thd" else 1
     return rows * pages.shape[1] * page_size, kv_heads, page_size
+
+
+def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> None:
+    """On the CPU: every page that holds a real key is one of the pool's. Entries beyond the lengths may be anything."""
+    lengths, documents = mask.take("lengths")[0], mask.take("documents")[0]
+    if lengths is not None:
+        ends, start = lengths.kv, lengths.kv_start
+    else:
+        ends, start = documents.cu_seqlens_kv.diff(), None
+    if not readable(pages, ends, start):
+        return
+    first_keys = torch.arange(pages.shape[1]) * page_size
+    real = first_keys < (ends if start is None else ends + start).unsqueeze(1)
+    wrong = real & ((pages < 0) | (pages >= pool))
+    if bool(wrong.any()):
+        raise InputError(
+            "pages", f"number pages of the pool, 0 to {pool - 1}, wherever a sequence has keys",
+            int(pages[wrong][0]), hint="only entries beyond a sequence's length may hold anything else",
+        )  # fmt: skip
 
 
 def check_extras(
