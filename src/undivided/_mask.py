@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from undivided import _mask_drawing, _mask_ranges
 from undivided._intervals import NormalForm
+from undivided._mask_alignment import Align, resolve
 from undivided._mask_parts import (
     Call,
     Chunk,
@@ -41,7 +42,6 @@ from undivided.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Align = Literal["top_left", "bottom_right"]
 T = TypeVar("T")
 
 # Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in
@@ -248,33 +248,9 @@ class Mask(Remembers):
         )
         if not shaped and not needed:
             return None
-        return self.remembered(("align", q_len, kv_len), lambda: self._align(q_len, kv_len))
-
-    def _align(self, q_len: int, kv_len: int) -> str:
-        agree = _alignments_agree(self.parts, q_len, kv_len)
-        if agree:
-            return "both"
-        if self.align is not None:
-            return self.align
-        sizes = f"query length {q_len}, key length {kv_len}"
-        hint = "write align='top_left' or align='bottom_right' in causal, window or chunks"
-        if self.is_full:
-            hint = "for ALiBi without a mask: masks.window(None, None, align='top_left' or 'bottom_right')"
-        for part in self.parts:
-            if isinstance(part, Lengths):
-                sizes = f"lengths with q={'None' if part.q is None else 'other values than kv'} at {sizes}"
-                if part.q is None:
-                    hint += (
-                        "; for a padded self-attention batch give the queries' lengths as well: lengths(n, n)"
-                    )
-            elif isinstance(part, Documents):
-                sizes = "documents whose cu_seqlens_q and cu_seqlens_kv are different"
-        if agree is None:
-            hint += "; values on a GPU are not compared, so pass one tensor for both where they are equal"
-        raise InputError(
-            "align", "be given where top-left and bottom-right differ (queries and keys of unequal length)",
-            f"None for {sizes}", hint,
-        )  # fmt: skip
+        return self.remembered(
+            ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len)
+        )
 
     def normal_form(
         self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
@@ -291,10 +267,8 @@ class Mask(Remembers):
         bottom_right = self.align == "bottom_right" and align != "both"
 
         def build() -> NormalForm:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # a form made while serving may be saved by autograd
+            # A form that is made while serving may be saved by autograd later.
+            with torch.inference_mode(False), torch.no_grad():
                 return _mask_ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
@@ -476,21 +450,6 @@ def _taken(part: Part) -> object:
     return part.fn if isinstance(part, Predicate) else part
 
 
-def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
-    """Whether every sequence has as many keys as queries; None where only a GPU knows."""
-    for part in parts:
-        if isinstance(part, Lengths | Documents):
-            q, kv = (
-                (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)
-            )
-            if q is kv:
-                return True
-            if not readable(q, kv):
-                return None
-            return bool((kv == q_len).all()) if q is None else bool((q == kv).all())
-    return q_len == kv_len
-
-
 def _shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
     """The form of a mask without tensors, from the bounded cache that all such masks share."""
     form = _shared_forms.get(key)
@@ -502,28 +461,3 @@ def _shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
         if len(_shared_forms) > SHARED_FORMS:
             _shared_forms.popitem(last=False)
     return form
-
-
-def describe(structure: Structure) -> str:
-    """A mask's structure in one line, without its values.
-
-    >>> from undivided.masks import *
-    >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
-    'causal & lengths (bottom-right)'
-    """
-    words = []
-    if "causal" in structure.kinds:
-        words.append("causal")
-    elif structure.left is not None or structure.right is not None:
-        words.append(f"window({structure.left}, {structure.right})")
-    for name, *fields in structure.detail:
-        if name == GlobalBand.name:
-            left, right, _ = fields
-            band = "causal" if (left, right) == (None, 0) else f"window({left}, {right})"
-            words.append(f"({band} | prefix)")
-        elif name == Chunk.name:
-            words.append(f"chunks({fields[0]})")
-        else:
-            words.append(str(name))
-    align = f" ({structure.align.replace('_', '-')})" if structure.align else ""
-    return (" & ".join(words) or "every pair") + align

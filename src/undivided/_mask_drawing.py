@@ -28,8 +28,8 @@ from undivided._mask_parts import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from undivided._mask import Mask, Structure
     from undivided._mask_parts import Part
-    from undivided.masks import Mask
 
 ALLOWED, MASKED = "■", "·"
 EXAMPLE = 8  # size of the picture for a mask that has none of its own
@@ -51,6 +51,31 @@ def describe(mask: Mask) -> str:
     if not words:
         return _band(None, None, align) if align else "every pair"
     return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
+
+
+def describe_structure(structure: Structure) -> str:
+    """A mask's structure in one line, without its values.
+
+    >>> from undivided.masks import *
+    >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
+    'causal & lengths (bottom-right)'
+    """
+    words = []
+    if "causal" in structure.kinds:
+        words.append("causal")
+    elif structure.left is not None or structure.right is not None:
+        words.append(f"window({structure.left}, {structure.right})")
+    for name, *fields in structure.detail:
+        if name == GlobalBand.name:
+            left, right, _ = fields
+            band = "causal" if (left, right) == (None, 0) else f"window({left}, {right})"
+            words.append(f"({band} | prefix)")
+        elif name == Chunk.name:
+            words.append(f"chunks({fields[0]})")
+        else:
+            words.append(str(name))
+    align = f" ({structure.align.replace('_', '-')})" if structure.align else ""
+    return (" & ".join(words) or "every pair") + align
 
 
 def _band(left: int | None, right: int | None, align: str) -> str:

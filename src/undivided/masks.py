@@ -34,7 +34,9 @@ import torch
 from torch import Tensor
 
 from undivided._intervals import NormalForm
-from undivided._mask import Align, Mask, Structure, describe
+from undivided._mask import Mask, Structure
+from undivided._mask_alignment import Align
+from undivided._mask_drawing import describe_structure as describe
 from undivided._mask_parts import (
     INT32_MAX,
     Chunk,
