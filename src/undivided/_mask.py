@@ -249,7 +249,7 @@ class Mask(Remembers):
         if not shaped and not needed:
             return None
         return self.remembered(
-            ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len)
+            ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len, self.is_full)
         )
 
     def normal_form(
