@@ -27,7 +27,9 @@ def _product(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return high, (word * constant) & _LOW
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Four 32-bit words for each counter, in int64 tensors of the counters' broadcast shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -71,8 +73,34 @@ def keep(
     seed_tensor = torch.as_tensor(seed, dtype=torch.int64, device=device)
     key = (seed_tensor & _LOW, (seed_tensor >> 32) & _LOW)
     j, i, h, b = (x.to(torch.int64) for x in (kv_position, q_position, head, sequence))
-    words = torch.stack(philox4x32((j // 8 & _LOW, i & _LOW, h & _LOW, b & _LOW), key), dim=-1)
+    counter = (i & _LOW, h & _LOW, b & _LOW)
+    draws = _draws_by_group(j, counter, key) if device.type == "cpu" else None
+    return (_draws(j, counter, key) if draws is None else draws) >= threshold(dropout_p)
+
+
+def _draws(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """The 16-bit draw of every entry, each from a generator call of its own: nothing is asked of the device."""
+    words = torch.stack(philox4x32((j // 8 & _LOW, *counter), key), dim=-1)
     which = (j % 8 // 2).expand(words.shape[:-1]).unsqueeze(-1)
-    word = words.gather(-1, which).squeeze(-1)
-    draw = (word >> (j % 2 * 16)) & 0xFFFF
-    return draw >= threshold(dropout_p)
+    return (words.gather(-1, which).squeeze(-1) >> (j % 2 * 16)) & 0xFFFF
+
+
+def _draws_by_group(
+    j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """The same with one generator call for eight keys, where the keys on the last axis lie close together."""
+    if j.numel() == 0 or any(x.shape[-1:] not in ((), (1,)) for x in counter):
+        return None
+    first, last = int(j.min()) // 8, int(j.max()) // 8
+    if last - first >= j.shape[-1]:
+        return None
+    groups = torch.arange(first, last + 1, device=j.device)
+    words = torch.stack(philox4x32((groups & _LOW, *counter), key), dim=-1)
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(
+        -3
+    )  # eight a group, in the order of the keys
+    index = j - 8 * first
+    if index.numel() == index.shape[-1]:
+        return draws.index_select(-1, index.flatten())
+    shape = torch.broadcast_shapes((*draws.shape[:-1], 1), index.shape)
+    return draws.expand(*shape[:-1], draws.shape[-1]).gather(-1, index.expand(shape))
