@@ -360,6 +360,7 @@ def test_positions_of_lengths_with_starts_and_bottom_right_shift() -> None:
 IDS = {
     "runs": ([[0, 0, 3, 3, 3]], None),
     "padding": ([[-1, 0, 0, 1, -1], [2, 2, -1, -1, -1]], None),
+    "padding-in-one-run": ([[0, 0, -1, -1]], None),
     "several-runs": ([[0, 1, 0, 1, 2]], None),
     "runs-in-one-row-only": ([[0, 0, 1, 1, 1], [1, 0, 0, 1, 0]], None),
     "other-keys": ([[0, 1, 1], [5, 5, 5]], [[1, 1, 0, 0], [5, 4, 5, 5]]),

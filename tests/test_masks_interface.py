@@ -425,6 +425,18 @@ def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
     form = (causal("bottom_right") & lengths(n)).normal_form(2, 1, 1, 3, CPU)
     n.zero_()
     assert form.shift.tolist() == [[0], [1]]
+    start = torch.tensor([1, 0])
+    form = lengths([1, 2], kv_start=start).normal_form(2, 1, 1, 3, CPU)
+    start.zero_()
+    assert form.kv_position.tolist() == [[-1, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
+def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
+    """A GPU's lengths are not read: wrong ones must not lead a kernel out of its memory."""
+    ranges = mask.intervals(2, 4)
+    assert int(ranges.min()) >= 0
+    assert int(ranges.max()) == 4
 
 
 def test_inference_tensors_have_no_version_and_are_never_remembered() -> None:

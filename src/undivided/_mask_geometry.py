@@ -79,7 +79,8 @@ class Geometry:
     @cached_property
     def q_position(self) -> Tensor:
         """i' of each row, int64 ``[B|1, Sq]``."""
-        return torch.arange(self.q_len, device=self.device)[None] - self.per_row(self.q_start)
+        rows = torch.arange(self.q_len, device=self.device)[None]
+        return rows - self.per_row(self.q_start) if isinstance(self.q_start, Tensor) else rows
 
     @cached_property
     def kv_position(self) -> Tensor:
@@ -92,7 +93,8 @@ class Geometry:
     @cached_property
     def anchor(self) -> Tensor:
         """i' + d of each row, int64 ``[B|1, Sq]``: the key that the row stands on."""
-        return self.q_position + self.per_row(self.shift)
+        moved = isinstance(self.shift, Tensor) or self.shift != 0
+        return self.q_position + self.per_row(self.shift) if moved else self.q_position
 
     @property
     def real_rows(self) -> Tensor | None:

@@ -132,11 +132,18 @@ def _reach(geometry: Geometry, part: GlobalBand) -> Bound:
 def _pack(geometry: Geometry, *keys: Range) -> Tensor:
     """Ranges of positions j' as ranges of raw keys, int32 ``[B|1, Sq, 2 * len(keys)]``; none for padding rows."""
     origin = geometry.per_row(geometry.kv_start)
-    raw = [_min(bound, geometry.kv_len) + origin for one in keys for bound in one]
+    raw = [bound + origin if isinstance(origin, Tensor) else bound for one in keys for bound in one]
     real = geometry.real_rows
     batch = max((value.shape[0] for value in (*raw, real) if isinstance(value, Tensor)), default=1)
     if geometry.batch == 0:
         batch = 0
+    if (
+        len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0
+    ):  # the common case, and half as many operators
+        ranges = torch.zeros(batch, geometry.q_len, 2, dtype=torch.int32, device=geometry.device)
+        stop = _min(_max(raw[1], 0), geometry.kv_len)
+        ranges[..., 1] = stop if real is None else real * stop
+        return ranges
     bounds = torch.empty(batch, geometry.q_len, len(raw), dtype=torch.int64, device=geometry.device)
     for column, value in enumerate(raw):
         bounds[..., column] = value
