@@ -79,11 +79,11 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # A cache knows tensors and lengths; `attend` is one call of the public function.
     "cache": ({"undivided.cache"}, {"request", "problem", "errors"}),
     "request": (
-        {"undivided.functional", "undivided._autograd", "undivided._compile"},
+        {"undivided.functional", "undivided._autograd", "undivided._compile", "undivided._sdpa"},
         {"selection", "backends", "kernels", "problem", "errors"},
     ),
     "selection": (
-        {"undivided._selection", "undivided._policy"},
+        {"undivided._selection", "undivided._policy", "undivided._sdp_switches"},
         {"backends", "kernels", "problem", "errors"},
     ),
     "backends": ({"undivided.backends"}, {"kernels", "problem", "errors"}),

@@ -8,7 +8,8 @@ from undivided._policy import use_backends
 from undivided._result import merge
 from undivided._selection import Decision
 from undivided.errors import InputError, NoBackendError
-from undivided.functional import attention, explain
+from undivided.functional import attention, explain, scaled_dot_product_attention
+from undivided.nn import DotProductAttention
 
 if typing.TYPE_CHECKING:
     from undivided.backends._table import table as backends
@@ -17,6 +18,7 @@ else:  # the package of that name, which can be called: type checkers know of no
 
 __all__ = [
     "Decision",
+    "DotProductAttention",
     "InputError",
     "Machine",
     "NoBackendError",
@@ -25,5 +27,6 @@ __all__ = [
     "explain",
     "masks",
     "merge",
+    "scaled_dot_product_attention",
     "use_backends",
 ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout, _problem, masks
+from undivided import _autograd, _layout, _problem, _sdp_switches, masks
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
@@ -47,6 +47,8 @@ class _Spec(NamedTuple):
     backend: str
     deterministic: str
     return_lse: str
+    switches: str = "-"
+    """PyTorch's switches when the graph was traced, or "-" for a call that is not under them."""
 
     @staticmethod
     def read(text: str) -> _Spec:
@@ -64,6 +66,7 @@ def attention(
     arguments: dict[str, Any],
     backend: str | None,
     deterministic: bool | None,
+    switches: str = "-",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Called while torch.compile traces: put the call into the graph as one operator."""
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
@@ -91,6 +94,7 @@ def attention(
             backend or "",
             str(deterministic),
             "y" if return_lse else "n",
+            switches,
         )
     )
     out, lse = torch.ops.undivided.attention(
@@ -113,7 +117,11 @@ def _prepare(
         return_lse=spec.return_lse == "y", pages=pages, needs=spec.needed,
     )  # fmt: skip
     deterministic = {"None": None, "True": True, "False": False}[spec.deterministic]
-    decision = select(problem, Machine.this(q.device), policy(spec.backend or None, deterministic))
+    switches = ""
+    if spec.switches != "-":
+        switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
+    allowed = policy(spec.backend or None, deterministic, switches)
+    decision = select(problem, Machine.this(q.device), allowed)
     return decision.backend, problem, operands
 
 

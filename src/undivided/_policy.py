@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from undivided import _sdp_switches
 from undivided.errors import InputError
 
 
@@ -130,11 +131,11 @@ def environment() -> Environment:
     return tuple(map(os.environ.get, _VARIABLES))
 
 
-def policy(backend: str | None = None, deterministic: bool | None = None) -> Policy:
-    """The policy of this call."""
+def policy(backend: str | None = None, deterministic: bool | None = None, switches: str = "") -> Policy:
+    """The policy of this call; `switches` are PyTorch's own (`_sdp_switches`) where the call is under them."""
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    key = (backend, deterministic, _current_switch(), environment())
+    key = (backend, deterministic, _current_switch(), environment(), switches)
     try:
         found = _policies.get(key)
     except TypeError:  # a list, say: the check below tells which argument it was
@@ -142,7 +143,7 @@ def policy(backend: str | None = None, deterministic: bool | None = None) -> Pol
     if found is None:
         if len(_policies) >= _MOST_POLICIES:
             _policies.clear()
-        found = _policies[key] = _read_policy(backend, deterministic, key[2])
+        found = _policies[key] = _read_policy(backend, deterministic, key[2], switches)
     return found
 
 
@@ -150,7 +151,9 @@ _policies: dict[object, Policy] = {}
 _MOST_POLICIES = 256
 
 
-def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch) -> Policy:
+def _read_policy(
+    backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = ""
+) -> Policy:
     if backend is not None:
         _known((backend,))
     if not any(deterministic is known for known in (None, True, False)):
@@ -159,10 +162,13 @@ def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switc
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if os.environ.get(f"NVTE_{variable}_ATTN", "1") == "0":
             disabled.append((family, f"NVTE_{variable}_ATTN=0"))
+    disabled += _sdp_switches.disabled(switches)
     allowed, allowed_by = switch.allowed, "use_backends"
     if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "").strip()):
         allowed = _known([name.strip() for name in text.split(",") if name.strip()], "UNDIVIDED_BACKENDS")
         allowed_by = "UNDIVIDED_BACKENDS"
+    if allowed is None and (order := _sdp_switches.order(switches)):
+        allowed, allowed_by = order, "sdpa_kernel(set_priority=True)"
     if deterministic is None:
         deterministic = (
             os.environ.get("UNDIVIDED_DETERMINISTIC", "0") not in ("", "0")

@@ -11,11 +11,12 @@ from undivided import _autograd, _compile, _problem
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
+from undivided._sdpa import scaled_dot_product_attention
 from undivided._selection import Decision, decide, select
 from undivided.errors import InputError
 from undivided.masks import Mask
 
-__all__ = ["attention", "explain"]
+__all__ = ["attention", "explain", "scaled_dot_product_attention"]
 
 
 @overload

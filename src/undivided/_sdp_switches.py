@@ -1,0 +1,67 @@
+"""PyTorch's own switches for scaled_dot_product_attention, as limits on our families.
+
+    torch.backends.cuda.enable_flash_sdp, enable_mem_efficient_sdp, enable_cudnn_sdp, enable_math_sdp
+    torch.nn.attention.sdpa_kernel([...], set_priority=False)
+
+They name PyTorch's kernels; each stands for the families of the same kind here. Their state travels as a short string, so
+that it can be a key and a constant of a compiled graph: a letter for each switch that is off, and after a colon the order
+that set_priority gave. "" is PyTorch's default.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.backends import cuda
+
+# letter, PyTorch's number of the kernel (torch.nn.attention.SDPBackend), families, what switches it off
+_SWITCHES = (
+    ("f", 1, ("flash", "flex"), "flash"),
+    ("e", 2, ("efficient",), "mem_efficient"),
+    ("c", 3, ("fused",), "cudnn"),
+    ("m", 0, ("math",), "math"),
+)
+_FAMILIES = {str(number): families for _, number, families, _ in _SWITCHES}
+_DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
+"""PyTorch's own, the second where it prefers cuDNN (Hopper and later); any other was asked for."""
+
+
+def read() -> str:
+    """The switches as they are now. Inside torch.compile: as they are while it traces."""
+    on = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+    order = torch._C._get_sdp_priority_order()
+    if all(on) and order in _DEFAULT_ORDERS:
+        return ""
+    off = "".join(letter for (letter, *_), is_on in zip(_SWITCHES, on, strict=True) if not is_on)
+    return off + ":" + ("" if order in _DEFAULT_ORDERS else "".join(map(str, order)))
+
+
+read._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result, without importing the compiler
+
+
+def combine(traced: str, now: str) -> str:
+    """A graph keeps what was off around the call when it was traced; what is off when it runs comes on top."""
+    if traced == now or not now:
+        return traced
+    (off, _, order), (off_now, _, order_now) = traced.partition(":"), now.partition(":")
+    return "".join(sorted({*off, *off_now})) + ":" + (order_now or order)
+
+
+def disabled(state: str) -> tuple[tuple[str, str], ...]:
+    """(family, who said so) of every family that is off."""
+    off = state.partition(":")[0]
+    return tuple(
+        (family, f"sdpa_kernel or torch.backends.cuda.enable_{switch}_sdp(False)")
+        for letter, _, families, switch in _SWITCHES
+        if letter in off
+        for family in families
+    )
+
+
+def order(state: str) -> tuple[str, ...]:
+    """The families in the order that set_priority asked for, or () where nobody did."""
+    return tuple(family for number in state.partition(":")[2] for family in _FAMILIES.get(number, ()))

@@ -1,0 +1,284 @@
+"""PyTorch's scaled_dot_product_attention on our flow: the same arguments and results, any rank, any broadcasting.
+
+Its tensors become views in layout "bhsd", its mask a `masks.Mask` or a bias, and PyTorch's switches part of the policy.
+
+Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from undivided import _autograd, _compile, _problem, _sdp_switches, masks
+from undivided._machine import Machine
+from undivided._policy import policy
+from undivided._selection import select
+from undivided._validation import DTYPES, check_tensor
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+_CAUSAL = masks.causal("top_left")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
+
+    ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is 0,
+    what a boolean mask hides never reaches a result, and a mask together with is_causal is an error.
+
+    Args:
+        query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
+        key: [..., H, S, E]; axes before S broadcast against query's and value's.
+        value: [..., H, S, Ev].
+        attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's dtype
+            or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as structure.
+        dropout_p: probability of dropping a weight; applied whenever it is above 0, for there is no training flag.
+        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ.
+        scale: of the scores; 1/sqrt(E) if None.
+        enable_gqa: key and value may have fewer heads; their number divides query's.
+
+    Returns:
+        [..., H, L, Ev] in query's dtype.
+
+    Raises:
+        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+        NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``), which are
+            honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every backend's reasons.
+
+    >>> import torch, undivided
+    >>> q, k, v = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 7, 64), torch.randn(2, 2, 7, 32)
+    >>> undivided.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
+    torch.Size([2, 8, 5, 32])
+    """
+    query, key, value = _autograd.autocast(query, key, value)
+    _check_flags(attn_mask, is_causal, enable_gqa)
+    shape: Sequence[int] | None = None
+    if _is_plain(query, key, value, enable_gqa):
+        q, k, v = query, key, value
+    else:
+        shape = _output_shape(query, key, value, enable_gqa)
+        if shape[-1] == 0 or 0 in shape[:-2]:
+            return _nothing(query, key, value, enable_gqa)
+        q, k, v = _folded(query, key, value, shape, enable_gqa)
+    mask, bias = _CAUSAL if is_causal else None, None
+    if attn_mask is not None:
+        mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2])
+    if isinstance(scale, Tensor):
+        scale = float(scale)
+    arguments: dict[str, Any] = {
+        "layout": "bhsd", "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p,
+    }  # fmt: skip
+    out = _attend(q, k, v, arguments)
+    return out if shape is None else out.reshape(shape)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Normalise, select, run, for [B, H, S, D] tensors."""
+    switches = _sdp_switches.read()
+    if torch.compiler.is_compiling():
+        absent = dict.fromkeys(("softcap", "alibi_slopes", "sinks", "dropout_seed", "return_lse", "pages"))
+        return cast(Tensor, _compile.attention(q, k, v, {**absent, **arguments}, None, None, switches))
+    problem, operands = _problem.normalise(q, k, v, **arguments)
+    decision = select(problem, Machine.this(q.device), policy(switches=switches))
+    return _autograd.run(decision.backend, problem, operands)[0]
+
+
+def _check_flags(attn_mask: object, is_causal: object, enable_gqa: object) -> None:
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool | torch.SymBool):
+            raise InputError(name, "be True or False", repr(flag))
+    if is_causal and attn_mask is not None:
+        raise InputError(
+            "attn_mask", "be None where is_causal=True", "both",
+            hint="put the causal part into attn_mask, or undivided.attention(..., mask=masks.dense(m) & masks.causal(...))",
+        )  # fmt: skip
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether the tensors are [B, H, S, D] as `attention` takes them: nothing to broadcast, nothing wrong."""
+    try:
+        q, k, v = query.shape, key.shape, value.shape
+        return (
+            len(q) == len(k) == len(v) == 4
+            and q[0] == k[0] == v[0]
+            and k[1] == v[1]
+            and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
+            and k[2] == v[2]
+            and q[3] == k[3]
+            and q[1] > 0 < q[3]
+            and v[3] > 0
+            and query.dtype == key.dtype == value.dtype
+            and query.dtype in DTYPES
+            and query.device == key.device == value.device
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The shape of the result, once everything about the three tensors has been checked."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        check_tensor(name, tensor)
+        fewest = 3 if enable_gqa else 2
+        if tensor.dim() < fewest:
+            axes = "heads, length, head size" if enable_gqa else "length, head size"
+            raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape))
+    _check_kinds(named)
+    if key.shape[-1] != query.shape[-1] or query.shape[-1] == 0:
+        wanted = f"have the head size of query ({query.shape[-1]}), at least 1"
+        raise InputError("key", wanted, f"{key.shape[-1]} in {list(key.shape)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise InputError(
+            "value", f"have the length of key ({key.shape[-2]})", f"{value.shape[-2]} in {list(value.shape)}"
+        )
+    kept = 3 if enable_gqa else 2
+    leading = _broadcast(named, kept)
+    heads = _grouped_heads(query, key, value) if enable_gqa else ()
+    return (*leading, *heads, query.shape[-2], value.shape[-1])
+
+
+def _check_kinds(named: dict[str, Tensor]) -> None:
+    query = named["query"]
+    if query.dtype not in DTYPES:
+        raise InputError("query", "be float16, bfloat16, float32 or float64", str(query.dtype))
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            hint = f"{name}.to(query.dtype), or run under torch.autocast"
+            raise InputError(name, f"have the dtype of query ({query.dtype})", str(tensor.dtype), hint=hint)
+        if tensor.device != query.device:
+            hint = f"{name}.to(query.device)"
+            raise InputError(
+                name, f"be on the device of query ({query.device})", str(tensor.device), hint=hint
+            )
+
+
+def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
+    """The common shape of all but the last `kept` axes."""
+    rank = max(tensor.dim() for tensor in named.values()) - kept
+    common = [1] * rank
+    for name, tensor in named.items():
+        for axis, size in enumerate(tensor.shape[:-kept], rank + kept - tensor.dim()):
+            if size not in (1, common[axis]) and common[axis] != 1:
+                hint = None
+                if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
+                    hint = "enable_gqa=True, if these are fewer key and value heads"
+                raise InputError(
+                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape),
+                    hint=hint,
+                )  # fmt: skip
+            common[axis] = size if common[axis] == 1 else common[axis]
+    return tuple(common)
+
+
+def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
+    heads = query.shape[-3]
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[-3] == 0 or heads % tensor.shape[-3]:
+            wanted = f"have a number of heads that divides query's ({heads})"
+            raise InputError(name, wanted, f"{tensor.shape[-3]} in {list(tensor.shape)}")
+    return (heads,)
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool) -> Tensors:
+    """The tensors as [B, H, S, D]: views, unless leading axes lie so in memory that no stride can join them."""
+    batch = shape[:-3]
+    heads = shape[-3] if len(shape) > 2 else 1
+    tensors = [t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value)]
+    kv_heads = tensors[1].shape[-3]
+    if (
+        kv_heads != tensors[2].shape[-3]
+    ):  # served from different heads: the only case in which they are expanded
+        tensors[1:] = [
+            t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]
+        ]
+        kv_heads = heads
+    q, k, v = (_fold(t, batch, n) for t, n in zip(tensors, (heads, kv_heads, kv_heads), strict=True))
+    return q, k, v
+
+
+def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
+    """[..., H, S, D] with its leading axes expanded to `batch`, as [B, H, S, D]."""
+    if not batch:
+        batch = (1,)
+    if tensor.shape[-3] != heads or tuple(tensor.shape[:-3]) != tuple(batch):
+        tensor = tensor.expand(*batch, heads, *tensor.shape[-2:])
+    return tensor if tensor.dim() == 4 else tensor.reshape(math.prod(batch), heads, *tensor.shape[-2:])
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
+    """The empty result where there is no head, no batch element or no value to weigh, with its (zero) gradients."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    return query @ key.transpose(-1, -2) @ value
+
+
+def _mask_or_bias(
+    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int
+) -> tuple[Mask | None, Tensor | None]:
+    """A boolean mask as `masks.dense`, numbers as a bias; both as views with four axes of size 1 or full."""
+    if not isinstance(attn_mask, Tensor):
+        raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
+    if type(attn_mask).__name__ == "CausalBias":
+        return _causal_bias(attn_mask, query.shape[-2], kv_len), None
+    if attn_mask.device != query.device:
+        raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
+    scores = (*shape[:-1], kv_len)
+    sizes = attn_mask.shape
+    if len(sizes) > len(scores) or any(
+        have not in (1, want) for have, want in zip(reversed(sizes), reversed(scores), strict=False)
+    ):
+        raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
+    folded = _folded_mask(attn_mask, scores[:-3])
+    if attn_mask.dtype != torch.bool:
+        return None, _as_added(folded, query)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func sees plain operations only
+        return None, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+    return masks.dense(folded), None
+
+
+def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
+    """[B|1, H|1, L|1, S|1]; more leading axes than one are joined, by a view unless only some of them broadcast."""
+    rank = max(len(batch), 1) + 3
+    if mask.dim() < rank:
+        mask = mask[(None,) * (rank - mask.dim())]
+    if rank == 4:
+        return mask
+    leading = mask.shape[:-3]
+    if all(size == 1 for size in leading):
+        return mask.flatten(0, -4)
+    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+
+
+def _as_added(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask of numbers, in the dtypes that PyTorch takes; autocast casts it as it does query."""
+    if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+    if mask.dtype not in (torch.float32, query.dtype):
+        wanted = dict.fromkeys(("bool", "float32", str(query.dtype).removeprefix("torch.")))
+        hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
+        raise InputError("attn_mask", f"be {' or '.join(wanted)}", str(mask.dtype), hint=hint)
+    return mask
+
+
+def _causal_bias(bias: Any, q_len: int, kv_len: int) -> Mask:
+    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``: structure, never a dense mask."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        got = f"a causal bias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys"
+        raise InputError("attn_mask", f"be for {q_len} queries and {kv_len} keys", got)
+    return masks.causal("top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right")
