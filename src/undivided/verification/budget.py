@@ -1,0 +1,174 @@
+"""How wrong a kernel may be: at most twice as wrong as plain low-precision arithmetic, plus one rounding.
+
+    error(x)  = ||x - oracle|| / ||oracle||                       Frobenius, in fp64
+    budget    = 2 * error(plain) + eps                            plain: the worst of three orders of summation
+
+Where the mask leaves nothing, exact values are required: output rows, and gradients that no pair reaches, are 0; their
+lse is -inf. Nothing here is an absolute tolerance: zeros have error 1. Where plain arithmetic cannot tell the right answer from
+0 (the gradient of q with a single key is 0), there is nothing to be relative to, and norms are compared as they are.
+
+Why so: docs/decisions/2026-11-20-error-budget.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._problem import Operands, Problem
+from undivided._result import lse_dtype
+from undivided.errors import InputError
+from undivided.verification import oracle as _oracle
+from undivided.verification.oracle import NAMES, Upstream
+
+__all__ = ["Budget", "budget_for", "distance", "relative_error"]
+
+FACTOR = 2
+"""A kernel rounds about as often as the plain reference, but elsewhere: twice its error leaves room for that."""
+
+ORDERS = 3
+"""Orders of summation that the plain error is the worst of: a gradient of four sinks is four numbers, and one order may be
+lucky in all of them. Measured over the catalogue with six seeds: see the decision note."""
+
+
+def distance(value: Tensor, right: Tensor, zero: Tensor | None = None) -> float:
+    """``||value - right||`` over the finite entries of `right`; inf where a required value is not met.
+
+    Args:
+        value, right: of one shape.
+        zero: bool, where `value` must be exactly 0.
+
+    Infinities must agree exactly, and a NaN is infinitely wrong.
+
+    >>> distance(torch.zeros(4), torch.ones(4))
+    2.0
+    >>> distance(torch.tensor([1.0, 2.0]), torch.tensor([-torch.inf, 2.0]))
+    inf
+    """
+    if value.shape != right.shape:
+        return math.inf
+    value, right = value.detach().double(), right.detach().double()
+    finite = right.isfinite()
+    if not bool((value.isfinite() == finite).all()) or not bool((value[~finite] == right[~finite]).all()):
+        return math.inf
+    if zero is not None and bool(value[zero & finite].any()):
+        return math.inf
+    return float((value[finite] - right[finite]).norm())
+
+
+def relative_error(value: Tensor, right: Tensor) -> float:
+    """``||value - right|| / ||right||``, the norm itself where `right` is 0.
+
+    >>> relative_error(torch.zeros(3), torch.ones(3))
+    1.0
+    """
+    return distance(value, right) / (float(right[right.isfinite()].double().norm()) or 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """The right answer to one problem, and how far from it each quantity may be.
+
+    right: out [B, H, Sq, Dv], lse [B, H, Sq], dq, dk, dv [B, heads, S, D], dbias, dsinks, dalibi_slopes, in fp64.
+    scale: what the error of each is relative to. allowed: the largest error of each.
+    zero: where each must be exactly 0 (lse: -inf).
+    """
+
+    problem: Problem
+    right: Mapping[str, Tensor]
+    scale: Mapping[str, float]
+    allowed: Mapping[str, float]
+    zero: Mapping[str, Tensor]
+
+    def error(self, name: str, value: Tensor | None) -> float:
+        """The relative error of a quantity as the caller gets it; inf where it is missing or an exact value is not met."""
+        if value is None:
+            return math.inf
+        right = self.right[name]
+        if name in ("out", "dq", "dk", "dv"):
+            if value.dim() != _layout.rank(self.problem.layout):
+                return math.inf
+            value = _layout.heads_first(value, self.problem.layout)
+        elif name == "lse" and self.problem.packed:
+            value = value.unsqueeze(0)
+        elif name == "dbias" and value.dim() < 4:
+            value = value[(None,) * (4 - value.dim())]
+        return distance(value, right, None if name == "lse" else self.zero.get(name)) / self.scale[name]
+
+    def met(self, name: str, value: Tensor | None) -> bool:
+        """Whether a quantity is within its budget."""
+        return self.error(name, value) <= self.allowed[name]
+
+
+def budget_for(problem: Problem, operands: Operands, upstream: Upstream) -> Budget:
+    """Compute the oracle and the plain reference of a problem, and from them the budget of every quantity.
+
+    Args:
+        problem, operands: as `undivided._problem.normalise` gives them.
+        upstream: gradients of out (in the caller's layout) and of lse ([B, H, Sq], or None).
+
+    Raises:
+        InputError: the inputs hold NaN or infinity where the mask lets them be seen.
+
+    >>> import undivided
+    >>> from undivided._problem import normalise
+    >>> q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+    >>> budget = budget_for(*normalise(q, k, v, layout="bshd"), Upstream(torch.randn(1, 6, 2, 8)))
+    >>> budget.met("out", undivided.attention(q, k, v, layout="bshd"))
+    True
+    >>> budget.met("out", torch.zeros_like(q))
+    False
+    """
+    with torch.no_grad():
+        right = _oracle.oracle(problem, operands, upstream)
+        zero = _oracle.unreachable(problem, operands)
+        right["lse"].masked_fill_(zero["lse"], -torch.inf)
+        if not all(
+            bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all())
+            for name, x in right.items()
+        ):
+            raise InputError(
+                "q, k, v", "be finite where the mask lets them be seen, and give finite results in float64",
+                "NaN or infinity", hint="say with masks.lengths or masks.documents what is padding; it may hold anything",
+            )  # fmt: skip
+        errors = _plain_errors(problem, operands, upstream, right)
+        norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
+    scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
+    allowed = {
+        name: FACTOR * errors[name] / scale[name] + _rounding(name, problem, operands) for name in right
+    }
+    return Budget(problem, right, scale, allowed, zero)
+
+
+def _plain_errors(
+    problem: Problem, operands: Operands, upstream: Upstream, right: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """How far plain arithmetic is from the right answer, at worst. Where float16 overflows, bfloat16 stands in for it."""
+    worst = dict.fromkeys(right, 0.0)
+    for order in range(ORDERS):
+        # in fp64 order 0 is the oracle's own
+        plain = _oracle.plain(
+            problem, operands, upstream, problem.dtype, order + (problem.dtype == torch.float64)
+        )
+        far = {name: distance(plain[name], right[name]) for name in right}
+        if problem.dtype == torch.float16 and not all(map(math.isfinite, far.values())):
+            plain = _oracle.plain(problem, operands, upstream, torch.bfloat16, order)
+            far = {name: distance(plain[name], right[name]) for name in right}
+        worst = {name: max(worst[name], far[name]) for name in right}
+    return worst
+
+
+def _rounding(name: str, problem: Problem, operands: Operands) -> float:
+    """One rounding of the input's dtype (lse: fp32 or fp64), or of the result's own where that is coarser."""
+    if name == "lse":
+        return torch.finfo(lse_dtype(problem.dtype)).eps
+    dtypes = [problem.dtype]
+    if name[1:] in NAMES:
+        tensor = operands.differentiable[NAMES.index(name[1:])]
+        dtypes += [] if tensor is None else [tensor.dtype]
+    return max(torch.finfo(dtype).eps for dtype in dtypes)

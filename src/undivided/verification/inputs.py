@@ -1,0 +1,230 @@
+"""Tensors for a case: seeded, of unit scale, laid out in memory as the case says, and poisoned where nothing may look.
+
+Values are drawn in one order of axes and then laid out, so that a case has the same values in every layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import undivided.functional
+from undivided import _layout
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.verification.cases import Case
+
+__all__ = ["Inputs", "build", "padding", "upstream"]
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
+_SEQUENCES = frozenset({"lengths", "documents", "document_ids"})
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Everything that one call of `attention` takes, by name, and a gradient for what it returns."""
+
+    case: Case
+    arguments: Mapping[str, Any]
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that need a gradient, by name."""
+        return {
+            name: t
+            for name in DIFFERENTIABLE
+            if (t := self.arguments.get(name)) is not None and t.requires_grad
+        }
+
+    def attention(self, **overrides: Any) -> Any:
+        """``undivided.attention`` of these arguments, some of them overridden."""
+        return undivided.functional.attention(**{**self.arguments, **overrides})
+
+
+def build(
+    case: Case, dtype: torch.dtype | None = None, *, device: str = "cpu", seed: int = 0, poison: bool = False
+) -> Inputs:
+    """Random tensors for a case.
+
+    Args:
+        case: what to build.
+        dtype: of q, k and v; the case's first if None.
+        device: where the tensors are to be. Mask tensors stay on the CPU.
+        seed: of everything random.
+        poison: NaN in every row, key, page and gap in memory that lies outside the real lengths, documents and used pages,
+            and in the upstream gradients there.
+
+    Returns:
+        `Inputs`: ``inputs.attention()`` runs the case.
+
+    >>> from undivided.verification.cases import get
+    >>> inputs = build(get("documents-padded-offsets-thd"), poison=True)
+    >>> int(inputs.arguments["q"].isnan().any(-1).any(-1).sum())                        # 13 rows, 9 of them real
+    4
+    >>> bool(inputs.attention().isfinite().all())
+    True
+    """
+    dtype = dtype or case.dtypes[0]
+    draw = _Draw(seed, dtype, device)
+    batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim = case.sizes
+    q = draw(batch, q_len, heads, qk_dim, scale=case.magnitude)
+    k = draw(batch, kv_len, kv_heads, qk_dim, scale=case.magnitude)
+    v = draw(batch, kv_len, kv_heads, v_dim)
+    extras = _extras(case, draw)
+    grad_out, grad_lse = draw(batch, q_len, heads, v_dim), draw(batch, heads, q_len).float()
+    mask = case.mask() if case.mask is not None else None
+    dead_rows, dead_keys = padding(_with_page_starts(case, mask), case.sizes[:4], device)
+    if poison:
+        q, grad_out = (x.masked_fill(dead_rows[..., None, None], torch.nan) for x in (q, grad_out))
+        k, v = (x.masked_fill(dead_keys[..., None, None], torch.nan) for x in (k, v))
+        grad_lse = grad_lse.masked_fill(dead_rows[:, None], torch.nan)
+    arguments = {"layout": case.layout, "mask": mask, "return_lse": case.return_lse, **extras}
+    if case.page_size is None:
+        q, k, v = _placed(case, q, k, v)
+        arguments |= {"q": q, "k": k, "v": v}
+    else:
+        arguments |= {"q": _contiguous(q, case), **_paged(case, k, v, dead_keys, poison)}
+    for name in _needed(case, arguments):
+        arguments[name].requires_grad_()
+    grad_lse = grad_lse.squeeze(0) if case.layout == "thd" else grad_lse
+    if dtype == torch.float64:
+        grad_lse = grad_lse.double()
+    return Inputs(case, arguments, _contiguous(grad_out, case), grad_lse if case.return_lse else None)
+
+
+class _Draw:
+    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.dtype, self._device = dtype, device
+
+    def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        return values.to(dtype or self.dtype).to(self._device)
+
+
+def upstream(out: Tensor, seed: int = 0) -> Tensor:
+    """A gradient for an output: normal random numbers, so that no two rows, heads or entries weigh the same.
+
+    >>> upstream(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    return _Draw(seed, out.dtype, str(out.device))(*out.shape)
+
+
+def _extras(case: Case, draw: _Draw) -> dict[str, Any]:
+    """The arguments besides q, k, v and the mask."""
+    batch, q_len, kv_len, heads, *_ = case.sizes
+    found: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "dropout_p": case.dropout_p}
+    if case.dropout_p:
+        found["dropout_seed"] = case.dropout_seed
+    if case.bias is not None:
+        sizes = {"b": batch, "h": heads, "q": q_len, "k": kv_len, "1": 1}
+        found["bias"] = draw(*(sizes[axis] for axis in case.bias), dtype=case.bias_dtype)
+    if case.bias_holes:
+        holes = draw(*found["bias"].shape) > 1.3  # a tenth
+        holes[..., 3, :] = True
+        found["bias"] = found["bias"].masked_fill(holes, -torch.inf)
+    if case.alibi is not None:
+        sequences = _sequences(case) if case.alibi == "bh" else 1
+        slopes = draw(sequences, heads, dtype=torch.float32).abs() * 0.2
+        found["alibi_slopes"] = slopes if case.alibi == "bh" else slopes.squeeze(0)
+    if case.sinks:
+        found["sinks"] = draw(heads, dtype=torch.float32)
+    return found
+
+
+def _sequences(case: Case) -> int:
+    sizes = case.mask().document_sizes if case.mask is not None else None
+    return case.batch if sizes is None else sizes[0]
+
+
+def padding(mask: Mask | None, sizes: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Rows ``[B, Sq]`` and keys ``[B, Sk]`` that belong to no sequence, or to one that has nothing on the other side.
+
+    >>> from undivided import masks
+    >>> rows, keys = padding(masks.lengths([2, 3]) & masks.causal(align="top_left"), (2, 1, 3, 1))
+    >>> keys.int().tolist()
+    [[0, 0, 1], [0, 0, 0]]
+    """
+    batch, q_len, kv_len, _ = sizes
+    if mask is None or not mask.kinds & _SEQUENCES:
+        nowhere = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+        return nowhere.expand(batch, q_len), nowhere.expand(batch, kv_len)
+    parts = tuple(part for part in mask.parts if part.name in _SEQUENCES)
+    together = dataclasses.replace(mask, left=None, right=None, parts=parts).to_dense(
+        batch, 1, q_len, kv_len, device
+    )[:, 0]
+    return ~together.any(2), ~together.any(1)
+
+
+def _needed(case: Case, arguments: Mapping[str, Any]) -> list[str]:
+    present = [name for name in DIFFERENTIABLE if arguments.get(name) is not None]
+    return [name for name in present if case.needs is None or name in case.needs]
+
+
+def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
+    return _layout.restore(x_BSHD, case.layout).contiguous()
+
+
+def _placed(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v in the layout of the case, in memory as it says. Gaps between rows are NaN."""
+    tensors = [_contiguous(x, case) for x in tensors_BSHD]
+    if case.memory == "contiguous":
+        return tuple(tensors)
+    if case.memory == "packed-qkv":
+        together = torch.cat(tensors, dim=-2 if case.layout != "bhsd" else 1)
+        return tuple(torch.split(together, [x.shape[-2] for x in tensors], dim=-2))
+    if case.memory == "strided-last":
+        return tuple(x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in tensors)
+    if case.memory == "sliced":
+        return tuple(map(_sliced, tensors))
+    if case.memory == "shared-kv":
+        shared = [_layout.restore(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
+        return tensors[0], *shared
+    raise InputError("memory", "be a known way to lie in memory", repr(case.memory))
+
+
+def _sliced(x: Tensor) -> Tensor:
+    """The same values as every second row of a larger buffer, 3 entries off its beginning."""
+    buffer = x.new_full((*(2 * size + 1 for size in x.shape[:-1]), x.shape[-1] + 5), torch.nan)
+    where = (*(slice(1, None, 2) for _ in x.shape[:-1]), slice(3, 3 + x.shape[-1]))
+    buffer[where] = x
+    return buffer[where]
+
+
+def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
+    """In thd each sequence's keys begin at its own first page."""
+    if case.page_size is None or case.layout != "thd" or mask is None:
+        return mask
+    rows = _sequences(case)
+    return mask.with_padded_kv(torch.arange(rows + 1) * (case.sizes[2] // rows))
+
+
+def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
+    """Pools of pages in a shuffled order with three spare pages, and the block table.
+
+    Poisoned, the spare pages are NaN, and the table's entries for pages without a real key are -1.
+    """
+    assert case.page_size is not None
+    rows = _sequences(case)
+    pages = k.shape[0] * k.shape[1] // case.page_size
+    order = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(7))[:pages].to(k.device)
+    found: dict[str, Tensor] = {}
+    for name, x in (("k", k), ("v", v)):
+        pool = x.new_full((pages + 3, case.page_size, *x.shape[2:]), torch.nan if poison else 0.0)
+        pool[order] = x.reshape(pages, case.page_size, *x.shape[2:])
+        found[name] = pool
+    table = order.to(torch.int32).reshape(rows, -1)
+    if poison:
+        unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)
+        table = table.masked_fill(unused, -1)
+    return found | {"pages": table}
