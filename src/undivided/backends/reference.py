@@ -46,7 +46,7 @@ def attend(
     assert q is not None and k is not None and v is not None
     allowed = _allowed(block, problem, operands, bias)
     if allowed is not None:
-        q, k, v, _ = hide(allowed, q, k, v)
+        q, k, v, some_row = hide(allowed, q, k, v)
     score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale  # [B, H, R, K]
     if operands.softcap is not None:
         score = operands.softcap * torch.tanh(score / operands.softcap)
@@ -62,7 +62,9 @@ def attend(
     if operands.dropout_p > 0:
         kept = _kept(block, problem, operands)
         weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(operands.dropout_p)
-    return _grouped_matmul(weights, v), lse
+    out = _grouped_matmul(weights, v)
+    # a row without a key is 0 already: selected once more, so that whatever gradient comes back for it ends here
+    return out if allowed is None else torch.where(some_row, out, 0.0), lse
 
 
 def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,9 @@ def _one_call(problem: Problem, operands: Operands) -> bool | None:
     kinds = problem.mask.kinds
     if not kinds:
         return False
-    return True if kinds == {"causal"} and problem.align in ("both", "top_left") else None
+    # the kernel scales after it has masked with -inf, and -inf times a scale below 0 is +inf
+    exact = kinds == {"causal"} and problem.align in ("both", "top_left") and operands.scale > 0
+    return True if exact else None
 
 
 def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
@@ -184,7 +186,7 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
         square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
         if not biased and not rest:
             yield Call(whole, causal=False, masked=False)
-        elif not biased and rest == {"causal"} and square:
+        elif not biased and rest == {"causal"} and square and operands.scale > 0:
             yield Call(whole, causal=True, masked=False)
         else:
             normal = operands.normal_form(problem)
