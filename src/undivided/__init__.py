@@ -10,6 +10,7 @@ from undivided._selection import Decision
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
 from undivided.nn import DotProductAttention
+from undivided.verification import verify
 
 if typing.TYPE_CHECKING:
     from undivided.backends._table import table as backends
@@ -29,4 +30,5 @@ __all__ = [
     "merge",
     "scaled_dot_product_attention",
     "use_backends",
+    "verify",
 ]
