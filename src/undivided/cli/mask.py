@@ -16,6 +16,9 @@ from undivided.cli._options import MaskFlags
 from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
 
+SIZED = frozenset({"lengths", "documents", "document_ids"})
+"""Parts that say how long the sequences are."""
+
 
 @flags(said=MaskFlags)
 def mask(
@@ -83,6 +86,7 @@ def _built(
         )
     built = found[0] if len(found) == 1 else found[0] & found[1]
     natural = natural_sizes(built)
-    queries = q_len or natural[2]
-    keys = kv_len or (natural[3] if q_len is None else max(queries, natural[3] if built.parts else queries))
+    has_own = bool(built.kinds & SIZED)
+    queries = q_len or (natural[2] if has_own or kv_len is None else kv_len)
+    keys = kv_len or (natural[3] if has_own or q_len is None else q_len)
     return built, (batch or natural[0], queries, keys)

@@ -1,0 +1,24 @@
+"""Selection is a pure function, so it can be asked about a machine that one is not on, with tensors that hold nothing."""
+
+import torch
+
+import undivided
+from undivided import Machine, masks
+
+q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+old = Machine(device="cuda", name="A100", compute_capability=(8, 0), cudnn="8.9.7")
+decision = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=old)
+print(decision)
+
+# Insist on cuDNN: an explicit request never falls back, and the reasons say what to do about it.
+insisted = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=old, backend="cudnn")
+assert insisted.chosen is None
+print()
+for reason in insisted.reasons["cudnn"]:
+    print("cudnn:", reason)
+
+# The same problem after an upgrade.
+new = Machine.named("a100", cudnn="9.10.2", packages={"flash_attn": "2.8.4", "cudnn_frontend": "1.15.0"})
+upgraded = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=new, backend="cudnn")
+print("\nafter the upgrade:", upgraded.chosen)

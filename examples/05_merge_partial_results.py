@@ -1,0 +1,29 @@
+"""Attention over pieces of the keys, merged: how a long cache is split, and how ranks share a sequence."""
+
+from itertools import pairwise
+
+import torch
+
+import undivided
+from undivided import masks
+
+torch.manual_seed(0)
+q = torch.randn(2, 3, 8, 64)  # 3 new tokens in each of 2 sequences
+k, v = torch.randn(2, 1000, 2, 64), torch.randn(2, 1000, 2, 64)  # and 1000 cached ones
+sinks = torch.randn(8)
+
+# Each part gives its output and the log-sum-exp of its scores. Sinks are applied once, at the end.
+bounds = [0, 400, 900, 1000]
+parts = []
+for start, stop in pairwise(bounds):
+    # global causal positions, clipped to the keys of this part
+    mask = masks.dense(masks.causal(align="bottom_right").to_dense(1, 1, 3, 1000)[..., start:stop])
+    parts.append(
+        undivided.attention(q, k[:, start:stop], v[:, start:stop], layout="bshd", mask=mask, return_lse=True)
+    )
+outs, lses = zip(*parts, strict=True)
+out, lse = undivided.merge(outs, lses, sinks=sinks)
+
+whole = undivided.attention(q, k, v, layout="bshd", mask=masks.causal(align="bottom_right"), sinks=sinks)
+print(f"merged from {len(parts)} parts: off by {(out - whole).norm() / whole.norm():.1e}")
+assert torch.allclose(out, whole, atol=1e-5)

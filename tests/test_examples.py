@@ -1,0 +1,62 @@
+"""What we show runs: every example, and every Python block of the README and of the documentation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("concepts/*.md")),
+    *sorted((ROOT / "docs").glob("how-to/*.md")),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```$\n*(?:^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+def _run(arguments: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path) -> None:
+    done = _run(["-W", "error", str(path)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, "an example shows something"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
+    """The Python blocks of a page, one after the other in one program; a text block after one is what it prints."""
+    program, shown = [], []
+    for code, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        program.append(f"print({MARK!r})\n{code}")
+        shown.append(text)
+    if not program:
+        return
+    done = _run(["-"], "\n".join(program))
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(f"{MARK}\n")[1:]
+    for code, expected, found in zip(program, shown, printed, strict=True):
+        if expected:
+            assert _trimmed(found) == _trimmed(expected), code
+
+
+MARK = "-- next block --"
+
+
+def _trimmed(text: str) -> list[str]:
+    """Lines without trailing blanks; versions of PyTorch are whatever they are."""
+    return [re.sub(r"torch \d[\w.+]*", "torch X", line.rstrip()) for line in text.strip("\n").splitlines()]
+
+
+def test_every_example_is_named_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert EXAMPLES
+    assert not [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme]
