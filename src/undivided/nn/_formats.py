@@ -1,0 +1,226 @@
+"""Formats: q, k, v out of what the call was given, and whether they are what the module was made for.
+
+    sbhd  [s, b, h, d]    bshd  [b, s, h, d]    thd  [t, h, d], packed sequences
+
+A format is said, never guessed. But where the sizes contradict it, the error says what they would fit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._layout import Layout
+from undivided.errors import InputError
+
+FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")
+_OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
+_WHICH = (
+    "'sbhd' is [seq, batch, heads, head_dim] (Megatron's order, and TransformerEngine's default), "
+    "'bshd' is [batch, seq, heads, head_dim], 'thd' is [tokens, heads, head_dim] of packed sequences"
+)
+
+
+class Heads(NamedTuple):
+    """What a module was made for."""
+
+    q: int
+    kv: int
+    qk_dim: int
+    v_dim: int
+
+
+class Inputs(NamedTuple):
+    """Query, key and value and their format."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    format: Layout
+
+    @property
+    def packed(self) -> bool:
+        return self.format == "thd"
+
+    @property
+    def batch(self) -> int:
+        return _layout.sizes(self.q.shape, self.format)[0]
+
+    @property
+    def q_len(self) -> int:
+        return _layout.sizes(self.q.shape, self.format)[1]
+
+    @property
+    def kv_len(self) -> int:
+        return _layout.sizes(self.k.shape, self.format)[1]
+
+    def fits_other_format(self, batch: int) -> str:
+        """A hint where `batch` sequences are what the other dense format would give; "" otherwise."""
+        other = _OTHER.get(self.format)
+        if other is None or batch == self.batch or _layout.sizes(self.q.shape, other)[0] != batch:
+            return ""
+        return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
+
+
+def checked_format(value: object, q: object = None) -> Layout:
+    """The format, which must have been given at construction or at the call."""
+    for name in FORMATS:
+        if value == name:
+            return name
+    if value is not None:
+        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _WHICH
+        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
+    hint = _WHICH
+    if isinstance(q, Tensor) and q.dim() == 4:
+        a, b = q.shape[:2]
+        hint += f". query_layer is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
+    elif isinstance(q, Tensor) and q.dim() == 3:
+        hint += f". query_layer is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
+    raise InputError(
+        "qkv_format", "be given at construction or at the call (there is no default)", None, hint=hint
+    )
+
+
+def unpacked(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, qkv: Tensor | None, kv: Tensor | None,
+    interleave_dim: int, rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k, v as they were given, or as views of qkv_layer or kv_layer."""
+    if interleave_dim not in (-3, -2):
+        raise InputError(
+            "qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim)
+        )
+    alone = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
+    if qkv is not None:
+        _none_of(alone, "qkv_layer")
+        q, k, v = _split("qkv_layer", qkv, 3, interleave_dim, rank)
+        return q, k, v
+    if kv is not None:
+        _none_of({name: alone[name] for name in ("key_layer", "value_layer")}, "kv_layer")
+        key, value = _split("kv_layer", kv, 2, interleave_dim, rank)
+    for name, tensor in (("query_layer", query), ("key_layer", key), ("value_layer", value)):
+        if not isinstance(tensor, Tensor):
+            got = None if tensor is None else type(tensor).__name__
+            hint = "pass query_layer with key_layer and value_layer or with kv_layer, or qkv_layer alone"
+            raise InputError(name, "be a torch.Tensor", got, hint=hint if tensor is None else None)
+    assert query is not None and key is not None and value is not None
+    return query, key, value
+
+
+def _none_of(tensors: dict[str, Tensor | None], packed: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            raise InputError(
+                name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=f"{packed} holds it"
+            )
+
+
+def _split(name: str, packed: Tensor, parts: int, dim: int, rank: int) -> tuple[Tensor, ...]:
+    axes = f"[.., {parts}, h, d]" if dim == -3 else f"[.., h, {parts}, d]"
+    if not isinstance(packed, Tensor):
+        raise InputError(name, "be a torch.Tensor", type(packed).__name__)
+    if packed.dim() != rank + 1 or packed.shape[dim] != parts:
+        hint = None
+        other = -5 - dim
+        if packed.dim() == rank + 1 and packed.shape[other] == parts:
+            hint = f"these sizes would fit qkv_interleave_dim={other}"
+        raise InputError(
+            name, f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}", list(packed.shape), hint=hint
+        )
+    return packed.unbind(dim)
+
+
+def check(inputs: Inputs, heads: Heads) -> None:
+    """Ranks, heads, head sizes, batch and lengths; kinds where autocast does not settle them."""
+    named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
+    for name, tensor in named:
+        _check_rank(name, tensor, inputs.format, heads)
+    for (name, tensor), count, argument in zip(
+        named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True
+    ):  # fmt: skip
+        if tensor.shape[-2] != count:
+            raise InputError(
+                name, f"have {count} heads ({argument}) at axis {tensor.dim() - 2}",
+                f"{tensor.shape[-2]} in {list(tensor.shape)}", hint=_heads_hint(tensor, count, argument),
+            )  # fmt: skip
+    for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
+        if tensor.shape[-1] != size:
+            hint = (
+                "for values of another head size, kv_channels=(of queries and keys, of values)"
+                if name[0] == "v"
+                else None
+            )
+            raise InputError(
+                name,
+                f"have head size {size} (kv_channels)",
+                f"{tensor.shape[-1]} in {list(tensor.shape)}",
+                hint=hint,
+            )
+    _check_lengths(inputs)
+    _check_kinds(inputs)
+
+
+def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
+    rank = _layout.rank(format)
+    if tensor.dim() == rank:
+        return
+    hint = None
+    if tensor.dim() == 3 and tuple(tensor.shape[1:]) in ((heads.q, heads.qk_dim), (heads.kv, heads.qk_dim)):
+        hint = "[tokens, heads, head_dim] is qkv_format='thd', with cu_seqlens_q and a padding mask type"
+    elif tensor.dim() == 3 and rank == 4:
+        hint = (
+            "a [batch, seq, hidden] tensor has its heads still together: "
+            f"x.unflatten(-1, ({heads.q}, {heads.qk_dim})), then qkv_format='bshd' ('sbhd' for [seq, batch, hidden])"
+        )
+    elif tensor.dim() == 4:
+        hint = "thd has no batch axis; a padded batch is 'bshd' or 'sbhd' with a padding mask type"
+    raise InputError(
+        name, f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}",
+        f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint,
+    )  # fmt: skip
+
+
+def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
+    if tensor.dim() == 4 and tensor.shape[1] == count:
+        return "[batch, heads, seq, head_dim] is 'bhsd': x.transpose(1, 2) is 'bshd', without a copy"
+    if argument == "num_gqa_groups":
+        return f"the number of key and value heads is num_gqa_groups={tensor.shape[-2]} at construction"
+    return None
+
+
+def _check_lengths(inputs: Inputs) -> None:
+    q, k, v, format = inputs
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(
+            "value_layer",
+            f"have key_layer's axes {list(k.shape[:-1])} before its own head size",
+            list(v.shape),
+        )
+    batch = _layout.sizes(k.shape, format)[0]
+    if batch != inputs.batch:
+        other = _OTHER[format]
+        hint = None
+        if _layout.sizes(k.shape, other)[0] == _layout.sizes(q.shape, other)[0]:
+            hint = f"these shapes would fit qkv_format={other!r}"
+        raise InputError(
+            "key_layer", f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}",
+            f"{batch} in {list(k.shape)}", hint=hint,
+        )  # fmt: skip
+
+
+def _check_kinds(inputs: Inputs) -> None:
+    q = inputs.q
+    cast = torch.is_autocast_enabled(q.device.type)
+    for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
+        if tensor.dtype != q.dtype and not cast:
+            raise InputError(
+                name,
+                f"have query_layer's dtype ({q.dtype})",
+                tensor.dtype,
+                hint=f"{name}.to(query_layer.dtype), or autocast",
+            )
+        if tensor.device != q.device:
+            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device)

@@ -1,0 +1,92 @@
+"""The largest score of each head, a block of the score matrix at a time.
+
+It is a second pass over q . k^T, for no fused kernel returns it: half of the multiplications of a forward pass again, in
+fp32 PyTorch operations, with memory bounded by a block. Only those who ask pay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from undivided import _problem
+from undivided._autograd import autocast
+from undivided._layout import Layout
+from undivided._problem import Operands, Problem
+from undivided._result import lse_dtype
+from undivided.backends import reference
+from undivided.backends._block import Block, distance, hide
+from undivided.masks import Mask
+
+_library = torch.library.Library("undivided", "FRAGMENT")
+_library.define(
+    "max_logit(Tensor q, Tensor k, Tensor? bias, Tensor? alibi_slopes, Tensor[] mask, str spec, str layout, "
+    "float scale, float? softcap) -> Tensor"
+)
+
+
+def max_logit(
+    q: Tensor, k: Tensor, mask: Mask, layout: Layout, bias: Tensor | None, alibi_slopes: Tensor | None, scale: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no pair."""
+    q, k, _ = autocast(q, k, k)
+    if torch.compiler.is_compiling():
+        spec, tensors = mask.flatten()
+        found: Tensor = torch.ops.undivided.max_logit(
+            q, k, bias, alibi_slopes, tensors, spec, layout, scale, softcap
+        )
+        return found
+    with torch.no_grad():
+        problem, operands = _problem.normalise(
+            q,
+            k,
+            k,
+            layout=layout,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            scale=scale,
+            softcap=softcap,
+        )
+        largest = q.new_full((problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
+        if q.is_meta:
+            return largest
+        for block in reference._blocks(problem, operands):
+            score = _scores(block, problem, operands)
+            if score.shape[-1]:
+                of_heads = largest[block.heads]
+                torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)
+        return largest
+
+
+def _scores(block: Block, problem: Problem, operands: Operands) -> Tensor:
+    """The masked scores of a block, [B, H, R, K], as `reference.attend` has them before its softmax."""
+    q, k, v, bias, _, slopes = reference._slices(block, problem, operands)
+    assert q is not None and k is not None and v is not None
+    allowed = reference._allowed(block, problem, operands, bias)
+    if allowed is not None:
+        q, k, v, _ = hide(allowed, q, k, v)
+    score = reference._grouped_matmul(q, k.transpose(-1, -2)) * operands.scale
+    if operands.softcap is not None:
+        score = operands.softcap * torch.tanh(score / operands.softcap)
+    if slopes is not None:
+        score = score - slopes * distance(block, operands.normal_form(problem)).to(score.dtype)
+    if bias is not None:
+        score = score + bias
+    return score if allowed is None else score.masked_fill(~allowed, -torch.inf)
+
+
+@torch.library.impl(_library, "max_logit", "CompositeExplicitAutograd")
+def _run(
+    q: Tensor, k: Tensor, bias: Tensor | None, slopes: Tensor | None, mask: list[Tensor], spec: str, layout: str, scale: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    return max_logit(q, k, Mask.unflatten(spec, mask), cast(Layout, layout), bias, slopes, scale, softcap)
+
+
+@torch.library.register_fake("undivided::max_logit", lib=_library)  # type: ignore[untyped-decorator]
+def _shape(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[-2],), dtype=lse_dtype(q.dtype))

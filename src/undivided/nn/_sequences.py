@@ -1,0 +1,315 @@
+"""Which tokens are real and which sequence they are of, out of attention_mask or cu_seqlens.
+
+A cu_seqlens means one thing in each format: offsets of packed sequences in thd, lengths of the batch elements in sbhd and
+bshd. In attention_mask True is masked out, the opposite of `masks.dense`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.nn._arguments import checked_flag, checked_integer
+from undivided.nn._formats import Inputs
+from undivided.nn._mask_types import MaskType
+
+
+class Given(NamedTuple):
+    """The arguments of a call that say where sequences are."""
+
+    attention_mask: Tensor | tuple[Tensor, Tensor] | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    pad_between_seqs: bool | None = None
+    """(cu_seqlens_*_padded say it, where this is None)"""
+
+    @property
+    def offsets(self) -> dict[str, Tensor]:
+        """The cu_seqlens that were given."""
+        return {
+            name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None
+        }
+
+
+def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
+    """What is given must be what the mask type and the format use: nothing is ignored."""
+    if inputs.packed and not kind.padding:
+        repair = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
+        raise InputError(
+            "attn_mask_type", "be a padding type with qkv_format='thd'", repr(kind.name),
+            hint=f"attn_mask_type={repair!r} keeps packed sequences apart; on sequences without padding it is {kind.name!r}",
+        )  # fmt: skip
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        if (value := getattr(given, name)) is not None:
+            checked_integer(name, value, 0)
+    if given.pad_between_seqs is not None:
+        checked_flag("pad_between_seqs", given.pad_between_seqs)
+    for name, offsets in given.offsets.items():
+        _check_offsets(name, offsets, inputs)
+    if kind.name != "arbitrary" and not kind.padding and given.attention_mask is not None:
+        must = f"be None with attn_mask_type={kind.name!r}, which would not look at it"
+        raise InputError(
+            "attention_mask", must, _kind(given.attention_mask),
+            hint="attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it",
+        )  # fmt: skip
+    _check_padding_of_offsets(given, inputs)
+    if inputs.packed:
+        _check_packed(given, inputs, attention_type)
+    elif given.offsets and not kind.padding:
+        _refuse_offsets(given, kind, inputs)
+
+
+def _check_offsets(name: str, offsets: object, inputs: Inputs) -> None:
+    if not isinstance(offsets, Tensor):
+        raise InputError(
+            name,
+            "be an int32 or int64 tensor",
+            type(offsets).__name__,
+            hint="torch.tensor([...], dtype=torch.int32)",
+        )
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise InputError(name, "be int32 or int64", offsets.dtype, hint=f"{name}.to(torch.int32)")
+    if offsets.dim() != 1 or not offsets.numel():
+        hint = "sequences of 3 and 2 tokens are [0, 3, 5]"
+        raise InputError(
+            name, "have one axis of (number of sequences + 1) offsets", list(offsets.shape), hint=hint
+        )
+
+
+def _refuse_offsets(given: Given, kind: MaskType, inputs: Inputs) -> None:
+    """Offsets with a mask type that does not look at them: the sequences would see each other."""
+    name = next(iter(given.offsets))
+    masked = f"padding_{kind.name}" if kind.causal else "padding"
+    raise InputError(
+        name, f"be None with attn_mask_type={kind.name!r} in qkv_format={inputs.format!r}, which would not look at it",
+        _kind(given.offsets[name]),
+        hint=f"for the lengths of the batch elements attn_mask_type={masked!r}; for sequences packed into one row "
+        f"qkv_format='thd' with attn_mask_type={masked!r} and tensors [tokens, heads, head_dim]",
+    )  # fmt: skip
+
+
+def _check_padding_of_offsets(given: Given, inputs: Inputs) -> None:
+    padded = {name: offsets for name, offsets in given.offsets.items() if name.endswith("_padded")}
+    if padded and not inputs.packed:
+        name = next(iter(padded))
+        hint = "in sbhd and bshd every batch element begins its own row; cu_seqlens_q says how long it is"
+        raise InputError(name, f"be None in qkv_format={inputs.format!r}", _kind(padded[name]), hint=hint)
+    if given.pad_between_seqs and inputs.packed and not padded:
+        hint = (
+            "cu_seqlens_q_padded says where each sequence begins in memory; cu_seqlens_q only how long it is"
+        )
+        raise InputError("pad_between_seqs", "come with cu_seqlens_q_padded", True, hint=hint)
+
+
+def _check_packed(given: Given, inputs: Inputs, attention_type: str) -> None:
+    if given.attention_mask is not None:
+        hint = "sequences are what cu_seqlens_q says; other conditions go to undivided.attention(mask=)"
+        raise InputError(
+            "attention_mask", "be None in qkv_format='thd'", _kind(given.attention_mask), hint=hint
+        )
+    hint = "cumulative lengths: three sequences of 300, 800 and 1248 tokens are [0, 300, 1100, 2348], int32"
+    if given.cu_seqlens_q is None:
+        raise InputError("cu_seqlens_q", "be given in qkv_format='thd'", None, hint=hint)
+    if given.cu_seqlens_kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+        raise InputError(
+            "cu_seqlens_kv", "be given where keys are not packed as the queries", None, hint=hint
+        )
+    if given.pad_between_seqs is False:
+        for side in ("q", "kv"):
+            real, padded = getattr(given, f"cu_seqlens_{side}"), getattr(given, f"cu_seqlens_{side}_padded")
+            if _differ(real, padded):
+                raise InputError(
+                    "pad_between_seqs", f"not be False where cu_seqlens_{side}_padded differs from cu_seqlens_{side}", False,
+                    hint="leave it out: the offsets say it",
+                )  # fmt: skip
+
+
+def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether the values differ, as far as that is known without waiting for a device."""
+    if a is None or b is None or a is b or torch.compiler.is_compiling():
+        return False
+    return a.device.type == b.device.type == "cpu" and not torch.equal(a.long(), b.long())
+
+
+def mask(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
+    """Real tokens and sequences as a mask; None where the mask type has neither."""
+    if inputs.packed:
+        return _packed(given)
+    if kind.name == "arbitrary":
+        return _arbitrary(given.attention_mask, inputs)
+    if not kind.padding:
+        return None
+    if given.attention_mask is not None and given.offsets:
+        raise InputError(
+            "attention_mask", f"be None where {next(iter(given.offsets))} says the lengths", _kind(given.attention_mask),
+            hint="give one of the two",
+        )  # fmt: skip
+    if given.offsets:
+        return _lengths(given, inputs, attention_type)
+    return _padding(given.attention_mask, inputs, kind)
+
+
+def _packed(given: Given) -> Mask:
+    """Documents. What is given for the queries alone is meant for the keys as well."""
+    q, kv = given.cu_seqlens_q, given.cu_seqlens_kv
+    assert q is not None
+    padded_q, padded_kv = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
+    if kv is None or kv is q:
+        kv, padded_q, padded_kv = (
+            q,
+            padded_q if padded_q is not None else padded_kv,
+            padded_kv if padded_kv is not None else padded_q,
+        )
+    max_kv = given.max_seqlen_kv
+    if kv is q and max_kv is None:
+        max_kv = given.max_seqlen_q
+    return masks.documents(q, kv, padded_q, padded_kv, given.max_seqlen_q, max_kv)
+
+
+def _lengths(given: Given, inputs: Inputs, attention_type: str) -> Mask:
+    """The lengths of the batch elements, from their cumulative sums."""
+    q, kv = given.cu_seqlens_q, given.cu_seqlens_kv
+    if q is None:
+        raise InputError("cu_seqlens_q", "be given with cu_seqlens_kv", None)
+    if kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+        raise InputError("cu_seqlens_kv", "be given where keys are not as long as the queries", None)
+    for name, offsets in given.offsets.items():
+        if offsets.shape[0] != inputs.batch + 1:
+            count = offsets.shape[0] - 1
+            hint = inputs.fits_other_format(count) or (
+                "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
+                if inputs.batch == 1 else None
+            )  # fmt: skip
+            raise InputError(
+                name, f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
+                offsets.shape[0], hint=hint,
+            )  # fmt: skip
+        if _is_readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
+            hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
+            raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
+    n = q.diff()
+    return masks.lengths(n if kv is None or kv is q else kv.diff(), n)
+
+
+def _padding(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
+    """The real tokens of a boolean padding mask, or of one for the queries and one for the keys."""
+    if attention_mask is None:
+        raise InputError(
+            "attention_mask", f"or cu_seqlens_q be given with attn_mask_type={kind.name!r}", None,
+            hint=f"without padding it is {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}",
+        )  # fmt: skip
+    if isinstance(attention_mask, tuple | list):
+        if len(attention_mask) != 2:
+            raise InputError(
+                "attention_mask",
+                "be a tensor, or a pair for the queries and the keys",
+                f"{len(attention_mask)} tensors",
+            )
+        q = _real("attention_mask[0]", attention_mask[0], inputs, inputs.q_len)
+        if attention_mask[1] is attention_mask[0]:
+            return _real_pairs(q, q)
+        return _real_pairs(q, _real("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
+    if inputs.q_len != inputs.kv_len:
+        raise InputError(
+            "attention_mask", "be a pair for the queries and the keys where their lengths differ", _kind(attention_mask),
+            hint="attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])",
+        )  # fmt: skip
+    real = _real("attention_mask", attention_mask, inputs, inputs.q_len)
+    return _real_pairs(real, real)
+
+
+def _real(name: str, mask: object, inputs: Inputs, length: int) -> Tensor:
+    """The real tokens of a padding mask [b, 1, 1, length], bool [b, length]."""
+    mask = _boolean(name, mask)
+    if tuple(mask.shape) != (inputs.batch, 1, 1, length):
+        hint = inputs.fits_other_format(mask.shape[0]) or None
+        if mask.dim() == 2 and tuple(mask.shape) == (inputs.batch, length):
+            hint = f"{name}[:, None, None, :]"
+        elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
+            hint = "a mask of pairs is attn_mask_type='arbitrary'"
+        raise InputError(
+            name,
+            f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]",
+            list(mask.shape),
+            hint=hint,
+        )
+    return ~mask[:, 0, 0]
+
+
+def _real_pairs(q: Tensor, kv: Tensor) -> Mask:
+    """Real queries and keys. A row counts from its first real token to its last; real tokens with padding between them
+    keep their places, and what lies between is masked. Found with tensor operations, so that a GPU need not be waited for."""
+    q_start, q_length = _span(q)
+    kv_start, kv_length = (q_start, q_length) if kv is q else _span(kv)
+    if _is_readable(q, kv) and not any(_has_holes(real, n) for real, n in ((q, q_length), (kv, kv_length))):
+        if not q_start.any() and not kv_start.any():
+            return masks.lengths(kv_length, q_length)
+        return masks.lengths(kv_length, q_length, kv_start, q_start)
+    ids = -(~q).int()
+    return masks.lengths(kv_length, q_length, kv_start, q_start) & masks.document_ids(
+        ids, ids if kv is q else -(~kv).int()
+    )
+
+
+def _span(real: Tensor) -> tuple[Tensor, Tensor]:
+    """First real token of each row and the distance to the one after the last, int32 [b]; 0 and 0 for none."""
+    if not real.shape[1]:
+        zero = real.new_zeros(real.shape[0], dtype=torch.int32)
+        return zero, zero
+    some = real.any(1)
+    start = real.int().argmax(1).int()
+    stop = (real.shape[1] - real.int().flip(1).argmax(1).int()) * some
+    return start, stop - start
+
+
+def _has_holes(real: Tensor, length: Tensor) -> bool:
+    return not torch.equal(real.sum(1).int(), length)
+
+
+def _arbitrary(attention_mask: object, inputs: Inputs) -> Mask:
+    if attention_mask is None:
+        hint = "bool, True = masked out, broadcastable to [b, h, sq, skv]"
+        raise InputError("attention_mask", "be given with attn_mask_type='arbitrary'", None, hint=hint)
+    if isinstance(attention_mask, tuple | list):
+        hint = "a pair of padding masks is attn_mask_type='padding'"
+        raise InputError(
+            "attention_mask", "be one tensor with attn_mask_type='arbitrary'", "a pair", hint=hint
+        )
+    tensor = _boolean("attention_mask", attention_mask)
+    sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
+    if tensor.dim() not in (2, 4) or any(
+        have not in (1, size) for have, size in zip(tensor.shape[::-1], sizes[::-1], strict=False)
+    ):
+        hint = "attention_mask[:, None] for [b, sq, skv]" if tensor.dim() == 3 else ""
+        must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"
+        hint = hint or inputs.fits_other_format(tensor.shape[0])
+        raise InputError("attention_mask", must, list(tensor.shape), hint=hint or None)
+    return masks.dense(~tensor)
+
+
+def _boolean(name: str, mask: object) -> Tensor:
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return mask
+    if not isinstance(mask, Tensor):
+        raise InputError(name, "be a bool tensor, True = masked out", type(mask).__name__)
+    hint = "integers: mask.bool() if 1 is masked out, ~mask.bool() if 1 is attended to"
+    if mask.is_floating_point():
+        hint = "numbers that are added go to core_attention_bias, with core_attention_bias_type='post_scale_bias'"
+    raise InputError(name, "be bool, True = masked out", mask.dtype, hint=hint)
+
+
+def _is_readable(*tensors: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
+
+
+def _kind(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

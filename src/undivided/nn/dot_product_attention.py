@@ -1,0 +1,288 @@
+"""`DotProductAttention`: TransformerEngine's module, its names and arguments, on any device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from undivided import _layout
+from undivided.errors import InputError
+from undivided.functional import attention
+from undivided.masks import Mask
+from undivided.nn import _formats, _sequences
+from undivided.nn._arguments import (
+    AT_CALL,
+    AT_CONSTRUCTION,
+    check_refused,
+    checked_channels,
+    checked_choice,
+    checked_flag,
+    checked_heads,
+    checked_integer,
+    checked_number,
+    in_module_words,
+)
+from undivided.nn._formats import Heads, Inputs
+from undivided.nn._mask_types import band, checked_mask_type, checked_window, normalised_window
+from undivided.nn._max_logit import max_logit
+from undivided.nn._scores import Added, added
+from undivided.nn._sequences import Given
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class DotProductAttention(torch.nn.Module):
+    """Scaled dot-product attention with TransformerEngine's constructor and forward arguments, in their order.
+
+    ``softmax(mask(scale * q @ k^T + bias)) @ v`` by `undivided.attention`, so with its kernels, its errors and its meaning
+    on every device. Every argument is described in docs/how-to/coming-from-transformer-engine.md.
+
+    Axes: b batch, s sequence (sq queries, skv keys), t packed tokens, h query heads, g key/value heads, d head size.
+
+    Args:
+        num_attention_heads: h, query heads that this module sees (of this rank, where heads are divided).
+        kv_channels: head size, or the pair (of queries and keys, of values).
+        num_gqa_groups: g, key and value heads; it divides h. None: h.
+        attention_dropout: probability of dropping a weight, in training mode alone.
+        qkv_format: "sbhd", "bshd" or "thd". There is no default: given here or at the call.
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+            "padding_causal_bottom_right" or "arbitrary".
+        window_size: (left, right) keys around the query's own, both ends included; -1 is unbounded.
+        bottom_right_diagonal: where the mask type leaves it open, whether the window and ALiBi are aligned bottom-right.
+        attention_type: "self", or "cross" where keys and values are of other sequences.
+        softmax_scale: of the scores; 1/sqrt(d of the keys) if None.
+        softmax_type: "vanilla", "off-by-one" (one more in the denominator) or "learnable" (exp(softmax_offset) more).
+        return_max_logit: return the largest score of each head as well (a second pass over q . k^T).
+        layer_number, name: accepted, for whoever reads them.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group, cp_group, cp_global_ranks, cp_stream, cp_comm_type:
+            accepted at their defaults; anything else is an error with the reason.
+        backend: as in `undivided.attention`.
+        softcap: ``c * tanh(score / c)``, applied before a bias.
+        device: of `softmax_offset`.
+
+    Raises:
+        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+
+    Source: the interface of transformer_engine.pytorch.DotProductAttention.
+
+    >>> import torch
+    >>> attention = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal")
+    >>> q, k, v = torch.randn(10, 4, 16), torch.randn(10, 2, 16), torch.randn(10, 2, 16)
+    >>> attention(q, k, v, cu_seqlens_q=torch.tensor([0, 3, 10], dtype=torch.int32)).shape
+    torch.Size([10, 64])
+    """
+
+    softmax_offset: torch.nn.Parameter | None
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0, qkv_format: str | None = None, attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False, tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None,
+        layer_number: int | None = None, attention_type: str = "self", cp_group: Any = None, cp_global_ranks: Any = None,
+        cp_stream: Any = None, cp_comm_type: str = "p2p", softmax_scale: float | None = None, softmax_type: str = "vanilla",
+        return_max_logit: bool = False, name: str | None = None, *, backend: str | None = None,
+        softcap: float | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        given = dict(locals())
+        super().__init__()
+        check_refused(AT_CONSTRUCTION, given)
+        heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
+        self.heads = Heads(heads, groups, *checked_channels(kv_channels))
+        self.attention_dropout = checked_number(
+            "attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1"
+        )
+        self.qkv_format = None if qkv_format is None else _formats.checked_format(qkv_format)
+        kind = checked_mask_type(attn_mask_type)
+        self.attn_mask_type = kind.name
+        window = checked_window(window_size)
+        self.window_size = None if window is None else normalised_window(kind, window)
+        self.bottom_right_diagonal = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
+        self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
+        self.softmax_type = checked_choice("softmax_type", softmax_type, _SOFTMAX_TYPES)
+        self.return_max_logit = checked_flag("return_max_logit", return_max_logit)
+        self._set_numbers(softmax_scale, softcap, layer_number)
+        self.name, self.backend = name, backend
+        if self.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
+        else:
+            self.register_parameter("softmax_offset", None)
+        self.reset_parameters()
+
+    def _set_numbers(
+        self, softmax_scale: float | None, softcap: float | None, layer_number: int | None
+    ) -> None:
+        self.softmax_scale = self.heads.qk_dim**-0.5
+        if softmax_scale is not None:
+            words = "a finite number, or None for 1/sqrt(head size)"
+            self.softmax_scale = checked_number("softmax_scale", softmax_scale, -1e30, 1e30, words)
+        if softcap is not None:
+            softcap = checked_number("softcap", softcap, 1e-30, 1e30, "a positive number or None")
+        self.softcap = softcap
+        self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 0)
+
+    def reset_parameters(self) -> None:
+        """Start a learnable `softmax_offset` at 0, where it is "off-by-one"."""
+        if self.softmax_offset is not None:
+            torch.nn.init.zeros_(self.softmax_offset)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Context parallelism: only None is accepted in this version.
+
+        Raises:
+            InputError: a group is given.
+        """
+        given = dict(locals())
+        check_refused({name: AT_CONSTRUCTION[name] for name in _CONTEXT_PARALLEL}, given)
+
+    def forward(
+        self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
+        inference_params: Any = None, pad_between_seqs: bool | None = None, fp8_output: bool = False,
+        bf16_backward: bool = False, num_splits: int | None = 1, score_mod: Any = None, score_mod_bprop: Any = None,
+        score_mod_tensors: Any = None, score_mod_bprop_tensors: Any = None, qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention. What is not given here is as at construction.
+
+        Args:
+            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], as `qkv_format` says.
+            attention_mask: bool, True = masked out: [b, 1, 1, s] for the padding types, a pair of them where queries and
+                keys differ; broadcastable to [b, h, sq, skv] for "arbitrary".
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: as at construction.
+            cu_seqlens_q, cu_seqlens_kv: int [b + 1], cumulative real lengths: of packed sequences in thd, of the batch
+                elements in the other formats. Those of the keys may be left out where they are the same.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: int [b + 1], where each packed sequence begins in memory.
+            max_seqlen_q, max_seqlen_kv: the longest sequence; saves a wait for a GPU in thd.
+            checkpoint_core_attention: keep only q, k, v for the backward, and compute the rest again.
+            core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
+            core_attention_bias: broadcastable to [b, h, sq, skv].
+            alibi_slopes: fp32 [h] or [b, h]; None with "alibi": the usual ones.
+            pad_between_seqs: whether there is padding between packed sequences; cu_seqlens_*_padded say where.
+            fast_zero_fill, num_splits: hints, without effect on the result.
+            qkv_layer, kv_layer: q, k, v in one tensor instead, or k and v in one.
+            qkv_interleave_dim: -3 where they are [.., 3, h, d], -2 where they are [.., h, 3, d] (2 for kv_layer).
+            inference_params, fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
+                score_mod_bprop_tensors: accepted at their defaults; anything else is an error with the reason.
+
+        Returns:
+            [s, b, h * d], [b, s, h * d] or [t, h * d], d of the values; with return_max_logit also the largest
+            scores, fp32 [h].
+
+        Raises:
+            InputError: an argument is wrong, or two contradict each other.
+            NoBackendError: no allowed backend can run it.
+        """
+        check_refused(AT_CALL, {
+            "inference_params": inference_params, "fp8_output": fp8_output, "bf16_backward": bf16_backward,
+            "score_mod": score_mod, "score_mod_bprop": score_mod_bprop, "score_mod_tensors": score_mod_tensors,
+            "score_mod_bprop_tensors": score_mod_bprop_tensors,
+        })  # fmt: skip
+        _check_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
+        inputs = self._inputs(
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format
+        )
+        given = Given(
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+            max_seqlen_kv, pad_between_seqs,
+        )  # fmt: skip
+        scores = added(
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            inputs,
+            self.softmax_scale,
+            self.softcap,
+        )
+        try:
+            mask = self._mask(given, inputs, attn_mask_type, window_size, bottom_right_diagonal)
+            return self._attend(inputs, mask, scores, checkpoint_core_attention)
+        except InputError as error:
+            raise in_module_words(error) from None
+
+    def _inputs(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None,
+        interleave_dim: int, qkv_format: str | None,
+    ) -> Inputs:  # fmt: skip
+        format = _formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
+        q, k, v = _formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
+        inputs = Inputs(q, k, v, format)
+        _formats.check(inputs, self.heads)
+        return inputs
+
+    def _mask(
+        self, given: Given, inputs: Inputs, attn_mask_type: str | None, window_size: tuple[int, int] | None,
+        bottom_right_diagonal: bool | None,
+    ) -> Mask:  # fmt: skip
+        kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        window = self.window_size if window_size is None else checked_window(window_size)
+        asked = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
+        diagonal = band(kind, window, self.bottom_right_diagonal if asked is None else asked)
+        _sequences.check(given, kind, inputs, self.attention_type)
+        sequences = _sequences.mask(given, kind, inputs, self.attention_type)
+        return diagonal if sequences is None else diagonal & sequences
+
+    def _attend(
+        self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        q, k, v, format = inputs
+        core = functools.partial(
+            attention, layout=format, mask=mask, bias=scores.bias, scale=self.softmax_scale, softcap=self.softcap,
+            alibi_slopes=scores.alibi_slopes, sinks=self._sinks(q), backend=self.backend,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            deterministic=True if torch.are_deterministic_algorithms_enabled() else None,
+        )  # fmt: skip
+        out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)
+        out = out.flatten(-2)
+        if not self.return_max_logit:
+            return out
+        return out, max_logit(
+            q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap
+        )
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        if self.softmax_type == "off-by-one":
+            return torch.zeros(self.heads.q, dtype=torch.float32, device=q.device)
+        return self.softmax_offset
+
+    def extra_repr(self) -> str:
+        """The arguments that make a difference."""
+        q, kv, qk_dim, v_dim = self.heads
+        parts = [f"num_attention_heads={q}", f"kv_channels={qk_dim if qk_dim == v_dim else (qk_dim, v_dim)}"]
+        if kv != q:
+            parts.append(f"num_gqa_groups={kv}")
+        if self.attention_dropout:
+            parts.append(f"attention_dropout={self.attention_dropout}")
+        parts += [f"qkv_format={self.qkv_format!r}", f"attn_mask_type={self.attn_mask_type!r}"]
+        for name in ("window_size", "softcap", "backend"):
+            if (value := getattr(self, name)) is not None:
+                parts.append(f"{name}={value!r}")
+        if self.softmax_type != "vanilla":
+            parts.append(f"softmax_type={self.softmax_type!r}")
+        return ", ".join(parts)
+
+
+_CONTEXT_PARALLEL = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+
+
+def _optional_flag(argument: str, value: bool | None) -> bool | None:
+    return None if value is None else checked_flag(argument, value)
+
+
+def _check_hints(checkpoint_core_attention: object, fast_zero_fill: object, num_splits: object) -> None:
+    checked_flag("checkpoint_core_attention", checkpoint_core_attention)
+    checked_flag("fast_zero_fill", fast_zero_fill)
+    if num_splits is not None:
+        checked_integer("num_splits", num_splits, 0)
