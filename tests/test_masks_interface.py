@@ -118,6 +118,9 @@ def test_take_gives_values_that_kernels_use() -> None:
     assert window(3, 0).take("window")[0] == (3, 0)
     assert causal().take("band")[0] == (None, 0)
     assert lengths(n, n).take("lengths")[0].q is n
+    numbers = [1, 2]
+    same = lengths(numbers, numbers).take("lengths")[0]
+    assert same.q is same.kv
     assert documents(cu, max_q=4).take("documents")[0].cu_seqlens_kv is cu
     assert documents(cu, max_q=4).take("documents")[0].max_kv == 4
     tensor = torch.ones(1, 1, 2, 2, dtype=torch.bool)

@@ -75,13 +75,15 @@ class RangePairs:
 
 @dataclass(frozen=True, eq=False)
 class IdPairs:
+    """Equal ids as pairs, int64 ``[B|1, S]``; rows of negative ids have no range, so nothing is said of them."""
+
     ids_q: Tensor
     ids_kv: Tensor
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         ids_q = _narrow(self.ids_q, 0, batch)[:, None, rows, None]
         ids_kv = _narrow(self.ids_kv, 0, batch)[:, None, None, keys]
-        return (ids_q == ids_kv) & (ids_q >= 0)
+        return ids_q == ids_kv
 
 
 @dataclass(frozen=True, eq=False)

@@ -340,7 +340,8 @@ class Mask(Remembers):
         if sizes is None or max(sizes[2:]) > _mask_drawing.LARGEST_PICTURE:
             return repr(self)
         try:
-            return f"{self!r}\n{_mask_drawing.draw(self.normal_form(*sizes, 'cpu'))}"
+            form = self.normal_form(*sizes, "cpu")
+            return f"{self!r}\n{_mask_drawing.draw(form)}" if form.ranges.shape[0] else repr(self)
         except InputError as error:
             return f"{self!r}\n({error})"
 
