@@ -802,6 +802,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "softcap must be a positive number or None, got nan",
         None,
     ),
+    "softcap-larger-than-a-float": (
+        lambda: square(softcap=2**1024),
+        f"softcap must be a positive number or None, got {2**1024}",
+        None,
+    ),
+    "scale-larger-than-a-float": (
+        lambda: square(scale=-(2**1024)),
+        f"scale must be a finite number or None (1/sqrt(head size)), got {-(2**1024)}",
+        None,
+    ),
     "softcap-list": (
         lambda: square(softcap=[30.0]),
         "softcap must be a positive number or None, got [30.0]",

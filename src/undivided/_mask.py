@@ -340,6 +340,7 @@ class Mask(Remembers):
         if sizes is None or max(sizes[2:]) > _mask_drawing.LARGEST_PICTURE:
             return repr(self)
         try:
+            self.check(*sizes, packed=False, device=torch.device("cpu"))
             form = self.normal_form(*sizes, "cpu")
             return f"{self!r}\n{_mask_drawing.draw(form)}" if form.ranges.shape[0] else repr(self)
         except InputError as error:

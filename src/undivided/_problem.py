@@ -245,6 +245,7 @@ def normalise(
     if dropout_p:
         dropout_seed = checked_seed(dropout_seed, q.device)
     scale = known.qk_dim**-0.5 if scale is None else checked_scale(scale)
+    softcap = None if softcap is None else float(softcap)
     operands = Operands(
         q, k, v, layout, mask or masks.FULL, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages,
         request.needs,

@@ -5,8 +5,8 @@ Each raises `InputError` naming the argument, its value, the limit, and a repair
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 
 import torch
 from torch import Tensor
@@ -40,20 +40,23 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
-    if softcap is not None and (not _is_number(softcap) or not 0 < float(softcap) < math.inf):  # type: ignore[arg-type]
+    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):  # type: ignore[operator]
         raise InputError("softcap", "be a positive number or None", repr(softcap))
-    if not _is_number(dropout_p) or not 0 <= float(dropout_p) <= 1:  # type: ignore[arg-type]
+    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:  # type: ignore[operator]
         raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p))
     if not isinstance(return_lse, bool):
         raise InputError("return_lse", "be True or False", repr(return_lse))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Whether it is a real number that a float can hold (an int can be larger)."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # type: ignore[operator]
 
 
 def checked_scale(scale: float) -> float:
-    if not _is_number(scale) or not math.isfinite(scale):
+    if not _is_finite(scale):
         raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale))
     return float(scale)
 
