@@ -180,15 +180,24 @@ def attend(
                 whole_sum = lse if sinks is None else torch.logaddexp(lse, sinks[h])
                 weights = torch.exp(line - whole_sum)
                 if dropout_p:
-                    factors = [survival(seed, row[0], h, row[1], places.keys[b][j][1], dropout_p) for j in keys]  # type: ignore[index]
+                    factors = [
+                        survival(seed, row[0], h, row[1], places.keys[b][j][1], dropout_p) for j in keys
+                    ]  # type: ignore[index]
                     weights = weights * torch.tensor(factors, dtype=torch.float64)
-                outs.append(sum((w * v[b, group, j] for w, j in zip(weights, keys, strict=True)), v.new_zeros(v.shape[-1])))
+                outs.append(
+                    sum(
+                        (w * v[b, group, j] for w, j in zip(weights, keys, strict=True)),
+                        v.new_zeros(v.shape[-1]),
+                    )
+                )
                 lses.append(lse)
     out = torch.stack(outs).reshape(batch, heads, q_len, v.shape[-1])
     return out, torch.stack(lses).reshape(batch, heads, q_len)
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int) -> tuple[int, int, int, int]:
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int
+) -> tuple[int, int, int, int]:
     """Philox4x32 (Salmon et al. 2011) on Python's integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.brute_force import attend, causal, error, whole
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import undivided
-from tests.brute_force import attend, causal, error, whole
 from undivided import masks
 
 # torch's own forward mode scripts its decompositions when it is first used
@@ -34,15 +34,23 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
+    ).to(dtype)
 
 
-def problem(name: str, backend: str | None = None, lse: bool = True) -> tuple[Callable[..., Any], list[Tensor]]:
+def problem(
+    name: str, backend: str | None = None, lse: bool = True
+) -> tuple[Callable[..., Any], list[Tensor]]:
     """(function of its inputs, inputs): [2, 2, 3 or 4, 2] tensors, and whatever of bias, slopes and sinks there is."""
     case = dict(KINDS[name])
     kv_heads, v_dim = case.pop("kv_heads", 2), case.pop("v_dim", 2)
     names = [n for n, value in case.items() if isinstance(value, tuple)]
-    inputs = [random(2, 2, 3, 2, seed=1), random(2, kv_heads, 4, 2, seed=2), random(2, kv_heads, 4, v_dim, seed=3)]
+    inputs = [
+        random(2, 2, 3, 2, seed=1),
+        random(2, kv_heads, 4, 2, seed=2),
+        random(2, kv_heads, 4, v_dim, seed=3),
+    ]
     inputs += [random(*case[n], seed=4).abs() for n in names]
 
     def run(*x: Tensor) -> Any:

@@ -79,7 +79,9 @@ def test_the_next_allowed_backend_runs_what_the_first_cannot(monkeypatch: pytest
 @pytest.mark.parametrize("text", ["flashattention", "reference,nope", "Reference"])
 def test_an_unknown_name_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("UNDIVIDED_BACKENDS", text)
-    with pytest.raises(InputError, match=r"must be one of .*reference.*, got '(flashattention|nope|Reference)'"):
+    with pytest.raises(
+        InputError, match=r"must be one of .*reference.*, got '(flashattention|nope|Reference)'"
+    ):
         undivided.attention(Q, Q, Q, layout="bshd")
 
 
@@ -188,7 +190,7 @@ def test_an_exception_restores() -> None:
 
 
 def test_an_unknown_name_raises_and_changes_nothing() -> None:
-    with pytest.raises(InputError, match="backend must be one of .*, got 'cudn'"):
+    with pytest.raises(InputError, match=r"backend must be one of .*, got 'cudn'"):
         use_backends("reference", "cudn")
     with pytest.raises(InputError, match="got 'cudn'"):
         use_backends.disable("cudn")
@@ -256,7 +258,9 @@ def test_the_forward_and_the_backward_are_chosen_together(monkeypatch: pytest.Mo
     for backend in (reference.BACKEND, torch_flash.BACKEND):
         backward = type(backend).backward
         monkeypatch.setattr(
-            type(backend), "backward", lambda self, *a, backward=backward: (ran.append(self.name), backward(self, *a))[1]
+            type(backend),
+            "backward",
+            lambda self, *a, backward=backward: (ran.append(self.name), backward(self, *a))[1],
         )
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     with use_backends("torch_flash"):
@@ -283,7 +287,10 @@ def test_a_switched_off_family_stays_off_in_a_context(monkeypatch: pytest.Monkey
 
 
 def test_an_argument_that_the_context_forbids_raises_rather_than_run() -> None:
-    with use_backends("torch_flash"), pytest.raises(NoBackendError, match="not among use_backends=torch_flash"):
+    with (
+        use_backends("torch_flash"),
+        pytest.raises(NoBackendError, match="not among use_backends=torch_flash"),
+    ):
         undivided.attention(Q, Q, Q, layout="bshd", backend="reference")
 
 
@@ -301,7 +308,9 @@ def test_an_unknown_backend_argument_lists_the_known_ones() -> None:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
+def logged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[pytest.CaptureFixture[str]]:
     """Standard error, with a fresh logger and empty decision caches."""
     logger = logging.getLogger("undivided")
     kept = logger.handlers[:], logger.level, logger.propagate
@@ -328,7 +337,9 @@ def test_info_prints_one_line_once_for_every_new_decision(
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
     for _ in range(3):
         run()
-    line = "undivided: torch_flash for q 1x8x2x16 (BxSxHxD), kv 1x8x2x16; float32 bshd on cpu; mask every pair\n"
+    line = (
+        "undivided: torch_flash for q 1x8x2x16 (BxSxHxD), kv 1x8x2x16; float32 bshd on cpu; mask every pair\n"
+    )
     assert logged.readouterr() == ("", line)
     run(mask=masks.causal())
     assert logged.readouterr().err.count("\n") == 1
@@ -353,7 +364,8 @@ def test_a_failure_is_logged_too(logged: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("debug", "level", "want"), [("0", "2", ""), ("1", "0", ""), ("1", "1", "info"), ("1", "2", "debug"), ("1", "3", "debug")]
+    ("debug", "level", "want"),
+    [("0", "2", ""), ("1", "0", ""), ("1", "1", "info"), ("1", "2", "debug"), ("1", "3", "debug")],
 )
 def test_transformer_engines_debug_variables_are_aliases(
     monkeypatch: pytest.MonkeyPatch, debug: str, level: str, want: str
@@ -367,7 +379,7 @@ def test_transformer_engines_debug_variables_are_aliases(
 
 def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDIVIDED_LOG", "verbose")
-    with pytest.raises(InputError, match="^UNDIVIDED_LOG must be 'info' or 'debug', got 'verbose'$"):
+    with pytest.raises(InputError, match=r"^UNDIVIDED_LOG must be 'info' or 'debug', got 'verbose'$"):
         run()
 
 

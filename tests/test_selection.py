@@ -288,8 +288,12 @@ def test_a_described_machine_replaces_the_tensors_device() -> None:
 
 
 def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
-    assert undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=True).problem.deterministic
-    assert not undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=False).problem.deterministic
+    assert undivided.explain(
+        **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=True
+    ).problem.deterministic
+    assert not undivided.explain(
+        **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=False
+    ).problem.deterministic
 
 
 # Caching
@@ -299,7 +303,9 @@ def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """The problems that were really decided, with the caches emptied first."""
     for cache in (selection._decisions, selection._by_class):
-        monkeypatch.setattr(selection, {id(selection._decisions): "_decisions"}.get(id(cache), "_by_class"), {})
+        monkeypatch.setattr(
+            selection, {id(selection._decisions): "_decisions"}.get(id(cache), "_by_class"), {}
+        )
     seen: list[Problem] = []
     decide = selection.decide
 
@@ -323,10 +329,14 @@ def test_a_repeated_problem_is_decided_once(decided: list[Problem]) -> None:
 def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> None:
     q, kv = torch.randn(1, 1, 2, 8), torch.randn(1, 1024, 2, 8)
     for length in range(513, 1025):
-        out = undivided.attention(q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right"))
+        out = undivided.attention(
+            q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right")
+        )
         assert out.shape == q.shape
     assert len(decided) == 7  # one for every divisibility by 1, 2, ..., 64
-    select = selection.select(normalise(q, kv[:, :700], kv[:, :700], layout="bshd")[0], Machine.this(), policy())
+    select = selection.select(
+        normalise(q, kv[:, :700], kv[:, :700], layout="bshd")[0], Machine.this(), policy()
+    )
     assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
 
 
@@ -430,7 +440,9 @@ def problems_of_one_key(draw: st.DrawFn) -> tuple[Problem, Problem]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems_of_one_key(), st.sampled_from(sorted(MACHINES)))
-def test_problems_of_one_selection_key_are_the_same_to_every_backend(pair: tuple[Problem, Problem], name: str) -> None:
+def test_problems_of_one_selection_key_are_the_same_to_every_backend(
+    pair: tuple[Problem, Problem], name: str
+) -> None:
     one, other = pair
     if selection.selection_key(one) != selection.selection_key(other):
         return  # the two lengths compare differently
@@ -469,7 +481,9 @@ def test_this_machine_is_probed_once() -> None:
     assert Machine.this() is Machine.this("cpu")
     assert Machine.this().probed
     assert Machine.this().torch == torch.__version__
-    assert Machine.this().version("torch") == tuple(int(n) for n in torch.__version__.split("+")[0].split("."))
+    assert Machine.this().version("torch") == tuple(
+        int(n) for n in torch.__version__.split("+")[0].split(".")
+    )
 
 
 def test_an_unknown_machine_names_the_known_ones() -> None:

@@ -5,17 +5,30 @@ Everything is compared in float64 unless precision is what the test is about, wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as torch's own documentation calls it
+import torch.nn.functional as F
+from tests import brute_force
+from tests.brute_force import (
+    Places,
+    Rule,
+    causal,
+    chunks,
+    either,
+    error,
+    packed,
+    padded,
+    prefix,
+    whole,
+    window,
+)
 from torch import Tensor
 
 import undivided
-from tests import brute_force
-from tests.brute_force import Places, Rule, causal, chunks, either, error, packed, padded, prefix, whole, window
 from undivided import InputError, masks
 
 NAN = math.nan
@@ -29,7 +42,9 @@ FROM_LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
+    ).to(dtype)
 
 
 def qkv(
@@ -86,7 +101,9 @@ def assert_defined(
     with_lse = backend == "reference"  # the flash kernel has no gradient through it
     arguments = {**fixed, **{name: leaves[name] for name in named.keys() & features.keys()}}
     x = [in_layout(leaves[name], layout) for name in "qkv"]
-    found = undivided.attention(*x, layout=layout, mask=mask, backend=backend, return_lse=with_lse, **arguments)  # type: ignore[call-overload]
+    found = undivided.attention(
+        *x, layout=layout, mask=mask, backend=backend, return_lse=with_lse, **arguments
+    )  # type: ignore[call-overload]
     out, lse = found if with_lse else (found, None)
     out = heads_first(out, layout)
     assert error(out, want) < tolerance, "out"
@@ -114,8 +131,12 @@ EXTRAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("left_out", [None, *EXTRAS], ids=lambda name: f"without-{name}" if name else "all-at-once")
-def test_scores_are_scaled_capped_biased_masked_normalised_and_dropped_in_this_order(left_out: str | None) -> None:
+@pytest.mark.parametrize(
+    "left_out", [None, *EXTRAS], ids=lambda name: f"without-{name}" if name else "all-at-once"
+)
+def test_scores_are_scaled_capped_biased_masked_normalised_and_dropped_in_this_order(
+    left_out: str | None,
+) -> None:
     features = {name: value for name, value in EXTRAS.items() if name != left_out}
     if "dropout" in features:
         del features["dropout"]
@@ -145,8 +166,12 @@ def test_bias_is_added_unscaled_wherever_it_is_broadcast(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_types_round_nothing_but_the_probabilities_and_the_result(backend: str, dtype: torch.dtype) -> None:
-    x = [random(1, 2, 70, 16, seed=s).mul(3 if s < 3 else 1).to(dtype) for s in (1, 2, 3)]  # sharp rows: scores near 40
+def test_half_types_round_nothing_but_the_probabilities_and_the_result(
+    backend: str, dtype: torch.dtype
+) -> None:
+    x = [
+        random(1, 2, 70, 16, seed=s).mul(3 if s < 3 else 1).to(dtype) for s in (1, 2, 3)
+    ]  # sharp rows: scores near 40
     q, k, v = (t.double() for t in x)
     weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1)
     exact = weights @ v
@@ -155,10 +180,14 @@ def test_half_types_round_nothing_but_the_probabilities_and_the_result(backend: 
     assert out.dtype == dtype
     assert error(out, exact) < 1.5 * permitted
     if backend == "reference":
-        assert error(out, exact) < 1.05 * error(exact.to(dtype), exact), "the reference rounds the result alone"
+        assert error(out, exact) < 1.05 * error(exact.to(dtype), exact), (
+            "the reference rounds the result alone"
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 def test_reference_gradients_are_the_exact_ones_rounded_once(dtype: torch.dtype) -> None:
     x = [random(1, 4, 40, 16, seed=s).to(dtype).requires_grad_() for s in (1, 2, 3)]
     exact = [t.detach().double().requires_grad_() for t in x]
@@ -179,7 +208,9 @@ def test_fp64_is_computed_in_fp64_lse_included(backend: str) -> None:
     assert error(lse, brute_force.attend(*qkv())[1]) < EXACT
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lse_of_lower_precisions_is_fp32_and_unrounded(backend: str, dtype: torch.dtype) -> None:
     x = [t.to(dtype) for t in qkv(dim=16)]
@@ -205,7 +236,11 @@ def test_autocast_joins_dtypes_that_differ_and_gradients_come_back_in_their_own(
     with torch.autocast("cpu", torch.bfloat16):
         out = undivided.attention(q, k, v, layout="bhsd")
     out.float().sum().backward()
-    assert [t.grad.dtype for t in (q, k, v) if t.grad is not None] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [t.grad.dtype for t in (q, k, v) if t.grad is not None] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    ]
 
 
 def test_dtypes_that_differ_are_an_error_without_autocast() -> None:
@@ -298,7 +333,9 @@ def test_empty_sequences_are_rows_without_keys(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("sizes", [(3, 5), (5, 3), (1, 4), (4, 4)], ids=["3q-5k", "5q-3k", "decode", "square"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 5), (5, 3), (1, 4), (4, 4)], ids=["3q-5k", "5q-3k", "decode", "square"]
+)
 def test_causal_alignment_of_unequal_lengths(backend: str, align: str, sizes: tuple[int, int]) -> None:
     x = qkv(q_len=sizes[0], kv_len=sizes[1])
     assert_defined(x, masks.causal(align), None, [causal(align)], backend=backend)  # type: ignore[arg-type]
@@ -349,7 +386,11 @@ def test_alibi_needs_an_alignment_too() -> None:
 
 def test_where_the_two_alignments_agree_none_need_be_said() -> None:
     n = torch.tensor([5, 3])
-    for mask in (masks.causal(), masks.causal() & masks.lengths(n, n), masks.causal() & masks.lengths([5, 3], [5, 3])):
+    for mask in (
+        masks.causal(),
+        masks.causal() & masks.lengths(n, n),
+        masks.causal() & masks.lengths([5, 3], [5, 3]),
+    ):
         places = whole(2, 5, 5) if mask.kinds == {"causal"} else padded(2, 5, 5, [5, 3], [5, 3])
         assert_defined(qkv(), mask, places, [causal()])
 
@@ -384,7 +425,9 @@ def test_windows_and_chunks_are_aligned_by_real_lengths(backend: str, align: str
 def test_prefixes_join_causal_and_windows(backend: str) -> None:
     x = qkv(q_len=6, kv_len=6)
     assert_defined(x, masks.causal() | masks.prefix(2), None, [either(causal(), prefix(2))], backend=backend)
-    assert_defined(x, masks.window(1, 0) | masks.prefix(2), None, [either(window(1, 0), prefix(2))], backend=backend)
+    assert_defined(
+        x, masks.window(1, 0) | masks.prefix(2), None, [either(window(1, 0), prefix(2))], backend=backend
+    )
     assert_defined(x, masks.causal() & masks.prefix(2), None, [causal(), prefix(2)], backend=backend)
 
 
@@ -394,7 +437,9 @@ def test_prefixes_join_causal_and_windows(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["slopes-H", "slopes-BH"])
-def test_alibi_counts_the_distance_from_the_aligned_diagonal(backend: str, align: str, per_sequence: bool) -> None:
+def test_alibi_counts_the_distance_from_the_aligned_diagonal(
+    backend: str, align: str, per_sequence: bool
+) -> None:
     slopes = random(*((2, 2) if per_sequence else (2,)), seed=5).abs()
     x = qkv(q_len=4, kv_len=7)
     everything = masks.window(None, None, align)  # type: ignore[arg-type]
@@ -406,7 +451,9 @@ def test_alibi_counts_the_distance_from_the_aligned_diagonal(backend: str, align
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["slopes-H", "slopes-NH"])
-def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(backend: str, per_sequence: bool) -> None:
+def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(
+    backend: str, per_sequence: bool
+) -> None:
     cu_q, cu_kv = [0, 2, 3, 6], [0, 4, 5, 9]
     slopes = random(*((3, 2) if per_sequence else (2,)), seed=5).abs()
     mask = masks.documents(cu_q, cu_kv) & masks.causal("bottom_right")
@@ -424,7 +471,10 @@ def test_sinks_stand_in_the_denominator_only_and_off_by_one_is_a_sink_of_zero() 
     assert_defined(x, masks.causal(), None, [causal()], sinks=random(2, seed=6))
     scores = torch.exp(x[0] @ x[1].transpose(-1, -2) / 2)
     off_by_one = scores / (1 + scores.sum(-1, keepdim=True))
-    assert error(undivided.attention(*x, layout="bhsd", sinks=torch.zeros(2).double()), off_by_one @ x[2]) < EXACT
+    assert (
+        error(undivided.attention(*x, layout="bhsd", sinks=torch.zeros(2).double()), off_by_one @ x[2])
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("sink", [-10.0, 200.0])
@@ -454,7 +504,9 @@ def test_key_head_h_over_group_serves_query_head_h(backend: str, heads: tuple[in
     )
 
 
-@pytest.mark.parametrize("dims", [(4, 4), (3, 5), (7, 2), (1, 1), (33, 33)], ids=lambda d: f"qk{d[0]}-v{d[1]}")
+@pytest.mark.parametrize(
+    "dims", [(4, 4), (3, 5), (7, 2), (1, 1), (33, 33)], ids=lambda d: f"qk{d[0]}-v{d[1]}"
+)
 def test_any_head_sizes_run(dims: tuple[int, int]) -> None:
     assert_defined(qkv(dim=dims[0], v_dim=dims[1], kv_heads=1), masks.causal(), None, [causal()])
 
@@ -471,7 +523,11 @@ def test_dropout_drops_what_philox_says(seed: int) -> None:
 
 
 def poisoned(
-    tensors: tuple[Tensor, Tensor, Tensor], mask: masks.Mask, layout: str, backend: str, hidden: tuple[Tensor, Tensor]
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: masks.Mask,
+    layout: str,
+    backend: str,
+    hidden: tuple[Tensor, Tensor],
 ) -> None:
     """NaN in the hidden rows and keys (bool [B, S]) changes no output, and no gradient; hidden gradients are 0."""
 
@@ -493,7 +549,9 @@ def poisoned(
 
 
 def outside(places: Places) -> tuple[Tensor, Tensor]:
-    return tuple(torch.tensor([[p is None for p in line] for line in side]) for side in (places.rows, places.keys))  # type: ignore[return-value]
+    return tuple(
+        torch.tensor([[p is None for p in line] for line in side]) for side in (places.rows, places.keys)
+    )  # type: ignore[return-value]
 
 
 POISON = {
@@ -532,7 +590,11 @@ def test_padding_between_and_after_documents_may_be_nan(backend: str, causally: 
     mask = masks.documents([0, 3, 5, 9], padded_q=[0, 4, 8, 13])
     places = packed([0, 3, 5, 9], slots_q=[0, 4, 8, 13], tokens_q=15, tokens_kv=15)
     poisoned(
-        qkv(1, q_len=15, kv_len=15), mask & masks.causal() if causally else mask, "thd", backend, outside(places)
+        qkv(1, q_len=15, kv_len=15),
+        mask & masks.causal() if causally else mask,
+        "thd",
+        backend,
+        outside(places),
     )
 
 
@@ -548,7 +610,11 @@ def test_keys_and_rows_that_a_dense_mask_hides_may_be_nan(backend: str, kind: st
     keys = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]])
     rows = torch.tensor([[True, True, False, True, True], [True, True, True, True, False]])
     tensor = (rows[:, :, None] & keys[:, None, :])[:, None]
-    mask = masks.dense(tensor) if kind == "dense" else masks.predicate(lambda b, h, i, j: rows[b, i] & keys[b, j])
+    mask = (
+        masks.dense(tensor)
+        if kind == "dense"
+        else masks.predicate(lambda b, h, i, j: rows[b, i] & keys[b, j])
+    )
     poisoned(qkv(), mask, "bhsd", backend, (~rows, ~keys))
 
 
@@ -559,7 +625,9 @@ def test_a_key_hidden_from_one_head_alone_is_clean_for_the_others(backend: str) 
     seen[:, 2:, :, 3] = False  # both query heads of key head 1
     clean = undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend)
     k[:, 1, 3], v[:, 1, 3] = NAN, NAN
-    assert torch.equal(undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend), clean)
+    assert torch.equal(
+        undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend), clean
+    )
 
 
 def test_padding_stays_out_with_every_feature_on() -> None:
@@ -644,7 +712,9 @@ def test_the_backward_repeats_bit_for_bit_on_the_cpu(backend: str) -> None:
 def test_documents_attend_to_themselves_alone(backend: str, dtype: torch.dtype) -> None:
     cu = torch.tensor([0, 3, 3, 4, 9], dtype=dtype)
     mask = masks.documents(cu) & masks.causal()
-    assert_defined(qkv(1, q_len=9, kv_len=9), mask, packed(cu.tolist()), [causal()], layout="thd", backend=backend)
+    assert_defined(
+        qkv(1, q_len=9, kv_len=9), mask, packed(cu.tolist()), [causal()], layout="thd", backend=backend
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -668,7 +738,12 @@ def test_documents_of_unequal_queries_and_keys_with_slots_of_their_own(backend: 
     mask = masks.documents(cu_q, cu_kv, slots_q, slots_kv) & masks.causal(align)  # type: ignore[arg-type]
     places = packed(cu_q, cu_kv, slots_q, slots_kv)
     assert_defined(
-        qkv(1, q_len=8, kv_len=11, heads=4, kv_heads=2), mask, places, [causal(align)], layout="thd", backend=backend
+        qkv(1, q_len=8, kv_len=11, heads=4, kv_heads=2),
+        mask,
+        places,
+        [causal(align)],
+        layout="thd",
+        backend=backend,
     )
 
 
@@ -696,7 +771,9 @@ def test_every_feature_in_documents_is_the_definition() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_only_strides(layout: str, backend: str) -> None:
     x = qkv(heads=4, kv_heads=2, q_len=3, kv_len=5)
-    assert_defined(x, masks.causal("bottom_right"), None, [causal("bottom_right")], layout=layout, backend=backend)
+    assert_defined(
+        x, masks.causal("bottom_right"), None, [causal("bottom_right")], layout=layout, backend=backend
+    )
     out = undivided.attention(*(in_layout(t, layout) for t in x), layout=layout, backend=backend)  # type: ignore[call-overload]
     assert out.is_contiguous()
 
@@ -716,7 +793,9 @@ def test_paged_keys_and_values_equal_unpaged_ones(layout: str, page_size: int) -
     lengths = [7, 2]
     q, k, v = qkv(heads=4, kv_heads=2, q_len=2, kv_len=8)
     count = 8 // page_size
-    table = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).view(2, count).to(torch.int32)
+    table = (
+        torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).view(2, count).to(torch.int32)
+    )
     table[1, (2 + page_size - 1) // page_size :] = -1  # entries beyond the length are never followed
     mask = masks.causal("bottom_right") & masks.lengths(lengths)
     want, want_lse = brute_force.attend(q, k, v, padded(2, 2, 8, lengths), [causal("bottom_right")])
@@ -736,7 +815,9 @@ def test_paged_keys_and_values_of_packed_queries_equal_unpaged_ones() -> None:
     table = torch.tensor([[4, 0, 7], [2, 2, 2], [6, 1, 5]], dtype=torch.int32)
     pools = []
     for t in (k, v):
-        rows = torch.stack([F.pad(t[0, :, a:b], (0, 0, 0, 6 - (b - a))) for a, b in zip(cu_kv, cu_kv[1:], strict=False)])
+        rows = torch.stack(
+            [F.pad(t[0, :, a:b], (0, 0, 0, 6 - (b - a))) for a, b in itertools.pairwise(cu_kv)]
+        )
         pools.append(paged(rows, lengths, 2, table))
     mask = masks.documents(cu_q, cu_kv) & masks.causal("bottom_right")
     out, lse = undivided.attention(
