@@ -11,8 +11,9 @@ import torch
 import typer
 from torch import Tensor
 
-from undivided import Machine, masks
+from undivided import masks
 from undivided._layout import Layout, sizes
+from undivided._machine import Machine
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
 

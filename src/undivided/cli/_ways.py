@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import undivided
 from undivided import masks
 from undivided._layout import Layout
 from undivided.cli._batch import Batch
+from undivided.functional import attention
 from undivided.verification.budget import relative_error
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,18 +59,18 @@ def our_ways(batch: Batch) -> list[Way]:
     """The library: packed, padded in every layout with NaN for padding, and a document at a time."""
     packed, padded = batch.packed_mask(), batch.padded_mask()
 
-    def attention(layout: Layout, mask: masks.Mask) -> Call:
-        return lambda q, k, v: undivided.attention(q, k, v, layout=layout, mask=mask)
+    def with_mask(layout: Layout, mask: masks.Mask) -> Call:
+        return lambda q, k, v: attention(q, k, v, layout=layout, mask=mask)
 
     one = _each_document(
         batch,
-        lambda q, k, v: undivided.attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0],
+        lambda q, k, v: attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0],
     )
     layouts: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd")
     return [
-        Way("packed, thd", "thd", attention("thd", packed)),
+        Way("packed, thd", "thd", with_mask("thd", packed)),
         *(
-            Way(f"padded, {layout}", layout, attention(layout, padded), poison=torch.nan)
+            Way(f"padded, {layout}", layout, with_mask(layout, padded), poison=torch.nan)
             for layout in layouts
         ),
         Way("one document at a time", "thd", one),
@@ -101,10 +101,10 @@ def _sdpa_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _each_document(batch: Batch, attention: Call) -> Call:
+def _each_document(batch: Batch, of_one: Call) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([attention(*part) for part in parts])
+        return torch.cat([of_one(*part) for part in parts])
 
     return call
 
@@ -145,7 +145,7 @@ def leak(batch: Batch, truth: Outcome) -> float:
     """The error of the output when the packed documents run as one long causal sequence."""
     with torch.no_grad():
         q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))
-        return relative_error(undivided.attention(q, k, v, layout="bshd", mask=masks.causal())[0], truth.out)
+        return relative_error(attention(q, k, v, layout="bshd", mask=masks.causal())[0], truth.out)
 
 
 def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import undivided
+from undivided._selection import Decision
 from undivided.cli import _charts, _demo_text, _ways
 from undivided.cli._batch import Batch, embed
 from undivided.cli._documents import Document, collect
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._terminal import console, decision_json, print_json, progress
+from undivided.functional import explain
 from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]
@@ -135,9 +136,9 @@ def _leaked_pairs(batch: Batch) -> Report:
     return {"pairs": everything - right, "share_of_pairs": 1 - right / everything}
 
 
-def _decide(batch: Batch) -> undivided.Decision:
+def _decide(batch: Batch) -> Decision:
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
-    return undivided.explain(*leaves, layout="thd", mask=batch.packed_mask())
+    return explain(*leaves, layout="thd", mask=batch.packed_mask())
 
 
 def _times(times: dict[str, _ways.Times]) -> list[Report]:

@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.functional import scaled_dot_product_attention
 
-import undivided
 from undivided import masks
+from undivided._machine import Machine
 from undivided._policy import policy
+from undivided.backends._table import table as table_of_backends
 from undivided.cli._terminal import console, print_json, table
+from undivided.functional import attention, explain
 from undivided.verification.budget import FACTOR, relative_error
 
 VARIABLES = {
@@ -45,7 +47,7 @@ def doctor(
     """
     findings: dict[str, Any] = {
         "machine": _machine(),
-        "backends": [dataclasses.asdict(row) for row in undivided.backends()],
+        "backends": [dataclasses.asdict(row) for row in table_of_backends()],
         "environment": _environment(),
         "self_check": _self_check(),
     }
@@ -65,7 +67,7 @@ def _machine() -> dict[str, str]:
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
     }
     for index in range(torch.cuda.device_count()):
-        found[f"GPU {index}"] = str(undivided.Machine.this(f"cuda:{index}"))
+        found[f"GPU {index}"] = str(Machine.this(f"cuda:{index}"))
     if not torch.cuda.is_available():
         found["GPU"] = "none that PyTorch can use"
     return found
@@ -106,9 +108,9 @@ def _self_check() -> dict[str, Any]:
         ]
         return torch.cat(outs, dim=1).transpose(0, 1)
 
-    decision = undivided.explain(q, k, v, layout="thd", mask=mask)
+    decision = explain(q, k, v, layout="thd", mask=mask)
     truth = plain(torch.float64)
-    error = relative_error(undivided.attention(q, k, v, layout="thd", mask=mask), truth)
+    error = relative_error(attention(q, k, v, layout="thd", mask=mask), truth)
     budget = FACTOR * relative_error(plain(torch.float32), truth) + torch.finfo(torch.float32).eps
     return {"backend": decision.backend.name, "error": error, "budget": budget, "ok": error <= budget}
 

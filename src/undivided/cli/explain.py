@@ -8,7 +8,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-import undivided
+from undivided import functional
 from undivided.cli._flags import flags
 from undivided.cli._options import MachineFlags, ProblemFlags
 from undivided.cli._terminal import console, decision_json, decision_table, print_json
@@ -27,7 +27,7 @@ def explain(
 
     Example: undivided explain --q 48x16534x18x128 --dtype bf16 --device a100 --cudnn 8.9.7
     """
-    decision = undivided.explain(**problem.arguments("meta", grad), machine=where.machine())
+    decision = functional.explain(**problem.arguments("meta", grad), machine=where.machine())
     if as_json:
         print_json(decision_json(decision))
     else:

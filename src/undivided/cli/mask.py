@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -42,31 +42,42 @@ def mask(
         _charts.require()
     built, sizes = _built(said, expression, q_len, kv_len, batch)
     rows, queries, keys = sizes
-    form = built.normal_form(rows, 1, queries, keys, "cpu")
-    allowed = sum(
-        int(form.allowed(slice(b, b + 1), slice(None), slice(None), slice(0, 1)).sum()) for b in range(rows)
-    )
-    share = allowed / max(rows * queries * keys, 1)
     if as_json:
-        facts = {
-            "mask": repr(built),
-            "batch": rows,
-            "q_len": queries,
-            "kv_len": keys,
-            "pairs": allowed,
-            "share": share,
-        }
-        print_json(facts | {"ranges": form.ranges.tolist()})
+        print_json(_facts(built, rows, queries, keys))
     else:
-        screen = console()
-        screen.print(Text(repr(built), "bold"))
-        screen.print(f"{queries} queries, {keys} keys: {allowed:,} pairs allowed, {share:.1%}", markup=False)
-        small = max(queries, keys) <= LARGEST_PICTURE
-        screen.print(Text(built.draw(queries, keys, rows) if small else shaded(form)), soft_wrap=True)
+        _show(built, rows, queries, keys)
     if out is not None:
         built.plot(queries, keys, out, batch=rows)
         if not as_json:
             console().print(f"drawn to {out}", markup=False, soft_wrap=True)
+
+
+def _facts(built: masks.Mask, rows: int, queries: int, keys: int) -> dict[str, Any]:
+    form = built.normal_form(rows, 1, queries, keys, "cpu")
+    everything = slice(None)
+    pairs = sum(
+        int(form.allowed(slice(b, b + 1), everything, everything, slice(0, 1)).sum()) for b in range(rows)
+    )
+    return {
+        "mask": repr(built), "batch": rows, "q_len": queries, "kv_len": keys, "pairs": pairs,
+        "share": pairs / max(rows * queries * keys, 1), "ranges": form.ranges.tolist(),
+    }  # fmt: skip
+
+
+def _show(built: masks.Mask, rows: int, queries: int, keys: int) -> None:
+    screen, facts = console(), _facts(built, rows, queries, keys)
+    screen.print(Text(repr(built), "bold"))
+    screen.print(
+        f"{queries} queries, {keys} keys: {facts['pairs']:,} pairs allowed, {facts['share']:.1%}",
+        markup=False,
+    )
+    is_small = max(queries, keys) <= LARGEST_PICTURE
+    picture = (
+        built.draw(queries, keys, rows)
+        if is_small
+        else shaded(built.normal_form(rows, 1, queries, keys, "cpu"))
+    )
+    screen.print(Text(picture), soft_wrap=True)
 
 
 def _built(
