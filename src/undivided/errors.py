@@ -36,7 +36,8 @@ class InputError(ValueError):
         self.argument = argument
         self.hint = hint
         message = f"{argument} must {must}, got {got}"
-        super().__init__(message if hint is None else f"{message}\n  HINT: {hint}")
+        # not super().__init__: torch.compile cannot trace it, and would hide the message
+        self.args = (message if hint is None else f"{message}\n  HINT: {hint}",)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_input_error, (self.args[0], self.argument, self.hint))
