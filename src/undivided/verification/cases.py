@@ -8,6 +8,7 @@ Axes of a bias: b batch, h heads, q query rows, k keys, 1 broadcast; fewer lette
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -311,7 +312,7 @@ SCORES = _tagged(
     Case("scale-negative-documents-thd", layout="thd", batch=1, scale=-0.25,
          mask=lambda: masks.documents([0, 4, 13]) & masks.causal()),
     Case("scale-negative-window", layout="bhsd", scale=-0.25, mask=lambda: masks.window(3, 1)),
-    Case("large-logits", magnitude=6.0, qk_dim=64),
+    Case("large-logits", magnitude=4.0, qk_dim=64),
     Case("large-logits-causal-float16", magnitude=4.0, qk_dim=64, mask=lambda: masks.causal(),
          dtypes=(torch.float16, torch.float32)),
     Case("small-logits", magnitude=0.01),
@@ -425,8 +426,8 @@ def get(name: str) -> Case:
     """
     if name in CASES:
         return CASES[name]
-    near = [other for other in CASES if any(word in other for word in str(name).split("-") if len(word) > 3)]
-    hint = f"near it: {', '.join(near[:5])}" if near else None
+    near = difflib.get_close_matches(str(name), CASES, n=3)
+    hint = f"near it: {', '.join(near)}" if near else None
     raise InputError(
         "case", f"be one of the {len(CASES)} cases of undivided.verification.cases", repr(name), hint
     )

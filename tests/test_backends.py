@@ -1,0 +1,233 @@
+"""The contract: on every case, every backend is right within its error budget, or refuses with a reason. Never a wrong number.
+
+Inputs are poisoned: NaN stands wherever the real lengths, documents and pages do not reach, in gaps of memory, and in the
+upstream gradients of rows without a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import undivided
+from undivided import _layout, masks
+from undivided.backends import all_backends, get
+from undivided.backends._base import Backend
+from undivided.verification import inputs, runs
+from undivided.verification.budget import distance
+from undivided.verification.cases import CASES, Case, by_tag
+from undivided.verification.inputs import DIFFERENTIABLE, Inputs
+
+SAMPLED = {"flex": ("gqa-4", "documents-thd-causal", "dense-with-holes", "predicate-even-distances")}
+"""Backends that compile for every new shape, seconds each: a few cases stand for all."""
+
+BACKENDS = all_backends()
+HERE = tuple(backend for backend in BACKENDS if "cpu" in backend.limits.devices)
+FAST_HERE = tuple(backend for backend in HERE if backend.name not in SAMPLED)
+
+LAYOUT_CASES = [
+    case for case in CASES.values()
+    if case.layout != "thd" and case.memory == "contiguous" and case.page_size is None and 0 not in case.sizes
+    and case.tags & {"plain", "heads", "causal", "padded", "dropout"} and case.needs is None
+]  # fmt: skip
+
+
+def _named(value: object) -> str | None:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.name if isinstance(value, Backend | Case) else None
+
+
+def _problems() -> Iterator[Any]:
+    """Every case in every dtype with every backend; the backend changes fastest, so that the oracle is computed once."""
+    for case in CASES.values():
+        for dtype in case.dtypes:
+            for backend in BACKENDS:
+                sample = SAMPLED.get(backend.name)
+                if sample is None or (case.name in sample and dtype == torch.float32):
+                    yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}")
+
+
+@functools.lru_cache(maxsize=2)
+def _asked(case: Case, dtype: torch.dtype) -> tuple[Inputs, runs.Request]:
+    built = inputs.build(case, dtype, poison=True)
+    rest = dict(built.arguments)
+    tensors = {name: rest.pop(name, None) for name in DIFFERENTIABLE}
+    layout = rest.pop("layout")
+    gradients = case.needs is None or bool(case.needs)
+    return built, runs.request(tensors, layout, rest, gradients, (built.grad_out, built.grad_lse))
+
+
+def _bytes(built: Inputs) -> list[Tensor]:
+    """Every input's memory, gaps and NaN included."""
+    tensors = [value.detach() for value in built.arguments.values() if isinstance(value, Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).clone() for t in tensors]
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), list(_problems()))
+def test_right_within_its_budget_or_refused_with_a_reason(
+    case: Case, dtype: torch.dtype, backend: Backend
+) -> None:
+    built, asked = _asked(case, dtype)
+    before = _bytes(built)
+    outcome = runs.run(backend, asked)
+    if not outcome.rows:
+        assert all(isinstance(reason, str) and reason.strip() for reason in outcome.reasons)
+        with pytest.raises(undivided.NoBackendError) as refused, torch.no_grad():
+            built.attention(backend=backend.name)
+        assert refused.value.decision.reasons[backend.name]
+    wrong = [
+        f"{row.quantity}: error {row.error:.2e}, budget {row.budget:.2e} {row.note}"
+        for row in outcome.rows
+        if not row.ok
+    ]
+    assert not wrong, "\n".join(wrong)
+    for tensor, was in zip(_bytes(built), before, strict=True):
+        assert torch.equal(tensor, was), "an input was written to"
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=str)
+def test_the_reference_refuses_nothing(case: Case) -> None:
+    built = inputs.build(case)
+    problem = undivided.explain(**built.arguments, backend="reference")
+    assert problem.chosen is get("reference")
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if "cpu" not in b.limits.devices], ids=_named)
+def test_gpu_backends_say_that_this_is_not_a_gpu(backend: Backend) -> None:
+    q = torch.randn(1, 8, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(undivided.NoBackendError) as refused:
+        undivided.attention(q, q, q, layout="bshd", backend=backend.name)
+    assert any(
+        reason.startswith("device=cpu (runs on") for reason in refused.value.decision.reasons[backend.name]
+    )
+
+
+def _run(built: Inputs, backend: Backend) -> dict[str, Tensor]:
+    """out, lse and gradients in [B, S, H, D], by name."""
+    layout = built.case.layout
+    returned = built.attention(backend=backend.name)
+    out, lse = returned if built.case.return_lse else (returned, None)
+    found: dict[str, Tensor] = {"out": out}
+    outputs, grads = [out], [built.grad_out]
+    if lse is not None and built.grad_lse is not None:
+        found["lse"], outputs, grads = lse, [out, lse], [built.grad_out, built.grad_lse]
+    for name, grad in zip(
+        built.leaves, torch.autograd.grad(outputs, list(built.leaves.values()), grads), strict=True
+    ):
+        found[f"d{name}"] = grad
+    in_layout = ("out", "dq", "dk", "dv")
+    return {name: _layout.canonical(x, layout) if name in in_layout else x for name, x in found.items()}
+
+
+def _apart(one: Tensor, other: Tensor, name: str, asked: runs.Request) -> float:
+    """How far two results are apart, in budgets."""
+    budget = asked.budget
+    return distance(one, other) / budget.scale[name] / budget.allowed[name]
+
+
+def _refuses(built: Inputs, backend: Backend) -> bool:
+    return undivided.explain(**built.arguments, backend=backend.name).chosen is not backend
+
+
+@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=str)
+def test_a_layout_is_only_strides(case: Case, backend: Backend) -> None:
+    """The same numbers in bshd, sbhd and bhsd give the same result, forward and backward.
+
+    Within the budget, not to the bit: torch's matrix product blocks by strides.
+    """
+    first, asked = _asked(case.in_layout("bshd"), torch.float32)
+    if _refuses(first, backend):
+        pytest.skip(f"{backend.name} refuses")
+    want = _run(first, backend)
+    for layout in ("sbhd", "bhsd"):
+        got = _run(inputs.build(case.in_layout(layout), poison=True), backend)
+        for name in want:
+            assert _apart(got[name], want[name], name, asked) < 1, f"{name} in {layout}"
+
+
+@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+def test_packed_documents_are_a_dense_batch_of_one(backend: Backend) -> None:
+    case = CASES["documents-thd-causal"]
+    packed, asked = _asked(case, torch.float32)
+    dense = _run(inputs.build(case.in_layout("bshd")), backend)
+    for name, x in _run(packed, backend).items():
+        assert _apart(x, dense[name], name, asked) < 1, name
+
+
+@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("name", ["plain-bshd", "window-left3", "gqa-4"])
+def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(
+    name: str, layout: Any, backend: Backend
+) -> None:
+    case = CASES[name].in_layout(layout) if layout != "thd" else CASES["documents-thd-causal"]
+    built = inputs.build(case)
+    out = built.attention(backend=backend.name)
+    out.backward(built.grad_out)
+    assert out.is_contiguous()
+    for leaf, tensor in built.leaves.items():
+        assert tensor.grad is not None
+        assert tensor.grad.stride() == tensor.stride(), leaf
+
+
+class _Copies(TorchDispatchMode):
+    """Records every operation that reads q, k or v and neither looks at them through other strides nor is the kernel."""
+
+    KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self._storages = {t.untyped_storage().data_ptr() for t in tensors}
+        self.kernels, self.copies = 0, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        reads = [
+            x for x in args if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self._storages
+        ]
+        self.kernels += self.KERNEL in func.name()
+        if reads and not func.is_view and self.KERNEL not in func.name() and func.name() != "aten::detach":
+            self.copies.append(func.name())
+        return result
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("memory", ["contiguous", "packed-qkv"])
+@pytest.mark.parametrize("name", ["plain-bshd", "causal-square"])
+def test_torch_flash_reads_its_inputs_where_they_lie(name: str, memory: Any, layout: Any) -> None:
+    """One call forward, one backward, on the caller's own memory: no clone, no contiguous."""
+    case = CASES[name].in_layout(layout)
+    built = inputs.build(dataclasses.replace(case, memory=memory if layout != "bhsd" else "contiguous"))
+    with _Copies(*built.leaves.values()) as seen:
+        built.attention(backend="torch_flash").backward(built.grad_out)
+    assert seen.kernels == 2
+    assert not seen.copies
+
+
+@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+@pytest.mark.parametrize("case", by_tag("smoke"), ids=str)
+def test_the_same_call_gives_the_same_bits(case: Case, backend: Backend) -> None:
+    built = inputs.build(case)
+    if _refuses(built, backend):
+        pytest.skip(f"{backend.name} refuses")
+    first, second = _run(built, backend), _run(built, backend)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+def test_rows_without_a_key_are_zero_whatever_stands_around_them(backend: Backend) -> None:
+    """Padding rows once came back as NaN from a kernel that multiplies what it masks."""
+    q, k, v = (torch.randn(2, 6, 2, 16) for _ in range(3))
+    k[1], v[1] = torch.nan, torch.inf
+    out = undivided.attention(q, k, v, layout="bshd", mask=masks.lengths([6, 0]), backend=backend.name)
+    assert not out[1].any()
+    assert out[0].isfinite().all()
