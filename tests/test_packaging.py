@@ -94,6 +94,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "undivided._layout",
             "undivided._machine",
             "undivided._mask",
+            "undivided._mask_alignment",
             "undivided._mask_drawing",
             "undivided._mask_geometry",
             "undivided._mask_parts",
