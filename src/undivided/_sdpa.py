@@ -125,6 +125,7 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
             and query.dtype == key.dtype == value.dtype
             and query.dtype in DTYPES
             and query.device == key.device == value.device
+            and query.layout == key.layout == value.layout == torch.strided
         )
     except (AttributeError, TypeError, RuntimeError):
         return False

@@ -1,0 +1,144 @@
+"""`replace_sdpa`: models that call PyTorch's scaled_dot_product_attention run on ours, unmodified.
+
+One function, `_replacement`, stands in ``torch.nn.functional`` while any handle is active, whatever the order in which
+handles are restored; the last one puts back what was there. If somebody else replaced the function in the meantime, theirs
+stays, and what they kept of ours passes calls on to PyTorch.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from undivided.functional import scaled_dot_product_attention
+
+__all__ = ["Replacement", "replace_sdpa"]
+
+
+class Replacement:
+    """A replacement in force. ``calls`` is how many calls ran on Undivided since; ``restore()`` ends it.
+
+    A call inside ``torch.compile`` counts while it is traced (once or a few times), not when the compiled graph runs.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        _install(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is in force."""
+        return any(handle is self for handle in _active)
+
+    def restore(self) -> None:
+        """End it. Other replacements stay in force; a second call does nothing."""
+        if self.active:
+            _remove(self)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        return f"<replace_sdpa: {'active' if self.active else 'restored'}, {self.calls} calls>"
+
+
+def replace_sdpa() -> Replacement:
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by `undivided.scaled_dot_product_attention`.
+
+    For the process, until ``restore()`` or the end of the ``with``. Whoever looks the function up in ``torch.nn.functional``
+    at the call gets ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``.
+    A name bound before, by ``from torch.nn.functional import scaled_dot_product_attention``, stays PyTorch's.
+
+    ``nn.MultiheadAttention`` computes the attention itself, without calling the function, where ``need_weights=True`` (its
+    default) and in its C++ fast path. The fast path is switched off meanwhile (`torch.backends.mha`); ``need_weights`` is
+    the caller's. Nested tensors are passed on to PyTorch.
+
+    Returns:
+        A handle with ``calls`` and ``restore()``, which is a context manager as well.
+
+    >>> import torch, undivided
+    >>> from torch.nn import functional as F
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> with undivided.replace_sdpa() as replaced:
+    ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> replaced.calls
+    1
+    """
+    return Replacement()
+
+
+_active: list[Replacement] = []
+_pytorchs: Any = functional.scaled_dot_product_attention
+"""Where calls that are not ours go. Found once: whoever replaces it later may call us, and we must not call them back."""
+_before: Any = None
+_fast_path_before = True
+
+
+def _install(handle: Replacement) -> None:
+    global _before, _fast_path_before
+    if not _active:
+        _fast_path_before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+    if functional.scaled_dot_product_attention is not _replacement:
+        _before = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = _replacement
+    _active.append(handle)
+
+
+def _remove(handle: Replacement) -> None:
+    _active[:] = [other for other in _active if other is not handle]
+    if _active:
+        return
+    torch.backends.mha.set_fastpath_enabled(_fast_path_before)
+    if functional.scaled_dot_product_attention is _replacement:
+        functional.scaled_dot_product_attention = _before
+
+
+def _replacement(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, served by Undivided."""
+    if not _serve(query, key, value):
+        out: Tensor = _pytorchs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+_replacement.__name__ = _replacement.__qualname__ = "scaled_dot_product_attention"
+
+
+def _serve(*tensors: Tensor) -> bool:
+    """Whether the call is ours, and count it."""
+    if any(getattr(tensor, "is_nested", False) for tensor in tensors):
+        return False
+    return _count()
+
+
+def _count() -> bool:
+    for handle in _active:
+        handle.calls += 1
+    return bool(_active)
+
+
+# torch.compile calls it while tracing and keeps the answer; counting in the graph would recompile at every call
+_count._dynamo_marked_constant = True  # type: ignore[attr-defined]

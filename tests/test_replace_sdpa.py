@@ -1,0 +1,339 @@
+"""`replace_sdpa`: unmodified modules run on our function, give PyTorch's results, and everything is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import undivided
+from undivided.integrations import torch_sdpa
+
+PYTORCHS = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert F.scaled_dot_product_attention is PYTORCHS
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Attention(nn.Module):
+    """A language model's attention as people write it, with grouped heads and rotary positions."""
+
+    def __init__(self, size: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, size // heads
+        self.qkv = nn.Linear(size, (heads + 2 * kv_heads) * self.head_size)
+        self.project = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).split(
+            [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)], -1
+        )
+        q, k, v = (t.view(b, s, -1, self.head_size).transpose(1, 2) for t in (q, k, v))
+        q, k = self.rotate(q), self.rotate(k)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=0.0,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.project(out.transpose(1, 2).reshape(b, s, -1))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        half = self.head_size // 2
+        angle = torch.arange(x.shape[2])[:, None] * 100 ** (-torch.arange(half) / half)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.attend = nn.ModuleList(Attention(32, 4, 2) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for attend, norm in zip(self.attend, self.norms, strict=True):
+            x = x + attend(norm(x), mask)
+        return self.head(x)
+
+
+class ImageBlock(nn.Module):
+    """Three-dimensional tensors, positional arguments, a learned bias and the name ``F``: the other habit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 9, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, self.bias, 0.0, False, scale=0.2)
+
+
+def results(module: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
+    """The output and the gradients of every parameter."""
+    out = module(*args, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    gradients = torch.autograd.grad(out.square().sum(), list(module.parameters()), allow_unused=True)
+    return [out, *(g for g in gradients if g is not None)]
+
+
+def assert_the_same(module: nn.Module, calls: int, *args: Any, **options: Any) -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = results(module, *args, **options)
+    with undivided.replace_sdpa() as replaced:
+        found = results(module, *args, **options)
+    assert replaced.calls == calls
+    torch.testing.assert_close(found, expected)
+
+
+def padding(batch: int, length: int) -> Tensor:
+    """True = padding, as PyTorch's modules have it."""
+    return torch.arange(length) >= torch.tensor([length, length // 2])[:batch, None]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal-flag", "boolean-mask"])
+def test_a_model_that_calls_the_function_itself(masked: bool) -> None:
+    mask = ~padding(2, 9)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril() if masked else None
+    assert_the_same(LanguageModel(), 3, torch.randint(50, (2, 9)), mask)
+
+
+def test_a_model_with_three_dimensions_and_a_learned_bias() -> None:
+    assert_the_same(ImageBlock(), 1, torch.randn(4, 9, 8))
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"key_padding_mask": padding(2, 7)},
+    {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
+    {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
+    {"attn_mask": torch.randn(8, 7, 7), "key_padding_mask": padding(2, 7)},
+], ids=["plain", "padding", "causal-mask", "causal-flag", "bias-of-heads-and-padding"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
+def test_multihead_attention(options: dict[str, Any]) -> None:
+    module = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    assert_the_same(module, 1, x, x, x, need_weights=False, **options)
+    assert_the_same(module, 1, x[0], x[0], x[0], need_weights=False)
+
+
+def test_multihead_attention_with_weights_makes_no_call() -> None:
+    """Its default: the weights are asked for, so it computes them itself."""
+    x = torch.randn(2, 7, 16)
+    with undivided.replace_sdpa() as replaced:
+        nn.MultiheadAttention(16, 4, batch_first=True)(x, x, x)
+    assert replaced.calls == 0
+
+
+def test_cross_attention_to_a_memory_of_another_length_and_size() -> None:
+    module = nn.MultiheadAttention(16, 4, kdim=12, vdim=8, batch_first=True, add_bias_kv=True)
+    inputs = torch.randn(2, 7, 16), torch.randn(2, 5, 12), torch.randn(2, 5, 8)
+    assert_the_same(module, 1, *inputs, need_weights=False)
+
+
+ENCODER_MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padding": {"src_key_padding_mask": padding(2, 7)},
+    "causal": {"mask": nn.Transformer.generate_square_subsequent_mask(7), "is_causal": True},
+    "causal-and-padding": {
+        "mask": nn.Transformer.generate_square_subsequent_mask(7).isinf(),
+        "src_key_padding_mask": padding(2, 7),
+    },
+}
+
+
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("options", ENCODER_MASKS.values(), ids=ENCODER_MASKS)
+def test_transformer_encoder(options: dict[str, Any], training: bool) -> None:
+    assert_the_same(encoder().train(training), 2, torch.randn(2, 7, 16), **options)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("options", ENCODER_MASKS.values(), ids=ENCODER_MASKS)
+def test_transformer_encoder_without_gradients_leaves_the_fast_path(options: dict[str, Any]) -> None:
+    """There PyTorch's C++ fast path would run, which makes no call; it zeroes padded outputs, so real rows are compared."""
+    module, x = encoder().eval(), torch.randn(2, 7, 16)
+    real = ~options.get("src_key_padding_mask", torch.zeros(2, 7, dtype=torch.bool))
+    with torch.inference_mode():
+        expected = module(x, **options)
+        with undivided.replace_sdpa() as replaced:
+            found = module(x, **options)
+    assert replaced.calls == 2
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def test_transformer_decoder() -> None:
+    layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    module = nn.TransformerDecoder(layer, 2)
+    assert_the_same(
+        module, 4, torch.randn(2, 5, 16), torch.randn(2, 7, 16),
+        tgt_mask=nn.Transformer.generate_square_subsequent_mask(5), tgt_is_causal=True,
+        memory_key_padding_mask=padding(2, 7),
+    )  # fmt: skip
+
+
+def test_dropout_of_modules_is_ours_in_training_and_off_in_evaluation() -> None:
+    module, x = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), torch.randn(2, 7, 16)
+    with undivided.replace_sdpa() as replaced:
+        first, second = (module(x, x, x, need_weights=False)[0] for _ in range(2))
+        assert not torch.equal(first, second)
+        module.eval()
+        first, second = (module(x, x, x, need_weights=False)[0] for _ in range(2))
+        assert torch.equal(first, second)
+    assert replaced.calls == 4
+
+
+def q(grad: bool = False) -> Tensor:
+    return torch.randn(1, 2, 5, 8, requires_grad=grad)
+
+
+def test_handle_says_what_it_is() -> None:
+    replaced = undivided.replace_sdpa()
+    assert replaced.active
+    assert F.scaled_dot_product_attention is not PYTORCHS
+    assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+    x = q()
+    F.scaled_dot_product_attention(x, x, value=x)
+    assert repr(replaced) == "<replace_sdpa: active, 1 calls>"
+    replaced.restore()
+    assert repr(replaced) == "<replace_sdpa: restored, 1 calls>"
+    assert F.scaled_dot_product_attention is PYTORCHS
+    F.scaled_dot_product_attention(x, x, x)
+    replaced.restore()
+    assert (replaced.active, replaced.calls) == (False, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_handles_may_be_restored_in_any_order(order: tuple[int, ...]) -> None:
+    handles = [undivided.replace_sdpa() for _ in range(3)]
+    x = q()
+    for n in order:
+        F.scaled_dot_product_attention(x, x, x)
+        assert not torch.backends.mha.get_fastpath_enabled()
+        handles[n].restore()
+    assert [handles[n].calls for n in order] == [1, 2, 3]
+    assert F.scaled_dot_product_attention is PYTORCHS
+
+
+def test_an_exception_restores() -> None:
+    with pytest.raises(RuntimeError, match="mine"), undivided.replace_sdpa():
+        raise RuntimeError("mine")
+
+
+def test_the_fast_path_stays_off_where_it_was_off() -> None:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with undivided.replace_sdpa():
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_somebody_elses_replacement_stays_and_falls_through_to_pytorch() -> None:
+    """A library wraps what it finds, which is ours, and keeps it after we are gone, and when we come back."""
+    replaced, x = undivided.replace_sdpa(), q()
+    kept, served = F.scaled_dot_product_attention, []
+
+    def theirs(*args: Any, **options: Any) -> Tensor:
+        served.append(1)
+        return kept(*args, **options)
+
+    F.scaled_dot_product_attention = theirs
+    try:
+        F.scaled_dot_product_attention(x, x, x)
+        replaced.restore()
+        assert F.scaled_dot_product_attention is theirs
+        torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), PYTORCHS(x, x, x))
+        assert (replaced.calls, len(served)) == (1, 2)
+        with undivided.replace_sdpa() as again:
+            F.scaled_dot_product_attention(x, x, x)
+        assert (again.calls, len(served)) == (1, 2)
+        assert F.scaled_dot_product_attention is theirs
+        torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), PYTORCHS(x, x, x))
+    finally:
+        F.scaled_dot_product_attention = PYTORCHS
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_pytorch() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
+    heads_first = nested.transpose(1, 2)
+    with undivided.replace_sdpa() as replaced:
+        found = F.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    expected = F.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    torch.testing.assert_close(found.values(), expected.values())
+    assert replaced.calls == 0
+
+
+def test_errors_are_ours_while_it_is_active() -> None:
+    x = q()
+    with undivided.replace_sdpa(), pytest.raises(undivided.InputError, match="attn_mask must be None"):
+        F.scaled_dot_product_attention(x, x, x, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
+    with undivided.replace_sdpa(), pytest.raises(TypeError, match="value"):
+        F.scaled_dot_product_attention(x, x)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (encoder(), (torch.randn(2, 7, 16),)),
+    lambda: (LanguageModel(), (torch.randint(50, (2, 9)),)),
+], ids=["encoder", "language-model"])  # fmt: skip
+def test_compiled_models_follow_the_replacement(
+    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]],
+) -> None:
+    """Traced while active: ours is in the graph, and counted as it is traced. Afterwards PyTorch's own is traced again."""
+    torch._dynamo.reset()
+    module, args = make()
+    graphs: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append(str(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+    expected = results(module, *args)
+    for active in (False, True, False):
+        graphs.clear()
+        if active:
+            with undivided.replace_sdpa() as replaced:
+                found = results(compiled, *args)
+                calls = replaced.calls
+                results(compiled, *args)
+            assert calls == replaced.calls > 0
+            assert "undivided.attention" in graphs[0]
+        else:
+            found = results(compiled, *args)
+            assert not any("undivided" in graph for graph in graphs)
+        torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+
+
+def test_only_the_attribute_is_replaced() -> None:
+    """A name that was bound before stays PyTorch's, as the documentation says."""
+    x = q()
+    with undivided.replace_sdpa() as replaced:
+        PYTORCHS(x, x, x)
+    assert replaced.calls == 0
+    assert torch_sdpa._active == []
