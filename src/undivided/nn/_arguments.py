@@ -134,9 +134,18 @@ _NAMES = {
 }  # fmt: skip
 
 
+# What a mask finds fault with, by the word that its message has for it.
+_MASK_WORDS = {
+    "padded_q[": "cu_seqlens_q_padded", "padded_kv[": "cu_seqlens_kv_padded", "cu_seqlens_q[": "cu_seqlens_q",
+    "cu_seqlens_kv[": "cu_seqlens_kv", "lengths": "cu_seqlens", "dense": "attention_mask",
+}  # fmt: skip
+
+
 def in_module_words(error: InputError) -> InputError:
     """The error of `undivided.attention` or a mask under the name that the module's caller used."""
     name = _NAMES.get(error.argument)
+    if error.argument == "mask":
+        name = next((name for word, name in _MASK_WORDS.items() if word in str(error)), None)
     if name is None:
         return error
     message = name + str(error).removeprefix(error.argument)

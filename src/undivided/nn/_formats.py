@@ -213,7 +213,7 @@ def _check_lengths(inputs: Inputs) -> None:
 
 def _check_kinds(inputs: Inputs) -> None:
     q = inputs.q
-    cast = torch.is_autocast_enabled(q.device.type)
+    cast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
         if tensor.dtype != q.dtype and not cast:
             raise InputError(

@@ -35,8 +35,10 @@ def max_logit(
     q, k, _ = autocast(q, k, k)
     if torch.compiler.is_compiling():
         spec, tensors = mask.flatten()
+        # no derivative: detached, so that autograd does not look for one
+        bias, alibi_slopes = (None if t is None else t.detach() for t in (bias, alibi_slopes))
         found: Tensor = torch.ops.undivided.max_logit(
-            q, k, bias, alibi_slopes, tensors, spec, layout, scale, softcap
+            q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, layout, scale, softcap
         )
         return found
     with torch.no_grad():

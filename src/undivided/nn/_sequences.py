@@ -33,6 +33,14 @@ class Given(NamedTuple):
     """(cu_seqlens_*_padded say it, where this is None)"""
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that was given."""
+        masked = (
+            self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
+        )
+        return tuple(t for t in (*masked, *self[1:5]) if isinstance(t, Tensor))
+
+    @property
     def offsets(self) -> dict[str, Tensor]:
         """The cu_seqlens that were given."""
         return {
@@ -140,7 +148,33 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.device.type == b.device.type == "cpu" and not torch.equal(a.long(), b.long())
 
 
-def mask(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
+# Every layer of a model is given the same tensors: what was worked out of them is kept while they are, a few at a time.
+# The entry holds the tensors, so that no other can have their ids; their versions tell changes in place.
+_recent: dict[object, tuple[tuple[Tensor, ...], Mask]] = {}
+_MOST_RECENT = 8
+
+
+def mask(given: Given, kind: MaskType, inputs: Inputs, attention_type: str, diagonal: Mask) -> Mask:
+    """`diagonal`, restricted to the real tokens of each sequence where the mask type says so."""
+    tensors = given.tensors
+    if torch.compiler.is_compiling() or not kind.padding or any(t.is_inference() for t in tensors):
+        sequences = _sequences(given, kind, inputs, attention_type)
+        return diagonal if sequences is None else diagonal & sequences
+    key = (
+        tuple((id(t), t._version) for t in tensors), tuple(t is not None for t in given), given[5:], kind.name,
+        attention_type, inputs.format, inputs.q.shape, inputs.k.shape, diagonal.align, diagonal.band,
+    )  # fmt: skip
+    known = _recent.get(key)
+    if known is None:
+        sequences = _sequences(given, kind, inputs, attention_type)
+        assert sequences is not None
+        if len(_recent) >= _MOST_RECENT:
+            _recent.clear()
+        known = _recent[key] = (tensors, diagonal & sequences)
+    return known[1]
+
+
+def _sequences(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
     """Real tokens and sequences as a mask; None where the mask type has neither."""
     if inputs.packed:
         return _packed(given)
@@ -204,7 +238,7 @@ def _padding(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
     """The real tokens of a boolean padding mask, or of one for the queries and one for the keys."""
     if attention_mask is None:
         raise InputError(
-            "attention_mask", f"or cu_seqlens_q be given with attn_mask_type={kind.name!r}", None,
+            "attention_mask", f"be given, or cu_seqlens_q, with attn_mask_type={kind.name!r}", None,
             hint=f"without padding it is {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}",
         )  # fmt: skip
     if isinstance(attention_mask, tuple | list):

@@ -130,6 +130,11 @@ class DotProductAttention(torch.nn.Module):
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Pass over `_extra_state`, where TransformerEngine keeps FP8 scales."""
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
@@ -231,8 +236,7 @@ class DotProductAttention(torch.nn.Module):
         asked = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
         diagonal = band(kind, window, self.bottom_right_diagonal if asked is None else asked)
         _sequences.check(given, kind, inputs, self.attention_type)
-        sequences = _sequences.mask(given, kind, inputs, self.attention_type)
-        return diagonal if sequences is None else diagonal & sequences
+        return _sequences.mask(given, kind, inputs, self.attention_type, diagonal)
 
     def _attend(
         self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool
