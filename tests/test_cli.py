@@ -77,6 +77,13 @@ class TestDemo:
         assert demo["times"][0]["ratio"] == 1
         assert demo["decision"]["chosen"]
 
+    def test_a_training_step_has_the_same_loss_and_gradients_in_every_format(self, demo: Any) -> None:
+        rows = demo["training"]
+        assert [row["format"] for row in rows] == ["thd", "sbhd", "bshd"]
+        assert all(row["ok"] for row in rows)
+        assert all(row["loss_after"] < row["loss"] for row in rows)
+        assert len({round(row["loss"], 4) for row in rows}) == 1
+
     def test_running_documents_as_one_sequence_is_shown_to_be_wrong(self, demo: Any) -> None:
         lengths = [document["tokens"] for document in demo["documents"]]
         crossing = sum(a * b for i, a in enumerate(lengths) for b in lengths[:i])

@@ -76,7 +76,7 @@ class Machine:
     compute_capability: tuple[int, int] | None = None
     cudnn: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
-    torch: str = torch.__version__
+    torch: str = torch.__version__.partition("+")[0]
     isa: str = ""
     hip: bool = False
     probed: bool = False
@@ -171,7 +171,7 @@ def _probe(device: str) -> Machine:
     isa = torch.backends.cpu.get_cpu_capability()
     if device == "cpu":
         name = f"{platform.machine()} {platform.system()}"
-        return Machine(name=name, packages=packages, isa=isa, probed=True)
+        return Machine(name=name, packages=packages, torch=torch.__version__, isa=isa, probed=True)
     properties = torch.cuda.get_device_properties(torch.device(device))
     cudnn = torch.backends.cudnn.version()
     return Machine(
@@ -179,6 +179,7 @@ def _probe(device: str) -> Machine:
         compute_capability=(properties.major, properties.minor),
         cudnn=_cudnn_text(cudnn) if cudnn else None,
         packages=packages,
+        torch=torch.__version__,
         isa=isa,
         hip=torch.version.hip is not None,
         probed=True,

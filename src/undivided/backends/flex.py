@@ -15,6 +15,7 @@ import functools
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +175,10 @@ def _compiled() -> Callable[..., Any]:
     compiled: Any = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
     def call(*tensors: Tensor, **settings: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
+        limits = torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES)
+        with limits, warnings.catch_warnings():
+            # Inductor's own imports use torch.jit (2.13); under `python -W error` that would end the compilation
+            warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
             return compiled(*tensors, **settings)
 
     return call

@@ -43,6 +43,7 @@ def show(screen: Console, report: Report, decision: Decision) -> None:
     _decision(screen, decision)
     if report["times"]:
         _times(screen, report)
+    _training(screen, report)
     if report.get("files"):
         _title(screen, "Pictures")
         _say(screen, "\n".join(report["files"]))
@@ -111,6 +112,21 @@ def _times(screen: Console, report: Report) -> None:
     for row in report["times"]:
         cells = [_seconds(row["forward_seconds"]), _seconds(row["backward_seconds"]), f"{row['ratio']:.2f}"]
         made.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
+    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+
+
+def _training(screen: Console, report: Report) -> None:
+    _title(screen, "One training step through DotProductAttention")
+    _say(
+        screen,
+        "A small next-byte model on the same documents, TransformerEngine's module and arguments; only qkv_format differs.",
+    )
+    right = ("loss", "after the step", "gradients differ by")
+    made = table("qkv_format", *right, "", right=right)
+    for row in report["training"]:
+        mark = Text("✓", "green") if row["ok"] else Text("✗", "bold red")
+        figures = [f"{row['loss']:.6f}", f"{row['loss_after']:.6f}", f"{row['gradient_difference']:.1e}"]
+        made.add_row(row["format"], *figures, mark)
     screen.print(Padding(made, (1, 2, 0, 2), expand=False))
 
 

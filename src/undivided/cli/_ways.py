@@ -148,6 +148,10 @@ def leak(batch: Batch, truth: Outcome) -> float:
         return relative_error(attention(q, k, v, layout="bshd", mask=masks.causal())[0], truth.out)
 
 
+PATIENCE = 20.0
+"""Seconds after which no new round of timing begins: on a busy machine fewer rounds, never none."""
+
+
 def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:
     """Time forward and backward of all ways, one after the other in every round, so that all meet the same machine."""
     ready = {}
@@ -155,7 +159,10 @@ def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], N
         leaves = [batch.arrange(x, way.layout).requires_grad_() for x in (batch.q, batch.k, batch.v)]
         ready[way.name] = leaves, batch.arrange(batch.grad, way.layout)
     times = {way.name: Times() for way in ways}
+    begun = time.perf_counter()
     for _ in range(rounds):
+        if time.perf_counter() - begun > PATIENCE:
+            break
         for way in ways:
             step(f"timing: {way.name}")
             leaves, grad = ready[way.name]

@@ -16,6 +16,7 @@ from undivided.cli._batch import Batch, embed
 from undivided.cli._documents import Document, collect
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._terminal import console, decision_json, print_json, progress
+from undivided.cli._training_step import FORMATS, training_steps
 from undivided.functional import explain
 from undivided.verification.budget import FACTOR
 
@@ -62,7 +63,8 @@ def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Re
     """Every way against the oracle, then, if all agree, against the clock."""
     ours, torchs = _ways.our_ways(batch), _ways.torch_ways(batch)
     raced = [*ours[:2], *torchs]
-    with progress(2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced), quiet) as step:
+    steps = 2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced) + len(FORMATS)
+    with progress(steps, quiet) as step:
         truth = _ways.oracle(batch, torch.float64, lambda: step("fp64 oracle, a document at a time"))
         plain = _ways.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
         budget = _budget(_ways.errors(plain, truth), batch.q.dtype)
@@ -74,8 +76,9 @@ def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Re
             "identical": identical,
             "leak": {"error": _ways.leak(batch, truth), **_leaked_pairs(batch)},
             "decision": decision_json(_decide(batch)),
-            "ok": all(run["ok"] for run in runs),
+            "training": training_steps(batch, chosen, step),
         }
+        report["ok"] = all(row["ok"] for row in (*runs, *report["training"]))
         report["times"] = _times(_ways.race(raced, batch, rounds, step)) if rounds and report["ok"] else []
     return report
 
