@@ -94,4 +94,4 @@ def _step(
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
     with torch.no_grad():
         after = loss()
-    return float(before), float(after), gradients
+    return before.item(), after.item(), gradients
