@@ -352,6 +352,14 @@ def test_dropout_without_a_seed_is_one_pattern_for_all() -> None:
     assert verify(q, q, q, layout="bshd", dropout_p=0.5, backends=["reference"]).ok
 
 
+@pytest.mark.parametrize("dim", [32, 128])
+def test_attention_to_oneself_is_no_false_alarm(dim: int) -> None:
+    """With q = k one key has all of the weight, and what is left of the error is that scores are computed twice."""
+    x = torch.randn(2, 64, 4, dim, generator=torch.Generator().manual_seed(0))
+    report = verify(x, x, x, layout="bshd", mask=masks.causal(), backends=["reference", "torch_flash"])
+    assert report.ok, str(report)
+
+
 def test_float64_is_held_to_float64() -> None:
     q = torch.randn(2, 9, 2, 8, dtype=torch.float64)
     report = verify(q, q, q, layout="bshd", backends=["reference", "torch_flash"])

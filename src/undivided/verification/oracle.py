@@ -175,7 +175,8 @@ def _attend(leaves: _Leaves, tables: _Tables, operands: Operands) -> tuple[Tenso
     lse = torch.logsumexp(score, -1) if score.shape[-1] else score.sum(-1)
     column = score
     if leaves.sinks is not None:
-        column = torch.cat([score, leaves.sinks[None, :, None, None].expand(*score.shape[:-1], 1)], -1)
+        sink = leaves.sinks[None, :, None, None].expand(*score.shape[:-1], 1)
+        column = torch.cat([score, sink.to(score.dtype)], -1)
     weights = torch.softmax(column, -1)[..., : score.shape[-1]].masked_fill(empty, 0.0)
     if tables.kept is not None:
         weights = weights * tables.kept * philox.survivor_scale(operands.dropout_p)
@@ -198,30 +199,34 @@ def _score(leaves: _Leaves, tables: _Tables, operands: Operands) -> Tensor:
 def _recomputed(
     leaves: _Leaves, tables: _Tables, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Quantities:
-    """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision."""
+    """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision.
+
+    The backward has only out and lse of the forward. Its own scores are rounded otherwise (here: the forward takes the entries
+    of a head backwards), which is most of the error where one key has almost all of the weight.
+    """
+    forward = leaves._replace(q=leaves.q.flip(-1), k=leaves.k.flip(-1))
+    out, lse = (x.detach() for x in _attend(forward, tables, operands))
     with torch.enable_grad():
         score = _score(leaves, tables, operands)
     empty, precision = _empty(tables), leaves.q.dtype
-    known = score.detach().masked_fill(empty, 0.0)
-    lse = torch.logsumexp(known, -1, keepdim=True) if known.shape[-1] else known.sum(-1, keepdim=True)
-    alone = torch.exp(known - lse).masked_fill(empty, 0.0)  # weights without sinks
+    found = {"out": out, "lse": lse}
+    lse = lse.unsqueeze(-1).masked_fill(empty, 0.0)
+    alone = torch.exp(score.detach() - lse)  # weights without sinks
     sinks = None if leaves.sinks is None else leaves.sinks.detach()[None, :, None, None]
     weights = alone if sinks is None else alone * torch.sigmoid(lse - sinks).to(precision)
     survive = (
         1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(operands.dropout_p)
     )
     v = _reachable(leaves.v, tables).detach()
-    out = (weights * survive) @ v
     delta = (grad_out * out).sum(-1, keepdim=True)
     grad_score = weights * ((grad_out @ v.transpose(-1, -2)) * survive - delta)
     if grad_lse is not None:
         grad_score = grad_score + alone * grad_lse.unsqueeze(-1)
-    found = {"out": out, "lse": lse.masked_fill(empty, -torch.inf).squeeze(-1)}
     found |= _autograd_of(score, None, leaves, grad_score.to(precision), None)
     grad_v = (weights * survive).transpose(-1, -2) @ grad_out
     found["dv"] = grad_v.unflatten(1, (leaves.v.shape[1], -1)).sum(2)
     if sinks is not None:
-        share = torch.sigmoid(sinks - lse).masked_fill(empty, 0.0).to(precision)
+        share = (1 - torch.sigmoid(lse - sinks)).masked_fill(empty, 0.0).to(precision)
         found["dsinks"] = -(share * delta).sum((0, 2, 3))
     return found
 
