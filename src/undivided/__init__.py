@@ -7,6 +7,7 @@ from undivided._machine import Machine
 from undivided._policy import use_backends
 from undivided._result import merge
 from undivided._selection import Decision
+from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
 from undivided.integrations.torch_sdpa import replace_sdpa
@@ -26,6 +27,7 @@ __all__ = [
     "NoBackendError",
     "attention",
     "backends",
+    "diagnose",
     "explain",
     "masks",
     "merge",

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from undivided.cli._terminal import complain
 from undivided.cli.demo import demo
+from undivided.cli.diagnose import diagnose
 from undivided.cli.doctor import doctor
 from undivided.cli.explain import explain
 from undivided.cli.mask import mask
@@ -38,5 +39,5 @@ app = typer.Typer(
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
 )  # fmt: skip
 
-for command in (demo, doctor, explain, verify, mask):
+for command in (demo, doctor, explain, verify, mask, diagnose):
     app.command()(command)

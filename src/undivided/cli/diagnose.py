@@ -1,0 +1,104 @@
+"""``undivided diagnose``: look an error up."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from undivided.cli._terminal import console, print_json, table
+from undivided.diagnosis import Diagnosis, Finding
+from undivided.diagnosis import diagnose as look_up
+from undivided.diagnosis._report import HELPFUL
+from undivided.diagnosis.entries import AREAS, TABLE
+from undivided.errors import InputError
+
+
+def diagnose(
+    text: Annotated[
+        str | None, typer.Argument(help="The error: its text, or an id of --list; else standard input.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--list", help="Print the table of known errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """What an attention error means and how to repair it: any library's. Exit code 1 if it is not known.
+
+    Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided diagnose
+    """
+    if every:
+        _list(as_json)
+        return
+    answer = look_up(_said(text))
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        _show(console(), answer)
+    if not answer.known:
+        raise typer.Exit(1)
+
+
+def _said(text: str | None) -> str:
+    if text is not None and text != "-":
+        return text
+    if sys.stdin.isatty():
+        hint = 'undivided diagnose "the error", or python train.py 2>&1 | undivided diagnose'
+        raise InputError("TEXT", "be given, or come on standard input", "neither", hint)
+    return sys.stdin.read()
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        print_json([entry.to_dict() for entry in TABLE])
+        return
+    screen = console()
+    for area, entries in AREAS.items():
+        screen.print(Text(area, "bold"))
+        rows = table("", "")
+        rows.show_header = False
+        for entry in entries:
+            rows.add_row(Text(entry.id, "cyan"), entry.title)
+        screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
+
+
+def _show(screen: Console, answer: Diagnosis) -> None:
+    if answer.known:
+        _finding(screen, answer.findings[0])
+    else:
+        screen.print(Text("Not an attention error that is known here.", "bold red"))
+        screen.print("What would help somebody to find it:\n")
+        screen.print(Padding(_points(HELPFUL), (0, 2, 1, 2), expand=False))
+    if answer.findings[1:]:
+        rows = table("also in this text", "")
+        for finding in answer.findings[1:]:
+            rows.add_row(Text(finding.entry.id, "cyan"), Text(finding.entry.title))
+        screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
+    if answer.observed:
+        seen = "; ".join(f"{name} {value}" for name, value in answer.observed)
+        screen.print(Text(f"Read in the text: {seen}", "dim"))
+
+
+def _finding(screen: Console, finding: Finding) -> None:
+    entry = finding.entry
+    screen.print(Text(entry.title, "bold") + Text(f"  {entry.id}", "cyan"))
+    rows = table("", "")
+    rows.show_header = False
+    for heading, prose in finding.parts().items():
+        rows.add_row(Text(heading, "yellow" if heading == "here" else "dim"), Text(prose))
+    screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
+    code = Syntax(entry.snippet.rstrip(), "python", word_wrap=True, background_color="default")
+    screen.print(Padding(code, (0, 2, 1, 4), expand=False))
+    screen.print(Padding(Text(f"source: {entry.source}", "dim"), (0, 2, 1, 2), expand=False))
+
+
+def _points(lines: tuple[str, ...]) -> Table:
+    rows = table("", "")
+    rows.show_header = False
+    for line in lines:
+        rows.add_row("-", Text(line))
+    return rows

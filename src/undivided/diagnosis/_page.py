@@ -1,0 +1,75 @@
+"""docs/troubleshooting.md, made from the table: ``python -m undivided.diagnosis > docs/troubleshooting.md``."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from undivided.diagnosis._entry import PRELUDE, Entry
+from undivided.diagnosis._report import HELPFUL
+from undivided.diagnosis.entries import AREAS, TABLE
+
+_REFERENCE = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)")
+_WIDTH = 110
+
+
+def page() -> str:
+    """The whole page."""
+    head = f"""
+        # Troubleshooting
+
+        {len(TABLE)} ways in which attention calls are known to fail: what it means, how to confirm it, what to do.
+        `undivided diagnose "the text"`, `python train.py 2>&1 | undivided diagnose` and `undivided.diagnose(exception)`
+        look them up and read the numbers in them. Each snippet runs after
+
+        """
+    parts = [textwrap.dedent(head).strip(), f"```python\n{PRELUDE}```", _contents()]
+    for area, entries in AREAS.items():
+        parts += [f"## {area}", *(_section(entry) for entry in entries)]
+    parts += ["## An error that is not here", "What would help somebody to find it:"]
+    parts.append("\n".join(_filled(line, "- ", "  ") for line in HELPFUL))
+    parts.append(
+        "*This page is made from the table: `python -m undivided.diagnosis > docs/troubleshooting.md`.*"
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _contents() -> str:
+    rows = [
+        f"- {area}: {', '.join(f'[{e.id}](#{e.id})' for e in entries)}" for area, entries in AREAS.items()
+    ]
+    return "\n".join(rows)
+
+
+def _section(entry: Entry) -> str:
+    prose = {"Cause": entry.cause, "Confirm": entry.confirm, "Repair": entry.repair}
+    return "\n\n".join(
+        [
+            f"### {entry.id}",
+            f"**{entry.title}.**",
+            f"```text\n{entry.example}\n```",
+            *(_filled(f"*{heading}.* {_escaped(words)}") for heading, words in prose.items()),
+            f"```python\n{entry.call}\n```",
+            f"Source: {_linked(entry.source)}",
+        ]
+    )
+
+
+def _escaped(prose: str) -> str:
+    """Markdown reads ``*`` and ``_`` before words as emphasis, ``[a, b]`` as a link, ``<`` as HTML."""
+    return re.sub(r"([*<\[\]]|(?<!\w)_)", r"\\\1", prose)
+
+
+def _linked(source: str) -> str:
+    return _REFERENCE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", source)
+
+
+def _filled(prose: str, first: str = "", rest: str = "") -> str:
+    return textwrap.fill(
+        prose,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

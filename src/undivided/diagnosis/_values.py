@@ -1,0 +1,195 @@
+"""What the numbers in an error say: versions, lengths, sizes, shapes, and the reasons that others logged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+_LENGTH = re.compile(
+    r"(?:max_seqlen(?:_q|_kv|_k)?|(?:encoder[_-])?seq(?:uence)?[_ -]?len(?:gths?)?(?:_q|_kv|_k)?)"
+    r"['\"]?\s*(?:[:=]|of|is)?\s*(\d{2,8})\b",
+    re.IGNORECASE,
+)
+_HEAD_SIZE = re.compile(
+    r"head[_ ]?(?:dim(?:ension)?|size)s?(?:_qk|_v)?['\"]?\s*(?:[:=]|of|is)?\s*(\d{1,4})\b", re.I
+)
+_RANKS = re.compile(r"(?:cp_size|context[_ -]parallel[_ -]size)['\"]?\s*[:=]?\s*(\d{1,4})\b", re.I)
+_SHAPE = re.compile(r"(?:torch\.Size\(|shape\s*[:=]?\s*)[\[(]+(\d+(?:, ?\d+){1,5})")
+_VERSIONS = {
+    "torch": r"\btorch[ '\":=v]{1,4}(\d+\.\d+[\w.+]*)",
+    "flash-attn": r"flash[-_]attn(?:_version)?[ '\":=v]{1,4}(\d+\.\d+[\w.]*)",
+    "TransformerEngine": r"transformer[_ -]?engine(?:_version)?[ '\":=v]{1,4}(\d+\.\d+[\w.+]*)",
+    "transformers": r"\btransformers[ '\":=v]{1,4}(\d+\.\d+[\w.]*)",
+    "xformers": r"\bxformers[ '\":=v]{1,4}(\d+\.\d+[\w.]*)",
+    "CUDA": r"\bcuda(?:_version)?[ '\":=v]{1,4}(\d{2}\.\d+)",
+}
+_CUDNN = re.compile(
+    r"cudnn(?:[_ ]version)?['\":= (v]{1,6}(?:(\d{1,2}\.\d+(?:\.\d+){0,2})|(8\d{3}|9\d{4,5})\b)", re.I
+)
+_CAPABILITY = re.compile(
+    r"(?:\bsm_?|compute[_ ]capability['\":= ]{0,4})\(?(\d{2,3}|\d{1,2}[.,] ?\d)\b", re.IGNORECASE
+)
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def observed(text: str) -> dict[str, str]:
+    """Everything in a text that a person who helps would ask for, by name."""
+    found: dict[str, Sequence[str]] = {
+        name: re.findall(pattern, text, re.IGNORECASE) for name, pattern in _VERSIONS.items()
+    }
+    found["cuDNN"] = [version] if (version := cudnn(text)) else []
+    found["compute capability"] = [_capability(word) for word in _CAPABILITY.findall(text)]
+    found["length"] = [str(n) for n in lengths(text)]
+    found["head size"] = _HEAD_SIZE.findall(text)
+    found["shape"] = [f"[{shape}]" for shape in _SHAPE.findall(text)]
+    return {name: ", ".join(dict.fromkeys(words)) for name, words in found.items() if words}
+
+
+def lengths(text: str) -> list[int]:
+    """Sequence lengths that the text names."""
+    return list(dict.fromkeys(int(n) for n in _LENGTH.findall(text)))
+
+
+def cudnn(text: str) -> str | None:
+    """The version of cuDNN that the text names: ``cuDNN 8.9.7``, ``cudnn_version: 8.9.7`` and ``(v90100 70)`` alike."""
+    match = _CUDNN.search(text)
+    if match is None or match[1]:
+        return match and match[1]
+    number, base = int(match[2]), 1000 if int(match[2]) < 10_000 else 10_000
+    return f"{number // base}.{number % base // 100}.{number % 100}"
+
+
+def _capability(word: str) -> str:
+    digits = re.findall(r"\d+", word)
+    return ".".join(digits) if len(digits) > 1 else f"{word[:-1]}.{word[-1]}"
+
+
+def alignment(match: re.Match[str], text: str) -> list[str]:
+    """Lengths against what cuDNN and context parallelism ask of them, and the reasons in the debug log."""
+    version, said = cudnn(text), []
+    old = version is not None and int(version.split(".")[0]) < 9
+    for length in lengths(text):
+        over = length % 64
+        if over and old:
+            said.append(
+                f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
+                f"cuDNN {version} refuses it, 9.0 and later take any length."
+            )
+        elif over and version is None:
+            said.append(
+                f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
+                "cuDNN before 9.0 refuses it."
+            )
+    return said + _per_rank(text) + debug_log(match, text)
+
+
+def ranks(match: re.Match[str], text: str) -> list[str]:
+    """Lengths against twice the number of ranks."""
+    return _per_rank(text)
+
+
+def _per_rank(text: str) -> list[str]:
+    sizes = [int(n) for n in _RANKS.findall(text) if int(n) > 1]
+    return [
+        f"Length {length} is not a multiple of 2 * {size} ranks = {2 * size}; the next is "
+        f"{math.ceil(length / (2 * size)) * 2 * size}."
+        for size in dict.fromkeys(sizes)
+        for length in lengths(text)
+        if length % (2 * size)
+    ]
+
+
+def debug_log(match: re.Match[str], text: str) -> list[str]:
+    """The reasons that TransformerEngine's debug log gives."""
+    reasons = re.findall(
+        r"(Disabling (?:Flash|Fused|Unfused)\w*(?: \d)?(?: backend)? .{3,160}?)(?= ?\[| ?Traceback|$|\. )",
+        text,
+    )
+    return [f"The log says: {reason.strip().rstrip('.')}." for reason in dict.fromkeys(reasons)][:8]
+
+
+def kernel_warnings(match: re.Match[str], text: str) -> list[str]:
+    """The reasons that PyTorch's warnings give."""
+    marks = (
+        r"(?:Both|All) fused kernels|Flash [Aa]ttention (?:does not|requires|has been)|Mem\w* [Ee]fficient \w+ "
+        r"(?:has been|does not)|For dense inputs?|Expected query, key and value to all be of dtype|"
+        r"Nested tensors for query|Flash attention only supports gpu"
+    )
+    reasons = re.findall(rf"((?:{marks}).*?)(?= ?\(Triggered|\.(?: |$)| Traceback|$)", text)
+    return [f"PyTorch says: {reason.strip().rstrip('.')}." for reason in dict.fromkeys(reasons)][:8]
+
+
+def operator_reasons(match: re.Match[str], text: str) -> list[str]:
+    """xFormers' reasons, operator by operator."""
+    found = re.findall(
+        r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text
+    )
+    return [f"{name}: {' '.join(why.split())[:150]}" for name, why in found][:8]
+
+
+def heads(match: re.Match[str], text: str) -> list[str]:
+    """Two numbers of heads, or what was taken for them."""
+    ours, theirs = int(match["a"]), int(match["b"])
+    if theirs > 1 and ours % theirs == 0:
+        return [f"{ours} and {theirs}: grouped-query attention, {ours // theirs} query heads to a key head."]
+    return [
+        f"{ours} and {theirs}: {theirs} does not divide {ours}, so this is not grouped-query attention. "
+        "Either the axes are in another order ([B, S, H, D] was passed) or the mask has three dimensions."
+    ]
+
+
+def mask_sizes(match: re.Match[str], text: str) -> list[str]:
+    """Which side of the scores the mask does not fit."""
+    axis = "queries" if match["dim"] == "2" else "keys"
+    return [f"The scores have {match['a']} {axis} and the mask {match['b']}."]
+
+
+def head_size(match: re.Match[str], text: str) -> list[str]:
+    """Head sizes against flash-attn's limits."""
+    said = []
+    for size in dict.fromkeys(int(n) for n in _HEAD_SIZE.findall(text)):
+        if size > 256:
+            said.append(f"Head size {size} is over flash-attn's 256.")
+        if size % 8:
+            said.append(
+                f"Head size {size} is {size % 8} over a multiple of 8 (the next is {size + 8 - size % 8})."
+            )
+    return said
+
+
+def allocation(match: re.Match[str], text: str) -> list[str]:
+    """How long a sequence has scores of that size."""
+    if match["size"] is None:
+        return []
+    count = float(match["size"]) * _UNITS[match["unit"][0].lower()] / 4
+    longest = math.isqrt(int(count / 32))
+    return [
+        f"{match['size']} {match['unit']} holds float32 scores of 32 heads up to length {longest:,} "
+        "(4 * heads * Sq * Sk bytes a sequence)."
+    ]
+
+
+def ours_hint(match: re.Match[str], text: str) -> list[str]:
+    """The HINT and the message of one of our own errors."""
+    found = re.search(
+        r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text
+    )
+    if found is None:
+        return []
+    return [f"It says: {found[1]}."] + ([f"Its HINT: {found[2]}."] if found[2] else [])
+
+
+def symbol(match: re.Match[str], text: str) -> list[str]:
+    """What the missing symbol gives away."""
+    name = match["symbol"]
+    if "__cxx11" in name:
+        return [
+            "The symbol has __cxx11 in it: the wheel and PyTorch were built with different C++ ABIs. "
+            "Take the wheel whose name says cxx11abi as torch.compiled_with_cxx11_abi() does."
+        ]
+    if "SetDevice" in name:
+        return [
+            "The symbol is c10::cuda::SetDevice, whose type changed in PyTorch 2.3: built for another version."
+        ]
+    return []

@@ -1,0 +1,259 @@
+"""Errors of torch.nn.functional.scaled_dot_product_attention about its arguments."""
+
+from __future__ import annotations
+
+from undivided.diagnosis import _values
+from undivided.diagnosis._entry import ATTENTION, WORDS, Entry
+
+ENTRIES = (
+    Entry(
+        id="sdpa-no-kernel",
+        title="Every kernel that sdpa_kernel(...) left allowed refused the inputs",
+        patterns=(r"No available kernel\. ?Aborting execution",),
+        example="RuntimeError: No available kernel. Aborting execution.",
+        cause="""Only some kernels were allowed (sdpa_kernel(...), torch.backends.cuda.enable_*_sdp), usually not the
+            math one, and each of them refuses something: a mask, dropout, float32, the head size, the GPU. The reasons
+            are warnings, printed before the error.""",
+        confirm="""Read the warnings "... kernel not used because:" above the error, or run the same call with no
+            sdpa_kernel: if that works, the restriction is the cause.""",
+        repair="""Allow one more kernel (sdpa_kernel([FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH])), or remove what the
+            warning names: pass is_causal instead of a mask, cast to bfloat16, set dropout_p to 0.""",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # an order, not a trap: math runs what flash cannot
+            with undivided.use_backends("flash", "math"):
+                out = undivided.attention(
+                    q, k, v, layout="bhsd", mask=masks.causal(), dropout_p=0.1
+                )
+            print(
+                undivided.explain(
+                    q, k, v, layout="bhsd", mask=masks.causal(), dropout_p=0.1
+                )
+            )
+            """,
+        source="facebookresearch/sam2#57, lucidrains/x-transformers#143, pytorch/torchtitan#2065",
+        reads=_values.kernel_warnings,
+    ),
+    Entry(
+        id="sdpa-no-viable-backend",
+        title="No kernel of scaled_dot_product_attention is allowed at all on this device",
+        patterns=(r"No viable backend for scaled_dot_product_attention was found",),
+        example="""RuntimeError: No viable backend for scaled_dot_product_attention was found. This is likely due to
+            turning off both the math kernel and the fused kernels.""",
+        cause="""The kernels allowed by sdpa_kernel(...) or the enable_*_sdp switches do not exist on this device:
+            efficient and cuDNN attention are for GPUs only. With nested tensors it also means that all refused.""",
+        confirm="""Print torch.backends.cuda.flash_sdp_enabled(), mem_efficient_sdp_enabled(), math_sdp_enabled(), and
+            look for sdpa_kernel around the call. The switches say what is wanted, not what is available.""",
+        repair="Allow MATH too, or choose the list of kernels by q.device.type.",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # picks what the device has
+            out = undivided.attention(q, k, v, layout="bhsd")
+            """,
+        source="intel/torch-xpu-ops#2426, pytorch/pytorch aten/src/ATen/native/transformers/attention.cpp",
+        reads=_values.kernel_warnings,
+    ),
+    Entry(
+        id="sdpa-head-count",
+        title="Query and key have different numbers of heads (grouped-query attention not asked for)",
+        patterns=(
+            r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) "
+            r"at non-singleton dimension 1\b",
+        ),
+        example="""RuntimeError: The size of tensor a (8) must match the size of tensor b (2) at non-singleton
+            dimension 1""",
+        cause="""scaled_dot_product_attention repeats no heads unless enable_gqa=True; the matrix product then fails
+            with a broadcasting message that names neither heads nor arguments. The same text comes from tensors in
+            [B, S, H, D] order and from a mask of three dimensions.""",
+        confirm="Print q.shape, k.shape, v.shape and mask.shape: axis 1 is the head axis of [B, H, S, D].",
+        repair="""Pass enable_gqa=True (PyTorch 2.5 and later) where the key heads divide the query heads; transpose
+            [B, S, H, D] tensors; give a 3-D mask its head axis with mask[:, None].""",
+        call="""
+            q = torch.randn(2, 8, 16, 64)
+            k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
+            # 8 query heads, 2 key heads: never expanded
+            out = undivided.attention(q, k, v, layout="bhsd")
+            """,
+        source="pytorch/pytorch#139769, ModelTC/LightX2V#1472",
+        near=ATTENTION,
+        reads=_values.heads,
+    ),
+    Entry(
+        id="sdpa-mask-shape",
+        title="The mask does not fit the scores [B, H, Sq, Sk]",
+        patterns=(
+            r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) "
+            r"at non-singleton dimension (?P<dim>[23])\b",
+        ),
+        example="""RuntimeError: The size of tensor a (4) must match the size of tensor b (7) at non-singleton
+            dimension 3""",
+        cause="""The mask is added to scores of shape [B, H, Sq, Sk] by broadcasting. A padding mask [B, Sk] lines up
+            with the wrong axes, and with a cache Sk is longer than Sq.""",
+        confirm="Compare mask.shape with (B, H, q.shape[-2], k.shape[-2]).",
+        repair="""Give a padding mask its axes, mask[:, None, None, :], and build a causal mask for the cached
+            length, not for the new tokens.""",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # lengths, no mask tensor
+            out = undivided.attention(
+                q, k, v, layout="bhsd", mask=masks.lengths([9, 16])
+            )
+            """,
+        source="pytorch/pytorch documentation of scaled_dot_product_attention",
+        near=ATTENTION,
+        reads=_values.mask_sizes,
+    ),
+    Entry(
+        id="sdpa-mask-and-causal",
+        title="attn_mask and is_causal were both given",
+        patterns=(r"Explicit attn_mask should not be set when is_causal=True",),
+        example="""RuntimeError: _scaled_dot_product_attention: Explicit attn_mask should not be set when
+            is_causal=True""",
+        cause="""PyTorch documents the two as exclusive, but checks it only in some kernels: the CPU flash kernel
+            intersects them silently, the math kernel raises. So it appears when the device or dtype changes.""",
+        confirm="Both arguments are in the call; it works with either left out.",
+        repair="Pass one mask that is both, is_causal=False.",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            out = undivided.attention(
+                q,
+                k,
+                v,
+                layout="bhsd",
+                mask=masks.causal() & masks.lengths([9, 16], [9, 16]),
+            )
+            """,
+        source="jingyaogong/minimind#382, nari-labs/dia#170",
+    ),
+    Entry(
+        id="sdpa-mask-dtype",
+        title="The mask is neither boolean nor of the query's dtype",
+        patterns=(
+            r"Expected attn_mask dtype to be bool or (?:float or )?to match query dtype, but got "
+            r"attn_mask\.dtype: (?P<a>[\w: ]+?) and query\.dtype: (?P<b>[\w: ]+?) instead",
+            r"Expected attn_mask dtype to be bool or (?:float or )?to match query dtype",
+        ),
+        example="""RuntimeError: Expected attn_mask dtype to be bool or float or to match query dtype, but got
+            attn_mask.dtype: long int and  query.dtype: float instead.""",
+        cause="""An integer mask (a tokenizer's attention_mask is int64), or a float mask that stayed float64 or
+            float32 while the model runs in half precision.""",
+        confirm="Print mask.dtype and q.dtype.",
+        repair="""mask.bool() for 0/1 masks, where True must mean attend (nn.MultiheadAttention's key_padding_mask
+            means the opposite); mask.to(q.dtype) for masks that are added.""",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # a tokenizer's
+            attention_mask = torch.tensor([[1] * 9 + [0] * 7, [1] * 16])
+            out = undivided.attention(
+                q, k, v, layout="bhsd", mask=masks.lengths(attention_mask.sum(1))
+            )
+            """,
+        source="mahmoodlab/TITAN#11",
+        reads=lambda match, text: (
+            [f"The mask is {match['a']}, the query {match['b']}."] if match.re.groups else []
+        ),
+    ),
+    Entry(
+        id="sdpa-dtypes",
+        title="Query, key and value have different dtypes",
+        patterns=(
+            r"Expected query, key, and value to have the same dtype, but got query\.dtype: (?P<q>[\w: ]+?),? "
+            r"key\.dtype: (?P<k>[\w: ]+?),? and value\.dtype: (?P<v>[\w: ]+?) instead",
+            r"Expected query, key, and value to have the same dtype",
+        ),
+        example="""RuntimeError: Expected query, key, and value to have the same dtype, but got query.dtype: float
+            key.dtype: c10::BFloat16 and value.dtype: float instead.""",
+        cause="""Something between the projections and the attention computed in float32: rotary embeddings, a norm
+            over q and k, or a cache that was allocated in another dtype.""",
+        confirm="Print q.dtype, k.dtype, v.dtype just before the call.",
+        repair="Cast back after the rotary embedding (q.to(v.dtype)), allocate the cache in the model's dtype.",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # casts all three, as SDPA does
+            with torch.autocast("cpu", torch.bfloat16):
+                out = undivided.attention(q, k.bfloat16(), v, layout="bhsd")
+            """,
+        source="nari-labs/dia#158, pytorch/pytorch#119162",
+        reads=lambda match, text: (
+            [f"query {match['q']}, key {match['k']}, value {match['v']}."] if match.re.groups else []
+        ),
+    ),
+    Entry(
+        id="sdpa-devices",
+        title="Query, key and value are on different devices",
+        patterns=(r"Expected query, key, and value to have the same device type",),
+        example="""RuntimeError: Expected query, key, and value to have the same device type, but got query.device:
+            cuda:0 key.device: cpu and value.device: cpu instead.""",
+        cause="A cache, a mask or part of the model stayed on the CPU (or on meta, where weights were not loaded).",
+        confirm="Print q.device, k.device, v.device.",
+        repair="Move what is behind: cache and buffers with model.to(device); load the weights of meta tensors.",
+        call="""
+            q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
+            out = undivided.attention(
+                q, k.to(q.device), v.to(q.device), layout="bshd"
+            )
+            """,
+        source="pytorch/pytorch aten/src/ATen/native/transformers/attention.cpp",
+    ),
+    Entry(
+        id="sdpa-gqa-divide",
+        title="enable_gqa=True, but the key heads do not divide the query heads",
+        patterns=(r"Number of heads in key and value must divide the number of heads in",),
+        example="RuntimeError: Number of heads in key and value must divide the number of heads in query",
+        cause="""Groups must be equal. Mostly the tensors are in [B, S, H, D] order, so that lengths are read as
+            heads, or tensor parallelism split the query heads and not the key heads.""",
+        confirm="Print q.shape and k.shape; axis 1 is the head axis.",
+        repair="Transpose to [B, H, S, D], or repeat or shard the key heads so that they divide.",
+        call="""
+            q, k, v = (torch.randn(2, 16, h, 64) for h in (12, 4, 4))
+            # the layout is said, lengths are not read as heads
+            out = undivided.attention(q, k, v, layout="bshd")
+            """,
+        source="pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils.h",
+    ),
+    Entry(
+        id="sdpa-head-size",
+        title="Query and key have different head sizes",
+        patterns=(
+            r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<a>\d+, ?\d+)\] "
+            r"but got: \[(?P<b>\d+, ?\d+)\]",
+        ),
+        example="RuntimeError: Expected size for first two dimensions of batch2 tensor to be: [8, 16] but got: [8, 32].",
+        cause="""q @ k^T needs one head size for both. Often q or k was reshaped with the other's number of heads, or
+            the key still has its rotary half.""",
+        confirm="Print q.shape[-1] and k.shape[-1]; v may differ, k may not.",
+        repair="Reshape with hidden // heads of that tensor: k.view(B, S, kv_heads, head_dim).",
+        call="""
+            # d_qk and d_v may differ
+            q, k, v = (torch.randn(2, 16, 8, d) for d in (192, 192, 128))
+            out = undivided.attention(q, k, v, layout="bshd")
+            """,
+        source="pytorch/pytorch documentation of scaled_dot_product_attention",
+        near=ATTENTION,
+    ),
+    Entry(
+        id="sdpa-fused-refused",
+        title="PyTorch says why a fused kernel was not used; it falls back to the O(S^2) one",
+        patterns=(
+            r"(?:Flash attention|Memory efficient|cuDNN(?: attention)?) kernel not used because",
+            r"Flash Attention does not support non-null attn_mask",
+            r"(?:Both|All) fused kernels (?:do not|requires?|of cpp)",
+            r"Flash attention requires q,k,v to have the same last dimension",
+        ),
+        example="""UserWarning: Flash Attention does not support non-null attn_mask. (Triggered internally at
+            aten/src/ATen/native/transformers/sdp_utils_cpp.h:262.)""",
+        cause="""These warnings come with sdpa_kernel(...) alone. Without it the fall to the math kernel, which
+            stores the whole score matrix, is silent.""",
+        confirm="torch._fused_sdp_choice(q, k, v, ...) returns 0 where the math kernel would run.",
+        repair="""Remove what is named: is_causal=True instead of a causal mask, no padding mask (pack instead),
+            half precision, four dimensions, a last stride of 1, dropout 0, equal head sizes.""",
+        call="""
+            q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+            # reasons before running
+            print(undivided.explain(q, k, v, layout="bhsd", mask=masks.window(4, 0)))
+            """,
+        source="Dao-AILab/flash-attention#1321, lucidrains/x-transformers#143",
+        weight=WORDS,
+        reads=_values.kernel_warnings,
+    ),
+)
