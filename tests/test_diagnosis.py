@@ -282,6 +282,7 @@ class TestValues:
         [
             (FIELD["te-cp-only"] + "\nseq_length=16534 cudnn 8.9.7", "Length 16534 is 22 over a multiple of 64 (the next"),
             (FIELD["te-cp-only"] + "\nseq_length=16534 cudnn 8.9.7", "cuDNN 8.9.7 refuses it"),
+            (FIELD["te-cp-only"] + "\nseq_length=16544 cudnn 8.9.7", "16544 is 32 over a multiple of 64 (the next is 16576)"),
             (FIELD["te-no-backend"], "The log says: Disabling FusedAttention as no backend supports"),
             (FIELD["sdpa-no-kernel"], "PyTorch says: Flash Attention does not support non-null attn_mask."),
             (FIELD["cudnn-execution-failed"], "a library problem"),
