@@ -285,7 +285,9 @@ def test_dropout_follows_torchs_generator_and_is_always_applied() -> None:
 @pytest.mark.parametrize("mask_dtype", [None, SINGLE, HALF, BFLOAT], ids=str)
 def test_autocast_casts_as_pytorch_does(mask_dtype: torch.dtype | None) -> None:
     q, k, v = qkv(grad=True)
-    mask = None if mask_dtype is None else 100 * torch.randn(3, 5).to(mask_dtype)
+    mask = (
+        None if mask_dtype is None else (1000 + 3 * torch.randn(3, 5)).to(mask_dtype)
+    )  # bfloat16 has steps of 4
     with torch.autocast("cpu", dtype=BFLOAT):
         mine, theirs = ours(q, k.to(BFLOAT), v, mask), math(q, k.to(BFLOAT), v, mask)
     assert mine.dtype == theirs.dtype == BFLOAT
