@@ -437,9 +437,18 @@ def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
 @pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
 def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
     """A GPU's lengths are not read: wrong ones must not lead a kernel out of its memory."""
-    ranges = mask.intervals(2, 4)
+    ranges = mask.normal_form(
+        1, 1, 2, 4, CPU
+    ).ranges  # what attention uses; unlike intervals() it checks nothing again
     assert int(ranges.min()) >= 0
     assert int(ranges.max()) == 4
+
+
+@pytest.mark.parametrize("ask", ["intervals", "to_dense", "draw"])
+def test_asking_a_mask_itself_checks_the_sizes_too(ask: str) -> None:
+    sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
+    with pytest.raises(InputError, match="at most 4"):
+        getattr(lengths([9]), ask)(*sizes)
 
 
 def test_inference_tensors_have_no_version_and_are_never_remembered() -> None:

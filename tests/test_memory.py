@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import undivided
-from undivided import _intervals, masks
+from undivided import masks
 from undivided.backends import reference
+from undivided.masks import _intervals
 
 GIB = 1 << 30
 MIB = 1 << 20

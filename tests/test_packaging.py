@@ -90,15 +90,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"undivided.kernels"}, {"errors"}),  # arithmetic only
     "problem": (
         {
-            "undivided._intervals",
             "undivided._layout",
             "undivided._machine",
-            "undivided._mask",
-            "undivided._mask_alignment",
-            "undivided._mask_drawing",
-            "undivided._mask_geometry",
-            "undivided._mask_parts",
-            "undivided._mask_ranges",
             "undivided._problem",
             "undivided._result",
             "undivided._validation",

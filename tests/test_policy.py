@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,18 +307,11 @@ def test_an_unknown_backend_argument_lists_the_known_ones() -> None:
 
 
 @pytest.fixture
-def logged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[pytest.CaptureFixture[str]]:
-    """Standard error, with a fresh logger and empty decision caches."""
-    logger = logging.getLogger("undivided")
-    kept = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers[:] = []
+def logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """Standard error, with empty decision caches."""
     monkeypatch.setattr(selection, "_decisions", {})
     monkeypatch.setattr(selection, "_by_class", {})
-    yield capsys
-    logger.handlers[:], logger.propagate = kept[0], kept[2]
-    logger.setLevel(kept[1])
+    return capsys
 
 
 def run(**arguments: object) -> None:

@@ -133,6 +133,8 @@ def environment() -> Environment:
 
 def policy(backend: str | None = None, deterministic: bool | None = None, switches: str = "") -> Policy:
     """The policy of this call; `switches` are PyTorch's own (`_sdp_switches`) where the call is under them."""
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise InputError("deterministic", "be True, False or None", repr(deterministic))
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
     key = (backend, deterministic, _current_switch(), environment(), switches)
@@ -156,8 +158,6 @@ def _read_policy(
 ) -> Policy:
     if backend is not None:
         _known((backend,))
-    if not any(deterministic is known for known in (None, True, False)):
-        raise InputError("deterministic", "be True, False or None", repr(deterministic))
     disabled = [(name, "use_backends.disable") for name in switch.disabled]
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if os.environ.get(f"NVTE_{variable}_ATTN", "1") == "0":

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from undivided import _layout, masks
-from undivided._intervals import NormalForm
 from undivided._layout import Layout
 from undivided._validation import (
     check_bias,
@@ -37,6 +36,7 @@ from undivided._validation import (
 )
 from undivided.errors import InputError
 from undivided.masks import Mask, Structure
+from undivided.masks._intervals import NormalForm
 
 
 class Problem(NamedTuple):
@@ -110,6 +110,7 @@ FEATURES: dict[str, str] = {
     "lse": "the log-sum-exp returned",
     "lse_grad": "the gradient through the log-sum-exp",
     "paged": "paged keys and values",
+    "flipped": "a scale of 0 or below",
     "strided": "a last axis whose stride is not 1",
 }
 """Every feature a problem may need, in words."""
@@ -224,8 +225,24 @@ def normalise(
         if torch.is_grad_enabled():
             inputs = (q, k, v, bias, sinks, alibi_slopes)
             needs = tuple([getattr(tensor, "requires_grad", False) for tensor in inputs])
+    if scale is not None:
+        scale = checked_scale(scale)
+    flipped = scale is not None and scale <= 0
     request = _Request(
-        q, k, v, bias, sinks, alibi_slopes, pages, layout, softcap, dropout_p, return_lse, device, needs
+        q,
+        k,
+        v,
+        bias,
+        sinks,
+        alibi_slopes,
+        pages,
+        layout,
+        softcap,
+        dropout_p,
+        return_lse,
+        device,
+        flipped,
+        needs,
     )
     key = _signature(request)
     known = _problems.get(key)
@@ -242,9 +259,9 @@ def normalise(
             check_page_numbers(mask, pages, k.shape[0], known.page_size or 1)
     if bias is not None:
         bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
-    if dropout_p:
+    if dropout_p or dropout_seed is not None:
         dropout_seed = checked_seed(dropout_seed, q.device)
-    scale = known.qk_dim**-0.5 if scale is None else checked_scale(scale)
+    scale = known.qk_dim**-0.5 if scale is None else scale
     softcap = None if softcap is None else float(softcap)
     operands = Operands(
         q, k, v, layout, mask or masks.FULL, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages,
@@ -273,16 +290,20 @@ class _Request(NamedTuple):
     dropout_p: float
     return_lse: bool
     device: str | None
+    flipped: bool
+    """A scale of 0 or below: kernels that scale after they have masked with -inf get it wrong."""
     needs: tuple[bool, ...]
 
 
 def _signature(request: _Request) -> object:
     """Everything that `_build` looks at, so that a repeated call is a dictionary look-up."""
-    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, needs = request
+    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs = (
+        request
+    )
     try:
         key: tuple[object, ...] = (
             layout, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.stride(), k.stride(), v.stride(), return_lse, device, needs,
+            q.stride(), k.stride(), v.stride(), return_lse, device, flipped, needs,
         )  # fmt: skip
         extras = (bias, sinks, slopes, pages)
         if softcap is None and dropout_p == 0 and not any(t is not None for t in extras):
@@ -303,7 +324,7 @@ def _check_tensors(request: _Request) -> None:
 
 
 def _build(request: _Request) -> Problem:
-    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, needs = request
+    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, _, needs = request
     _check_tensors(request)
     check_scalars(softcap, dropout_p, return_lse)
     check_ranks(q, k, v, layout, pages)
@@ -341,6 +362,7 @@ def _features(request: _Request, grouped: bool) -> frozenset[str]:
         "lse": request.return_lse,
         "lse_grad": request.return_lse and any(needs),
         "paged": request.pages is not None,
+        "flipped": request.flipped,
         "strided": not all(t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0 for t in (q, k, v)),
     }
     return frozenset(name for name, needed in present.items() if needed)

@@ -5,7 +5,6 @@ The outcome is a `Decision`. The error, the log, ``explain()`` and the command l
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from undivided._problem import Problem
 from undivided.backends import all_backends, is_called
 from undivided.backends._base import Backend
 from undivided.errors import NoBackendError
-
-_logger = logging.getLogger("undivided")
 
 
 @dataclass(frozen=True)
@@ -203,13 +200,9 @@ def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Po
 
 
 def _log(decision: Decision, policy: Policy) -> None:
-    """Print a new Decision where UNDIVIDED_LOG asks for it: one line for "info", the table for "debug"."""
+    """Print a new Decision on standard error where UNDIVIDED_LOG asks: one line for "info", the table for "debug"."""
     if not policy.log:
         return
-    if not _logger.handlers:
-        _logger.addHandler(logging.StreamHandler(sys.stderr))
-        _logger.setLevel(logging.INFO)
-        _logger.propagate = False
     chosen = decision.chosen.name if decision.chosen else "no backend"
     text = str(decision) if policy.log == "debug" else f"{chosen} for {decision.problem}"
-    _logger.info("undivided: %s", text)
+    print(f"undivided: {text}", file=sys.stderr)

@@ -141,8 +141,9 @@ def explain(
 
     >>> import torch, undivided
     >>> q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta")
-    >>> old = undivided.Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7")
-    >>> undivided.explain(q, q, q, layout="bshd", machine=old).reasons["cudnn"][-1]
+    >>> a100 = undivided.Machine(
+    ...     device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"cudnn_frontend": "1.14.0"})
+    >>> undivided.explain(q, q, q, layout="bshd", machine=a100).reasons["cudnn"][0]
     'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
     """
     if machine is not None and not isinstance(machine, Machine):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._intervals import NormalForm
+from undivided.masks._intervals import NormalForm
 
 
 @dataclass(frozen=True)

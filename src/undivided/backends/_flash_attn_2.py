@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._mask_parts import Lengths
 from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import Gradients
+from undivided.masks._parts import Lengths
 
 
 def _package() -> Any:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from undivided import _layout
 from undivided._machine import Machine, Version
-from undivided._mask_parts import Documents
 from undivided._problem import Operands, Problem
 from undivided.masks import NormalForm
+from undivided.masks._parts import Documents
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from undivided import _layout
 from undivided._machine import Machine
-from undivided._mask_parts import Lengths
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided.backends import _cudnn_rules, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.masks._parts import Lengths
 
 # Graphs are compiled for sizes. Those that change from step to step when documents are packed are rounded up, so that
 # the graphs repeat: the longest document to 128 (a tile), the total of tokens to 1024 (a workspace size only).

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._intervals import DensePairs, IdPairs, PredicatePairs, RangePairs
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.masks import NormalForm
+from undivided.masks._intervals import DensePairs, IdPairs, PredicatePairs, RangePairs
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8
@@ -175,7 +175,9 @@ def _compiled() -> Callable[..., Any]:
     compiled: Any = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
     def call(*tensors: Tensor, **settings: Any) -> Any:
-        limits = torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES)
+        limits = torch._dynamo.config.patch(
+            recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES
+        )
         with limits, warnings.catch_warnings():
             # Inductor's own imports use torch.jit (2.13); under `python -W error` that would end the compilation
             warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)

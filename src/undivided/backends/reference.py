@@ -1,6 +1,6 @@
 """The reference: attention in readable PyTorch. It is the specification; every other backend matches it or refuses.
 
-`attend` is the whole of the semantics for one block of query rows, as plain differentiable tensor operations. Forward,
+`scores` and `attend` are the whole of the semantics for one block of query rows, as plain differentiable operations. Forward,
 backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to, so that
 memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by block.
 
@@ -10,12 +10,12 @@ Legend: B batch, H query heads, N key/value heads, R query rows of the block, K 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._intervals import NormalForm
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
@@ -23,6 +23,7 @@ from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ALL_MASKS, Backend, Gradients, Limits
 from undivided.backends._block import Block, distance, hide, row_slopes
 from undivided.kernels import philox
+from undivided.masks._intervals import NormalForm
 
 SCORES_PER_BLOCK = 1 << 22
 """Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level cache."""
@@ -34,20 +35,27 @@ MOST_ROWS = 256
 """Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
 
 
-def attend(
-    block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """(out [B, H, R, Dv], lse [B, H, R]) of one block; tensors as `_slices` gives them. The specification.
+class Scores(NamedTuple):
+    """One block before its softmax.
 
-    ``softmax(mask(softcap(scale * q . k) - slope * |i + d - j| + bias)) @ v`` with sinks in the denominator and dropout on
-    the weights. Rows without an allowed key give 0 and -inf, whatever their (unspecified) contents.
+    score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have.
     """
-    q, k, v, bias, sinks, slopes = tensors
+
+    score: Tensor
+    v: Tensor
+    some_row: Tensor | None
+
+
+def scores(block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]) -> Scores:
+    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; tensors as `_slices` gives them."""
+    q, k, v, bias, _, slopes = tensors
     assert q is not None and k is not None and v is not None
+    some_row = None
     allowed = _allowed(block, problem, operands, bias)
     if allowed is not None:
         q, k, v, some_row = hide(allowed, q, k, v)
-    score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale  # [B, H, R, K]
+    score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale
     if operands.softcap is not None:
         score = operands.softcap * torch.tanh(score / operands.softcap)
     if slopes is not None:
@@ -56,7 +64,20 @@ def attend(
         score = score + bias
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
+    return Scores(score, v, some_row)
+
+
+def attend(
+    block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, the specification.
+
+    ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0 and
+    -inf, whatever their (unspecified) contents.
+    """
+    score, v, some_row = scores(block, problem, operands, tensors)
     lse, weights = _softmax(score)
+    sinks = tensors[4]
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
     if operands.dropout_p > 0:
@@ -64,7 +85,13 @@ def attend(
         weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(operands.dropout_p)
     out = _grouped_matmul(weights, v)
     # a row without a key is 0 already: selected once more, so that whatever gradient comes back for it ends here
-    return out if allowed is None else torch.where(some_row, out, 0.0), lse
+    return out if some_row is None else torch.where(some_row, out, 0.0), lse
+
+
+def score_blocks(problem: Problem, operands: Operands) -> Iterator[tuple[Block, Tensor]]:
+    """The masked scores, a block at a time: for what looks at scores and not at outputs."""
+    for block in _blocks(problem, operands):
+        yield block, scores(block, problem, operands, _slices(block, problem, operands)).score
 
 
 def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:

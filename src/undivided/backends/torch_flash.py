@@ -57,7 +57,7 @@ class TorchFlash(Backend):
         dtypes=frozenset(DTYPES),
         masks=ALL_MASKS,
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=frozenset({"backward", "bias", "alibi", "gqa", "lse"}),
+        features=frozenset({"backward", "bias", "alibi", "gqa", "lse", "flipped"}),
         notes={
             "dropout": "PyTorch's CPU kernel has none",
             "lse_grad": "its backward has no term for it",
@@ -167,7 +167,9 @@ def _one_call(problem: Problem, operands: Operands) -> bool | None:
     if not kinds:
         return False
     # the kernel scales after it has masked with -inf, and -inf times a scale below 0 is +inf
-    exact = kinds == {"causal"} and problem.align in ("both", "top_left") and operands.scale > 0
+    exact = (
+        kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
+    )
     return True if exact else None
 
 
@@ -186,7 +188,7 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
         square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
         if not biased and not rest:
             yield Call(whole, causal=False, masked=False)
-        elif not biased and rest == {"causal"} and square and operands.scale > 0:
+        elif not biased and rest == {"causal"} and square and "flipped" not in problem.features:
             yield Call(whole, causal=True, masked=False)
         else:
             normal = operands.normal_form(problem)

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from undivided._mask_drawing import density
 from undivided._selection import Decision
 from undivided.masks import NormalForm
+from undivided.masks._drawing import density
 
 SHADES = " ░▒▓█"
 """From no allowed pair under a character to all of them."""

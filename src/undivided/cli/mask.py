@@ -9,12 +9,12 @@ import typer
 from rich.text import Text
 
 from undivided import masks
-from undivided._mask_drawing import LARGEST_PICTURE, natural_sizes
 from undivided.cli import _charts
 from undivided.cli._flags import flags
 from undivided.cli._options import MaskFlags
 from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
+from undivided.masks._drawing import LARGEST_PICTURE, natural_sizes
 
 SIZED = frozenset({"lengths", "documents", "document_ids"})
 """Parts that say how long the sequences are."""

@@ -14,10 +14,8 @@ from torch import Tensor
 from undivided import _problem
 from undivided._autograd import autocast
 from undivided._layout import Layout
-from undivided._problem import Operands, Problem
 from undivided._result import lse_dtype
 from undivided.backends import reference
-from undivided.backends._block import Block, distance, hide
 from undivided.masks import Mask
 
 _library = torch.library.Library("undivided", "FRAGMENT")
@@ -56,29 +54,11 @@ def max_logit(
         largest = q.new_full((problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
         if q.is_meta:
             return largest
-        for block in reference._blocks(problem, operands):
-            score = _scores(block, problem, operands)
+        for block, score in reference.score_blocks(problem, operands):
             if score.shape[-1]:
                 of_heads = largest[block.heads]
                 torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)
         return largest
-
-
-def _scores(block: Block, problem: Problem, operands: Operands) -> Tensor:
-    """The masked scores of a block, [B, H, R, K], as `reference.attend` has them before its softmax."""
-    q, k, v, bias, _, slopes = reference._slices(block, problem, operands)
-    assert q is not None and k is not None and v is not None
-    allowed = reference._allowed(block, problem, operands, bias)
-    if allowed is not None:
-        q, k, v, _ = hide(allowed, q, k, v)
-    score = reference._grouped_matmul(q, k.transpose(-1, -2)) * operands.scale
-    if operands.softcap is not None:
-        score = operands.softcap * torch.tanh(score / operands.softcap)
-    if slopes is not None:
-        score = score - slopes * distance(block, operands.normal_form(problem)).to(score.dtype)
-    if bias is not None:
-        score = score + bias
-    return score if allowed is None else score.masked_fill(~allowed, -torch.inf)
 
 
 @torch.library.impl(_library, "max_logit", "CompositeExplicitAutograd")

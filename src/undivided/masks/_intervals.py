@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from undivided._mask_geometry import Geometry
-from undivided._mask_parts import PredicateFunction
 from undivided.errors import InputError
+from undivided.masks._geometry import Geometry
+from undivided.masks._parts import PredicateFunction
 
 Index = slice | Tensor
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._intervals import (
+from undivided.masks._geometry import Geometry, own
+from undivided.masks._intervals import (
     DensePairs,
     Extra,
     IdPairs,
@@ -22,8 +23,7 @@ from undivided._intervals import (
     row_blocks,
     tidy,
 )
-from undivided._mask_geometry import Geometry, own
-from undivided._mask_parts import (
+from undivided.masks._parts import (
     Chunk,
     Dense,
     DocumentIds,

@@ -33,11 +33,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._intervals import NormalForm
-from undivided._mask import Mask, Structure
-from undivided._mask_alignment import Align
-from undivided._mask_drawing import describe_structure as describe
-from undivided._mask_parts import (
+from undivided.errors import InputError
+from undivided.masks._alignment import Align
+from undivided.masks._drawing import describe_structure as describe
+from undivided.masks._intervals import NormalForm
+from undivided.masks._mask import Mask, Structure
+from undivided.masks._parts import (
     INT32_MAX,
     Chunk,
     Dense,
@@ -53,7 +54,6 @@ from undivided._mask_parts import (
     check_int_dtype,
     register_predicate,
 )
-from undivided.errors import InputError
 
 __all__ = [
     "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",

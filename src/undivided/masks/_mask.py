@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from undivided import _mask_drawing, _mask_ranges
-from undivided._intervals import NormalForm
-from undivided._mask_alignment import Align, resolve
-from undivided._mask_parts import (
+from undivided.errors import InputError
+from undivided.masks import _drawing, _ranges
+from undivided.masks._alignment import Align, resolve
+from undivided.masks._intervals import NormalForm
+from undivided.masks._parts import (
     Call,
     Chunk,
     Dense,
@@ -37,7 +38,6 @@ from undivided._mask_parts import (
     readable,
     versions,
 )
-from undivided.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -269,7 +269,7 @@ class Mask(Remembers):
         def build() -> NormalForm:
             # A form that is made while serving may be saved by autograd later.
             with torch.inference_mode(False), torch.no_grad():
-                return _mask_ranges.build(self.parts, self.band, bottom_right, sizes, device)
+                return _ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not torch.compiler.is_compiling():
@@ -288,13 +288,13 @@ class Mask(Remembers):
         [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 1, 2, 4]]]
         """
         heads = max([1, *(part.tensor.shape[1] for part in self.parts if isinstance(part, Dense))])
-        return self.normal_form(batch, heads, q_len, kv_len, device).ranges
+        return self._checked_form(batch, heads, q_len, kv_len, device).ranges
 
     def to_dense(
         self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Every pair, bool ``[batch, heads, q_len, kv_len]``, as an expanded view: for tests and eyes."""
-        form = self.normal_form(batch, heads, q_len, kv_len, device)
+        form = self._checked_form(batch, heads, q_len, kv_len, device)
         everything = slice(None)
         return form.allowed(everything, everything, everything, everything).expand(
             batch, heads, q_len, kv_len
@@ -333,16 +333,16 @@ class Mask(Remembers):
         return Mask(None if align == "None" else align, left, right, tuple(parts))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        return _mask_drawing.describe(self)
+        return _drawing.describe(self)
 
     def __str__(self) -> str:
-        sizes = _mask_drawing.natural_sizes(self) if readable(*self.tensors) else None
-        if sizes is None or max(sizes[2:]) > _mask_drawing.LARGEST_PICTURE:
+        sizes = _drawing.natural_sizes(self) if readable(*self.tensors) else None
+        if sizes is None or max(sizes[2:]) > _drawing.LARGEST_PICTURE:
             return repr(self)
         try:
             self.check(*sizes, packed=False, device=torch.device("cpu"))
             form = self.normal_form(*sizes, "cpu")
-            return f"{self!r}\n{_mask_drawing.draw(form)}" if form.ranges.shape[0] else repr(self)
+            return f"{self!r}\n{_drawing.draw(form)}" if form.ranges.shape[0] else repr(self)
         except InputError as error:
             return f"{self!r}\n({error})"
 
@@ -355,17 +355,22 @@ class Mask(Remembers):
         0 ■ ■ ■ ·
         1 ■ ■ ■ ■
         """
-        form = self.normal_form(batch, 1, q_len, kv_len, "cpu")
-        return "\n\n".join(_mask_drawing.draw(form, index) for index in range(batch))
+        form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
+        return "\n\n".join(_drawing.draw(form, index) for index in range(batch))
 
     def plot(
         self, q_len: int, kv_len: int, path: str | PathLike[str] | None = None, *, batch: int = 1,
         heads: int = 1, pixels: int = 512,
     ) -> Figure:  # fmt: skip
         """Plot the share of allowed pairs under each pixel with matplotlib, for a call of any size."""
-        return _mask_drawing.plot(
-            self.normal_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels
-        )
+        return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
+
+    def _checked_form(
+        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
+    ) -> NormalForm:
+        """The normal form for sizes that come from the caller himself, and not from checked tensors."""
+        self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
+        return self.normal_form(batch, heads, q_len, kv_len, device)
 
     def state(self) -> tuple[int, ...] | None:
         """A value that differs once a tensor of the mask has been changed in place (None for inference tensors)."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undivided._intervals import NormalForm
-from undivided._mask_parts import (
+from undivided.masks._intervals import NormalForm
+from undivided.masks._parts import (
     Chunk,
     Dense,
     DocumentIds,
@@ -28,8 +28,8 @@ from undivided._mask_parts import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from undivided._mask import Mask, Structure
-    from undivided._mask_parts import Part
+    from undivided.masks._mask import Mask, Structure
+    from undivided.masks._parts import Part
 
 ALLOWED, MASKED = "■", "·"
 EXAMPLE = 8  # size of the picture for a mask that has none of its own

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from undivided._mask_parts import Documents, Lengths, Part, readable
 from undivided.errors import InputError
+from undivided.masks._parts import Documents, Lengths, Part, readable
 
 Align = Literal["top_left", "bottom_right"]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from undivided._mask_parts import Documents, Field, Lengths, Part, Size
+from undivided.masks._parts import Documents, Field, Lengths, Part, Size
 
 
 def own(value: Field, device: torch.device, default: int = 0) -> Size:
