@@ -335,7 +335,8 @@ def test_a_module_made_on_the_meta_device_is_reset_when_it_gets_memory() -> None
     )
     module.reset_parameters()
     plain = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="off-by-one")
-    assert torch.equal(module(Q, Q, Q), plain(Q, Q, Q))
+    # a learnable sink needs gradients, so another backend may run
+    torch.testing.assert_close(module(Q, Q, Q), plain(Q, Q, Q))
 
 
 def test_meta_tensors_give_shapes() -> None:

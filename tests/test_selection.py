@@ -105,48 +105,48 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 # One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn,
-# C cudnn, X flex. A new backend changes this table, on purpose.
+# C cudnn, X flex, N native. A new backend changes this table, on purpose.
 NAMES = {
     "R": "reference", "F": "torch_flash", "E": "torch_efficient", "T": "torch_cudnn", "A": "flash_attn", "C": "cudnn",
-    "X": "flex",
+    "X": "flex", "N": "native",
 }  # fmt: skip
 GOLDEN = """
                         cpu  t4  a100-bare  a100  h100  b200  amd
-plain                   F    R   F          A     C     C     R
-plain-fp16              F    E   F          A     C     C     R
-plain-fp32              F    E   E          E     E     E     R
+plain                   N    R   F          A     C     C     R
+plain-fp16              N    E   F          A     C     C     R
+plain-fp32              N    E   E          E     E     E     R
 plain-fp64              F    R   R          R     R     R     R
 train-causal            F    R   F          A     C     C     R
 train-causal-fp32       F    E   E          E     E     E     R
 train-gqa               F    R   F          A     C     C     R
-decode                  F    R   F          A     C     C     R
-decode-lengths          F    R   R          A     A     R     R
-decode-pages-16         R    R   R          R     R     R     R
-decode-pages-256        R    R   R          A     A     R     R
-prefill-top-left        F    R   E          T     C     C     R
-prefill-bottom-right    F    R   F          A     C     C     R
+decode                  N    R   F          A     C     C     R
+decode-lengths          N    R   R          A     A     R     R
+decode-pages-16         N    R   R          R     R     R     R
+decode-pages-256        N    R   R          A     A     R     R
+prefill-top-left        N    R   E          T     C     C     R
+prefill-bottom-right    N    R   F          A     C     C     R
 train-window            F    R   F          A     C     C     R
-two-sided-window        F    R   F          A     C     C     R
-window-with-globals     F    R   R          R     R     R     R
-prefix-lm               F    R   R          R     R     R     R
+two-sided-window        N    R   F          A     C     C     R
+window-with-globals     N    R   R          R     R     R     R
+prefix-lm               N    R   R          R     R     R     R
 train-packed            F    R   F          A     C     C     R
 train-packed-slots      F    R   R          R     C     C     R
 train-padded            F    R   R          C     C     C     R
-left-padded             F    R   R          R     R     R     R
-dense-mask              F    R   R          R     R     R     R
-predicate               F    R   R          R     R     R     R
-chunks                  F    R   R          R     R     R     R
-bias                    F    R   R          R     R     R     R
+left-padded             N    R   R          R     R     R     R
+dense-mask              N    R   R          R     R     R     R
+predicate               N    R   R          R     R     R     R
+chunks                  N    R   R          R     R     R     R
+bias                    N    R   R          R     R     R     R
 train-bias-fp32         R    E   E          E     E     E     R
-alibi                   F    R   F          A     A     F     R
+alibi                   N    R   F          A     A     F     R
 train-softcap           R    R   R          A     A     A     R
 train-sinks             R    R   R          R     R     A     R
 train-dropout           R    R   R          R     R     R     R
 train-lse               R    R   R          R     R     A     R
 train-mla               R    R   E          E     C     C     R
 train-head-320          F    R   E          E     E     E     R
-head-100                F    R   R          R     R     R     R
-no-keys                 R    R   R          R     R     R     R
+head-100                N    R   R          R     R     R     R
+no-keys                 N    R   R          R     R     R     R
 """
 
 
@@ -234,7 +234,7 @@ REASONS = {
     "mask": ("dense-mask", "a100", "torch_flash", "no support for a dense boolean mask"),
     "feature": ("train-softcap", "cpu", "torch_flash", "no support for softcap"),
     "feature-with-note": ("train-dropout", "cpu", "torch_flash", "no support for dropout (PyTorch's CPU kernel has none)"),
-    "rank": ("plain", "cpu", "reference", "can run, ranked after torch_flash"),
+    "rank": ("plain", "cpu", "reference", "can run, ranked after native"),
 }  # fmt: skip
 
 
@@ -265,9 +265,9 @@ def test_a_decision_prints_as_a_table() -> None:
     assert "  torch_flash      no support for softcap" in lines
     assert "  reference        not asked for: backend='torch_flash'" in lines
     chosen = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])).splitlines()
-    assert chosen[0] == "torch_flash runs"
-    assert "  torch_flash      chosen (flash)" in chosen
-    assert chosen[-1] == "  reference        can run, ranked after torch_flash"
+    assert chosen[0] == "native runs"
+    assert "  native           chosen (flash)" in chosen
+    assert chosen[-1] == "  reference        can run, ranked after native"
 
 
 # Meta tensors and described machines

@@ -164,6 +164,11 @@ class NormalForm:
         """Whether the ranges alone say everything."""
         return not self.extras
 
+    @cached_property
+    def table(self) -> Tensor:
+        """The ranges as a kernel may trust them: contiguous, its own memory, inside the keys."""
+        return self.ranges.clamp(0, self.kv_len).contiguous()
+
     @property
     def q_len(self) -> int:
         return self.ranges.shape[1]

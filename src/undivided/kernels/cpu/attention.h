@@ -1,0 +1,88 @@
+// The C ABI of the native CPU kernels, and what the dispatcher and the kernels of one instruction set share.
+//
+// Everything is plain data: pointers, sizes and strides in elements, all 8 bytes wide, so that the caller packs one flat
+// record (backends/native.py lists the same fields in the same order). No torch and no Python headers.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+
+// Axes: B batch, H query heads, N key/value heads (H % N == 0), Sq query rows, Sk keys, Dk and Dv head sizes.
+// The last axis of q, k, v, out has stride 1. A stride of 0 broadcasts.
+struct Attention {
+  int64_t size;   // sizeof(Attention), so that a library of another version is refused
+  int64_t dtype;  // of q, k, v, out: see Type
+  int64_t batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim;
+  int64_t threads;
+  double scale, softcap;  // softcap 0: none
+  const void* q;
+  int64_t q_b, q_h, q_s;
+  const void* k;
+  int64_t k_b, k_h, k_s;
+  const void* v;
+  int64_t v_b, v_h, v_s;
+  void* out;
+  int64_t out_b, out_h, out_s;
+  float* lse;  // [B, H, Sq], natural logarithm
+  int64_t lse_b, lse_h;
+  // [B|1, Sq, columns] of [start, stop) pairs, columns 2 or 4, contiguous rows; null: every pair is allowed
+  const int32_t* ranges;
+  int64_t ranges_b, columns;
+  const float* sinks;  // [H] or null
+  // additive, natural units, -inf masks; null or of type bias_dtype
+  const void* bias;
+  int64_t bias_dtype, bias_b, bias_h, bias_q, bias_k;
+  const uint8_t* dense;  // 0 masks; null or strided
+  int64_t dense_b, dense_h, dense_q, dense_k;
+  // ALiBi: minus slope * |row_position - key_position|; null or all three
+  const float* slopes;
+  int64_t slopes_b, slopes_h, slopes_q;
+  const int32_t* row_position;  // i' + d of each row
+  int64_t row_position_b;
+  const int32_t* key_position;
+  int64_t key_position_b;
+};
+
+enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2 };
+}
+
+namespace undivided {
+
+// One unit of work. Rows are virtual: row r is query row r % q_len of head first_head + r / q_len, so that the query heads
+// of a group can share a block where each has few rows.
+struct RowBlock {
+  int64_t batch, first_head, kv_head, row, rows;
+  int64_t cost;
+};
+
+// A slice of the keys against every query row of some key/value heads; partial results go to `partial`.
+struct KeyChunk {
+  int64_t batch, kv_head, kv_heads, key, keys, index;
+};
+
+// What a file compiled for one instruction set offers.
+struct Kernels {
+  const char* name;
+  int64_t panel;       // query rows that one micro-kernel call covers
+  int64_t few_rows;    // decoding takes this many virtual rows at most
+  int64_t dim_multiple[3];  // decoding needs both head sizes to be multiples of this, by Type
+  int64_t (*block_scratch)(const Attention&, int64_t rows);
+  void (*block)(const Attention&, const RowBlock&, char* scratch);
+  int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
+  void (*chunk)(const Attention&, const KeyChunk&, float* partial, char* scratch);
+  void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
+                int64_t stride);
+  double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations
+};
+
+extern const Kernels kernels_generic;
+#ifdef UNDIVIDED_X86
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+#endif
+
+// Keys of a tile: 128 rows of scores for one panel are 16 KiB, half of a 32 KiB L1.
+constexpr int64_t kTile = 128;
+
+}  // namespace undivided

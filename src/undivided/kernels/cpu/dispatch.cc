@@ -1,0 +1,223 @@
+// The library's entry points: choose an instruction set once, cut a problem into units of work, run them on threads.
+// Compiled without instruction set flags.
+//
+// Threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, bound by the loader
+// to whatever runtime is there (none of our own, so no two teams fight over the cores), and without one work runs serially.
+// Units are handed out by a counter, the most expensive first; what a unit computes does not depend on who computes it.
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+
+extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+
+namespace undivided {
+namespace {
+
+// Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 256 rows at D = 128 in fp32 take
+// 256 KiB, a quarter of a 1 MiB L2. 16-bit types also convert or interleave V once a block, so theirs are larger.
+constexpr int64_t kBlockRows = 256, kBlockRows16 = 512;
+constexpr int64_t kMostBlockBytes = 640 << 10;  // of Qt and Ot; larger heads get fewer rows
+constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are so many, for balance
+// Below so many query rows the heads of a group share a block, so that lanes are not idle.
+constexpr int64_t kShareHeadsBelow = 64;
+// Multiply-adds below which waking threads (some microseconds) costs more than it brings.
+constexpr int64_t kSerialBelow = 1 << 18;
+// Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds.
+constexpr int64_t kFewestChunkKeys = 128, kMostChunkKeys = 1024, kChunks = 16;
+
+#ifdef UNDIVIDED_X86
+const Kernels* const kLevels[] = {&kernels_generic, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16};
+int highest_level() {
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")))
+    return 0;
+  if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")))
+    return 1;
+  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+}
+#else
+const Kernels* const kLevels[] = {&kernels_generic};
+int highest_level() { return 0; }
+#endif
+
+const Kernels& kernels() {
+  static const Kernels* const chosen = [] {
+    int highest = highest_level();
+    const char* wanted = getenv("UNDIVIDED_ISA");
+    for (int i = 0; wanted && i < highest; i++)
+      if (strcmp(wanted, kLevels[i]->name) == 0) return kLevels[i];
+    return kLevels[highest];
+  }();
+  return *chosen;
+}
+
+// Memory of a thread, kept for its next call.
+class Scratch {
+ public:
+  ~Scratch() { free(memory_); }
+  char* at_least(int64_t bytes) {
+    if (bytes > size_) {
+      free(memory_);
+      size_ = 0;
+      if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) return memory_ = nullptr, nullptr;
+      size_ = bytes;
+    }
+    return (char*)memory_;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+thread_local Scratch thread_scratch;
+thread_local Scratch caller_scratch;
+
+const pid_t loaded_by = getpid();
+
+// Run body(unit) for every unit in [0, units) with `bytes` of scratch a thread.
+template <class Body>
+class Team {
+ public:
+  Team(int64_t units, int64_t bytes, Body body) : units_(units), bytes_(bytes), body_(body) {}
+
+  int run(int64_t threads) {
+    threads = std::min(threads, units_);
+    // the team of a parent process does not survive a fork: waiting for it would never end
+    if (threads > 1 && GOMP_parallel != nullptr && getpid() == loaded_by)
+      GOMP_parallel(&Team::work, this, (unsigned)threads, 0);
+    else
+      work(this);
+    return next_.load() >= units_ ? kOk : kNoMemory;
+  }
+
+ private:
+  static void work(void* data) {
+    Team& team = *(Team*)data;
+    char* scratch = thread_scratch.at_least(team.bytes_);
+    if (scratch == nullptr) return;  // others do the work, if they can
+    for (int64_t i; (i = team.next_.fetch_add(1)) < team.units_;) team.body_(i, scratch);
+  }
+
+  const int64_t units_, bytes_;
+  Body body_;
+  std::atomic<int64_t> next_{0};
+};
+
+template <class Body>
+int run_units(int64_t units, int64_t bytes, int64_t threads, Body body) {
+  return Team<Body>(units, bytes, body).run(threads);
+}
+
+int64_t threads_for(const Attention& a) {
+  double work = (double)a.batch * a.heads * a.q_len * a.kv_len * (a.qk_dim + a.v_dim);
+  return work < kSerialBelow ? 1 : a.threads;
+}
+
+// ---- prefill
+
+int64_t block_rows(const Attention& a, int64_t panel, int64_t virtual_rows, int64_t heads) {
+  int64_t rows = a.dtype == kFloat32 ? kBlockRows : kBlockRows16;
+  rows = std::min(rows, kMostBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
+  int64_t wanted = a.threads * kUnitsPerThread;
+  if (a.threads > 1) rows = std::min(rows, std::max((int64_t)64, a.batch * heads * virtual_rows / wanted));
+  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
+}
+
+int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
+  if (!a.ranges) return rows * a.kv_len;
+  int64_t cost = 0;
+  for (int64_t r = row; r < row + rows; r++) {
+    const int32_t* range = a.ranges + batch * a.ranges_b + r % a.q_len * a.columns;
+    cost += std::max(range[1] - range[0], 0);
+    if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
+  }
+  return cost;
+}
+
+int run_blocks(const Attention& a) {
+  const Kernels& k = kernels();
+  const int64_t group = a.heads / a.kv_heads;
+  const bool share = group > 1 && a.q_len < kShareHeadsBelow;
+  const int64_t heads = share ? a.kv_heads : a.heads, virtual_rows = share ? group * a.q_len : a.q_len;
+  const int64_t step = block_rows(a, k.panel, virtual_rows, heads), threads = threads_for(a);
+  std::vector<RowBlock> blocks;
+  blocks.reserve((size_t)(a.batch * heads * ((virtual_rows + step - 1) / step)));
+  for (int64_t b = 0; b < a.batch; b++)
+    for (int64_t row = 0; row < virtual_rows; row += step) {
+      int64_t rows = std::min(step, virtual_rows - row);
+      int64_t cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
+      for (int64_t h = 0; h < heads; h++)
+        blocks.push_back({b, share ? h * group : h, share ? h : h / group, row, rows, cost});
+    }
+  if (threads > 1)
+    std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
+  int64_t bytes = k.block_scratch(a, std::min(step, virtual_rows));
+  return run_units((int64_t)blocks.size(), bytes, threads,
+                   [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
+}
+
+// ---- decoding
+
+bool is_decoding(const Attention& a) {
+  const Kernels& k = kernels();
+  const int64_t multiple = k.dim_multiple[a.dtype];
+  return a.heads / a.kv_heads * a.q_len <= k.few_rows && a.qk_dim % multiple == 0 && a.v_dim % multiple == 0 && !a.bias &&
+         !a.dense && !a.slopes;
+}
+
+int run_chunks(const Attention& a) {
+  const Kernels& k = kernels();
+  const int64_t rows = a.heads / a.kv_heads * a.q_len;
+  const int64_t size = (a.v_dim + 2 + 15) / 16 * 16;  // decode.h's partial_size divides it
+  // heads that lie side by side are read together, at every step
+  const bool together = a.k_h < a.k_s && a.kv_heads > 1;
+  const int64_t heads = together ? a.kv_heads : 1, units_per_batch = a.kv_heads / heads;
+  int64_t keys = (a.kv_len + kChunks - 1) / kChunks;
+  keys = std::min(std::max((keys + 63) / 64 * 64, kFewestChunkKeys), kMostChunkKeys);
+  const int64_t chunks = std::max((a.kv_len + keys - 1) / keys, (int64_t)1);
+  const int64_t per_chunk = heads * rows * size, units = a.batch * units_per_batch * chunks;
+  float* partials = (float*)caller_scratch.at_least(units * per_chunk * 4);
+  if (partials == nullptr) return kNoMemory;
+  int status = run_units(units, k.chunk_scratch(a, heads), threads_for(a), [&](int64_t i, char* scratch) {
+    int64_t c = i % chunks, unit = i / chunks;
+    KeyChunk chunk = {unit / units_per_batch, unit % units_per_batch * heads, heads, c * keys,
+                      std::min(keys, a.kv_len - c * keys), c};
+    k.chunk(a, chunk, partials + i * per_chunk, scratch);
+  });
+  if (status != kOk) return status;
+  for (int64_t b = 0; b < a.batch; b++)
+    for (int64_t n = 0; n < a.kv_heads; n++)
+      for (int64_t r = 0; r < rows; r++) {
+        int64_t unit = b * units_per_batch + n / heads;
+        const float* first = partials + unit * chunks * per_chunk + (n % heads * rows + r) * size;
+        k.merge(a, b, n * (a.heads / a.kv_heads) + r / a.q_len, r % a.q_len, first, chunks, per_chunk);
+      }
+  return kOk;
+}
+
+}  // namespace
+}  // namespace undivided
+
+using namespace undivided;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Attention of one problem; see Status.
+EXPORT int undivided_forward(const Attention* a) {
+  if (a->size != (int64_t)sizeof(Attention) || a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
+  return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
+}
+
+EXPORT const char* undivided_level() { return kernels().name; }
+
+// Run independent multiply-adds of a Type; the number of operations, for the caller to time.
+EXPORT double undivided_peak(int64_t dtype, int64_t repeats) { return kernels().peak(dtype, repeats); }

@@ -1,0 +1,81 @@
+// Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills.
+#include "decode.h"
+
+namespace {
+
+
+// Call `f` with the mode for a.dtype.
+template <class F>
+INLINE auto with_mode(int64_t dtype, F f) {
+  if (dtype == kFloat16) return f(Widened<Float16>());
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return f(Paired());
+#endif
+  if (dtype == kBFloat16) return f(Widened<BFloat16>());
+  return f(Direct());
+}
+
+int64_t block_scratch(const Attention& a, int64_t rows) {
+  return with_mode(a.dtype, [&](auto mode) { return carve<decltype(mode)>(a, rows, nullptr).bytes; });
+}
+void block(const Attention& a, const RowBlock& b, char* scratch) {
+  with_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
+}
+int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
+  return with_mode(a.dtype, [&](auto mode) { return chunk_bytes<decltype(mode)>(a, kv_heads); });
+}
+void chunk(const Attention& a, const KeyChunk& c, float* partial, char* scratch) {
+  with_mode(a.dtype, [&](auto mode) { run_chunk<decltype(mode)>(a, c, partial, scratch); });
+}
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
+           int64_t stride) {
+  with_mode(a.dtype, [&](auto mode) {
+    merge_row<typename decltype(mode)::T>(a, batch, head, row, partials, count, stride);
+  });
+}
+
+// The multiply-adds of the micro-kernel without its loads: what the arithmetic units can do at most.
+template <class Arith>
+double peak_of(int64_t repeats) {
+  Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];
+  for (int v = 0; v < kVectors; v++) y[v] = splat(1e-30f);
+  typename Arith::Scalar x = {};
+  for (int64_t n = 0; n < repeats; n++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kBroadcasts; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Arith::add(acc[i][v], x, y[v]);
+        __asm__ volatile("" : "+x"(acc[i][v]));
+      }
+  }
+  return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
+}
+double peak(int64_t dtype, int64_t repeats) {
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return peak_of<Dot>(repeats);
+#endif
+  (void)dtype;
+  return peak_of<Fma>(repeats);
+}
+
+#if defined(__AVX512BF16__)
+constexpr int64_t kPairMultiple = 2 * kLanes;
+#else
+constexpr int64_t kPairMultiple = kLanes;
+#endif
+
+}  // namespace
+
+#define UNDIVIDED_JOIN2(a, b) a##b
+#define UNDIVIDED_JOIN(a, b) UNDIVIDED_JOIN2(a, b)
+#define UNDIVIDED_TEXT2(a) #a
+#define UNDIVIDED_TEXT(a) UNDIVIDED_TEXT2(a)
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), kPanel, kFewRows, {kLanes, kPairMultiple, kLanes},
+    block_scratch, block, chunk_scratch, chunk, merge, peak,
+};
+}  // namespace undivided

@@ -1,0 +1,115 @@
+// The micro-kernels. Every vector lane is one query row; both products of attention are then the same loop:
+//
+//     St[key][rows] = sum over d of   K[key][d] (broadcast) * Qt[d][rows]
+//     Ot[d][rows]   = sum over key of V[key][d] (broadcast) * Pt[key][rows]
+//
+// so K and V are read in place at any row stride, no size needs padding, and max, sum, mask and rescale need no shuffles.
+// kBroadcasts x kVectors accumulators stay in registers; each step loads kVectors vectors and kBroadcasts scalars for
+// kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the contracted axis.
+#pragma once
+
+#include "vec.h"
+
+namespace {
+
+// acc += broadcast * vector, for fp32, and for pairs of bf16 in 32 bits.
+struct Fma {
+  typedef float Scalar;
+  static constexpr bool kPairs = false;
+  INLINE void add(Vec& acc, Scalar x, Vec y) { acc += x * y; }
+};
+
+#if defined(__AVX512BF16__)
+struct Dot {
+  typedef uint32_t Scalar;
+  static constexpr bool kPairs = true;
+  INLINE void add(Vec& acc, Scalar x, Vec y) {
+    acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)y);
+  }
+};
+#endif
+
+template <class Scalar, class T>
+INLINE Scalar fetch(const T* p) {
+  Scalar x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// st[i][rows] for i < N keys; `step` elements of T make one Scalar.
+template <class Arith, int N, class T>
+INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
+  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
+  Vec acc[N][kVectors] = {};
+  for (int64_t d = 0; d < count; d++) {
+    Vec q[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) q[v] = load(qt + d * kPanel + v * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      auto x = fetch<typename Arith::Scalar>(k + i * stride + d * step);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) Arith::add(acc[i][v], x, q[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
+}
+
+// The scores of `keys` keys; count is the contracted length in Scalars.
+template <class Arith, class T>
+static __attribute__((noinline)) void score_tile(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
+                                                 float* st) {
+  int64_t j = 0;
+  for (; j + kBroadcasts <= keys; j += kBroadcasts)
+    score_keys<Arith, kBroadcasts>(qt, k + j * stride, stride, count, st + j * kPanel);
+  if (kBroadcasts > 4 && j + 4 <= keys) {
+    score_keys<Arith, 4>(qt, k + j * stride, stride, count, st + j * kPanel);
+    j += 4;
+  }
+  for (; j < keys; j++) score_keys<Arith, 1>(qt, k + j * stride, stride, count, st + j * kPanel);
+}
+
+// ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
+// added: one chain over all keys would let the error grow with their number.
+template <class Arith, int N, class T>
+INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int64_t count, const Vec* decay, float* ot) {
+  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
+  Vec acc[N][kVectors] = {};
+  for (int64_t j = 0; j < count; j++) {
+    Vec p[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) p[v] = load(pt + j * kPanel + v * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      auto x = fetch<typename Arith::Scalar>(v_tile + j * stride + i * step);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) Arith::add(acc[i][v], x, p[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+      float* o = ot + i * kPanel + v * kLanes;
+      store(o, load(o) * decay[v] + acc[i][v]);
+    }
+}
+
+template <class Arith, class T>
+static __attribute__((noinline)) void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t count, int64_t columns,
+                                                 const Vec* decay, float* ot) {
+  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
+  int64_t d = 0;
+  for (; d + kBroadcasts <= columns; d += kBroadcasts)
+    weigh_columns<Arith, kBroadcasts>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
+  if (kBroadcasts > 4 && d + 4 <= columns) {
+    weigh_columns<Arith, 4>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
+    d += 4;
+  }
+  for (; d < columns; d++) weigh_columns<Arith, 1>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
+}
+
+}  // namespace

@@ -1,0 +1,315 @@
+"""The native kernel: every instruction set, every thread count, and what a missing library means.
+
+What attention is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and panels, odd sizes at
+their edges, levels that the machine may choose from, threads, forks, and a library that may be absent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import undivided
+from undivided import Machine, NoBackendError, masks
+from undivided.backends import native
+from undivided.kernels import cpu
+from undivided.masks import Mask
+
+LIBRARY = cpu.load()
+needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")
+
+# Largest relative errors of the norm: fp32 a few roundings; bf16 and fp16 one rounding of the result (2^-9, 2^-12 at most,
+# about 0.6 of that on average), for bf16 dot products one of the weights besides.
+ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, score: Callable[[Tensor], Tensor] | None = None,
+           scale: float | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of [B, H, S, D] in fp64, by the definition; what is not allowed for any row may be NaN."""
+    q, k, v = (t.double() for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    used = allowed.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).any(-2).unsqueeze(-1)
+    k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (scores if score is None else score(scores)).masked_fill(~allowed, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+    return weights @ v, lse
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **arguments: object) -> None:
+    """bhsd against the oracle, output and log-sum-exp."""
+    out, lse = undivided.attention(  # type: ignore[call-overload]
+        q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True, **arguments
+    )
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    allowed = torch.ones(sizes, dtype=torch.bool) if mask is None else mask.to_dense(*sizes)
+    want, want_lse = oracle(q, k, v, allowed, scale=arguments.get("scale"))  # type: ignore[arg-type]
+    assert apart(out, want) < ALLOWED[q.dtype]
+    assert torch.equal(lse == -math.inf, want_lse == -math.inf)
+    seen = want_lse > -math.inf
+    assert (
+        not seen.any() or float(((lse.double() - want_lse).abs() / (1 + want_lse.abs()))[seen].max()) < 2e-6
+    )
+
+
+# (B, H, N, Sq, Sk, Dk, Dv): a single number, odd everything, whole tiles, several blocks, grouped heads, few rows
+SIZES = {
+    "one": (1, 1, 1, 1, 1, 1, 1),
+    "odd": (2, 4, 2, 37, 53, 17, 9),
+    "tiles": (1, 2, 2, 256, 256, 64, 64),
+    "blocks": (1, 1, 1, 1100, 700, 32, 32),
+    "one-short-of-a-tile": (1, 2, 1, 127, 129, 80, 80),
+    "values-narrower": (1, 4, 2, 65, 257, 192, 128),
+    "decode": (2, 8, 2, 1, 1000, 64, 64),
+    "decode-four-rows": (1, 2, 1, 4, 300, 128, 64),
+    "decode-odd-group": (1, 6, 2, 1, 77, 64, 32),
+    "few-rows-odd-head": (1, 8, 2, 3, 140, 24, 40),
+}
+MASKS: dict[str, Callable[[int, int], Mask | None]] = {
+    "full": lambda q, k: None,
+    "causal": lambda q, k: masks.causal("bottom_right"),
+    "top-left": lambda q, k: masks.causal("top_left"),
+    "window": lambda q, k: masks.window(20, 3, "bottom_right"),
+    "globals": lambda q, k: masks.window(9, 0, "bottom_right") | masks.prefix(3),
+    "dense": lambda q, k: masks.dense(torch.rand(q, k) > 0.7),
+    "predicate": lambda q, k: masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("size", SIZES)
+def test_odd_sizes_and_tile_edges(size: str, mask: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    b, h, n, q_len, kv_len, dk, dv = SIZES[size]
+    q = torch.randn(b, h, q_len, dk).to(dtype)
+    k, v = torch.randn(b, n, kv_len, dk).to(dtype), torch.randn(b, n, kv_len, dv).to(dtype)
+    check(q, k, v, MASKS[mask](q_len, kv_len))
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_that_this_machine_has(level: str) -> None:
+    """A level that it has not is not taken: the highest runs instead."""
+    program = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "import test_native as t\n"
+        "from undivided.kernels import cpu\n"
+        f"assert cpu.load().level == {level!r} or {LEVELS.index(level)} > t.LEVELS.index(cpu.load().level)\n"
+        "for size in t.SIZES:\n"
+        "  for mask in ('full', 'causal', 'globals', 'dense'):\n"
+        "    for dtype in t.ALLOWED:\n"
+        "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("case", ["prefill", "decode", "decode-bshd"])
+def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: torch.dtype) -> None:
+    q_len = 700 if case == "prefill" else 1
+    q = torch.randn(2, 4, q_len, 64).to(dtype)
+    k, v = (torch.randn(2, 2, 3000, 64).to(dtype) for _ in range(2))
+    layout = "bshd" if case == "decode-bshd" else "bhsd"
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                undivided.attention(
+                    q, k, v, layout=layout, mask=masks.causal("bottom_right"), backend="native", return_lse=True
+                )
+            )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("q_len", [200, 1])
+def test_nan_in_keys_that_no_row_sees_is_not_read(q_len: int, dtype: torch.dtype) -> None:
+    """Gaps at odd places, so that a bf16 pair of keys holds one of each kind; and a fully masked batch element."""
+    q = torch.randn(3, 4, q_len, 64).to(dtype)
+    k, v = (torch.randn(3, 2, 333, 64).to(dtype) for _ in range(2))
+    kept = torch.ones(3, 1, 1, 333, dtype=torch.bool)
+    kept[0, ..., 5:8] = kept[0, ..., 101:130] = kept[1, ..., 301:] = kept[1, ..., :7] = kept[2] = False
+    poison = ~kept[:, :, 0].unsqueeze(-1).expand_as(k)
+    k, v = k.masked_fill(poison, torch.nan), v.masked_fill(poison, torch.nan)
+    check(q, k, v, masks.dense(kept))
+    lengths = masks.lengths(torch.tensor([333, 294, 0]), kv_start=torch.tensor([0, 7, 0]))
+    k[0], v[0] = (t[1].nan_to_num() for t in (k, v))
+    check(q, k, v, lengths)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(64, 2, 32).to(dtype) for _ in range(3))
+    mask = masks.documents([0, 5, 12, 40], padded_q=[0, 9, 21, 64]) & masks.causal()
+    clean = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
+    for start, stop in ((5, 9), (16, 21), (49, 64)):
+        q[start:stop] = k[start:stop] = v[start:stop] = torch.nan
+    out = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
+    assert torch.equal(out, clean)
+    assert not out[5:9].any()
+
+
+@needs_library
+def test_a_nan_that_is_seen_is_returned() -> None:
+    q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
+    k[0, 0, 39] = torch.nan
+    out = undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend="native")
+    assert out[0, 0, :39].isfinite().all()
+    assert out[0, 0, 39].isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+@pytest.mark.parametrize("q_len", [70, 1])
+def test_any_scale(scale: float, q_len: int) -> None:
+    q = torch.randn(1, 2, q_len, 64)
+    k, v = (torch.randn(1, 1, 131, 64) for _ in range(2))
+    check(q, k, v, masks.causal("bottom_right"), scale=scale)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("q_len", [70, 2])
+def test_softcap_sinks_alibi_and_bias_together(q_len: int, dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, q_len, 64).to(dtype)
+    k, v = (torch.randn(2, 2, 150, 64).to(dtype) for _ in range(2))
+    bias = torch.randn(1, 4, 1, 150).to(dtype)
+    bias[..., 3:6] = -math.inf
+    sinks, slopes = torch.randn(4), torch.rand(4)
+    out = undivided.attention(
+        q, k, v, layout="bhsd", mask=masks.causal("bottom_right"), bias=bias, softcap=2.0, sinks=sinks,
+        alibi_slopes=slopes, backend="native",
+    )  # fmt: skip
+    i, j = torch.arange(q_len).unsqueeze(1), torch.arange(150)
+    distance = (i + 150 - q_len - j).abs()
+    allowed = (j <= i + 150 - q_len) & (bias != -math.inf)
+    extra = bias.double().masked_fill(bias == -math.inf, 0.0) - slopes.double()[:, None, None] * distance
+    want, lse = oracle(q, k, v, allowed, lambda s: 2 * torch.tanh(s / 2) + extra)
+    want = want * torch.sigmoid(lse - sinks.double()[:, None]).unsqueeze(-1)
+    assert apart(out, want) < ALLOWED[dtype]
+
+
+@needs_library
+def test_softcap_and_sinks_when_decoding() -> None:
+    q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64)
+    sinks = torch.randn(4)
+    out = undivided.attention(q, k, v, layout="bhsd", softcap=3.0, sinks=sinks, backend="native")
+    want, lse = oracle(q, k, v, torch.ones(1, 4, 1, 500, dtype=torch.bool), lambda s: 3 * torch.tanh(s / 3))
+    assert apart(out, want * torch.sigmoid(lse - sinks.double()[:, None]).unsqueeze(-1)) < 1e-6
+
+
+@needs_library
+def test_a_mask_that_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "MASK_PAIRS", 1)
+    q, k, v = (torch.randn(2, 2, 100, 16) for _ in range(3))
+    ids = torch.randint(0, 3, (2, 100))
+    check(q, k, v, masks.document_ids(ids) & masks.causal())
+
+
+@needs_library
+def test_views_are_read_in_place() -> None:
+    """q, k, v as slices of one tensor, and heads broadcast by a stride of 0."""
+    packed = torch.randn(2, 90, 3, 4, 32)
+    q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))
+    check(q, k, v, None)
+    check(q, k[:, :1].expand(2, 4, 90, 32), v[:, :, ::2][:, :, :45].repeat_interleave(2, 2), None)
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_computes_alone_and_does_not_hang() -> None:
+    """A team of OpenMP threads does not survive a fork: a child that waited for it never returned."""
+    program = (
+        "import os, sys, torch, undivided\n"
+        "torch.set_num_threads(2)\n"
+        "q = torch.randn(1, 4, 300, 64)\n"
+        "want = undivided.attention(q, q, q, layout='bhsd', backend='native')\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    got = undivided.attention(q, q, q, layout='bhsd', backend='native')\n"
+        "    same = got.numpy().tobytes() == want.numpy().tobytes()\n"
+        "    os._exit(0 if same else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], timeout=120, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+# Refusals
+
+
+def test_a_missing_library_is_a_reason_and_another_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load", lambda: cpu.NOT_BUILT)
+    q = torch.randn(1, 8, 2, 16)
+    this = Machine.this()
+    assert (
+        native.BACKEND.unavailable(this) == "the native kernel is not built (needs a C++ compiler at install)"
+    )
+    assert "C++ compiler" in native.BACKEND.how_to_get
+    decision = undivided.explain(q, q, q, layout="bshd", backend="native")
+    assert decision.chosen is None
+    assert decision.reasons["native"] == (cpu.NOT_BUILT,)
+    assert undivided.explain(q, q, q, layout="bshd").backend.name == "torch_flash"
+
+
+def test_a_library_that_does_not_load_says_why(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = os.path.join(str(tmp_path), "libundivided_cpu.so")
+    with open(broken, "w", encoding="utf-8") as file:
+        file.write("not a library")
+    monkeypatch.setattr(cpu, "path", lambda: Path(broken))
+    assert str(cpu.load.__wrapped__()).startswith("the native kernel does not load (")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({"grad": True}, "no support for gradients (no backward yet)"), ({"dropout_p": 0.1}, "no support for dropout (not yet)"),
+     ({"dtype": torch.float64}, "dtype=float64 (supports bfloat16, float16, float32)")],
+    ids=["gradients", "dropout", "fp64"],
+)  # fmt: skip
+def test_what_it_refuses(arguments: dict[str, object], reason: str) -> None:
+    q = torch.randn(1, 8, 2, 16, dtype=arguments.pop("dtype", torch.float32))  # type: ignore[call-overload]
+    q.requires_grad_(bool(arguments.pop("grad", False)))
+    with pytest.raises(NoBackendError) as caught:
+        undivided.attention(q, q, q, layout="bshd", backend="native", **arguments)  # type: ignore[call-overload]
+    assert reason in caught.value.decision.reasons["native"]
+
+
+@needs_library
+def test_a_record_of_another_version_is_refused() -> None:
+    assert isinstance(LIBRARY, cpu.Library)
+    with pytest.raises(RuntimeError, match="another version"):
+        LIBRARY.forward(cpu.RECORD.pack(*[0] * len(cpu.FIELDS)))
