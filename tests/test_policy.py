@@ -253,6 +253,41 @@ def test_a_handle_may_be_entered_again() -> None:
         assert chosen() == DEFAULT
 
 
+def test_entering_a_handle_again_leaves_a_later_statement_alone() -> None:
+    """The handle remembered what held when it was made, and put that back whenever it was entered."""
+    handle = use_backends("reference")
+    with handle:
+        pass
+    use_backends("flash")
+    with handle:
+        assert chosen() == "reference"
+    assert reasons("reference") == ("not among use_backends=flash",)
+
+
+def test_a_handle_may_be_entered_inside_itself() -> None:
+    with use_backends("reference") as handle:
+        with handle, use_backends("torch_flash"), handle:
+            assert chosen() == "reference"
+        assert chosen() == "reference"
+    assert chosen() == DEFAULT
+
+
+def test_blocks_that_threads_enter_at_once_leave_nothing_behind() -> None:
+    """Two threads between making and entering a handle each put the other's setting back as the process' own."""
+    first, second = use_backends("reference"), use_backends("torch_flash")
+    for handle in (first, second):
+        with handle:
+            pass
+    assert chosen() == DEFAULT
+    assert _policy.policy().allowed is None
+
+
+def test_statements_without_end_do_not_pile_up() -> None:
+    for _ in range(100):
+        use_backends("reference")
+    assert len(_policy._statements) <= 2
+
+
 def test_the_forward_and_the_backward_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for backend in (reference.BACKEND, torch_flash.BACKEND):

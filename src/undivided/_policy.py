@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -42,15 +44,29 @@ class _Switch(NamedTuple):
     disabled: tuple[str, ...] = ()
 
 
-_process_switch = _Switch()
-_context_switch: contextvars.ContextVar[_Switch | None] = contextvars.ContextVar(
-    "undivided_backends", default=None
-)
+class _Statement(NamedTuple):
+    """A setting for the process, and the handle that may still turn it into a block's."""
+
+    switch: _Switch
+    handle: Callable[[], use_backends | None]
+
+
+class _Block(NamedTuple):
+    """The setting of the innermost ``with`` of this context, and the block around it."""
+
+    switch: _Switch
+    outer: _Block | None
+
+
+_statements: tuple[_Statement, ...] = (_Statement(_Switch(), lambda: None),)
+"""The last one holds. Those before it are kept only while one after it may yet become a block's."""
+_statements_lock = threading.Lock()
+_block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
 
 
 def _current_switch() -> _Switch:
-    switch = _context_switch.get()
-    return _process_switch if switch is None else switch
+    block = _block.get()
+    return _statements[-1].switch if block is None else block.switch
 
 
 class use_backends:
@@ -83,23 +99,25 @@ class use_backends:
         return handle
 
     def _install(self, switch: _Switch) -> None:
-        """Set it for the process at once; `with` narrows it to the block."""
-        global _process_switch
-        self._switch, self._before = switch, _process_switch
-        self._token: contextvars.Token[_Switch | None] | None = None
-        _process_switch = switch
+        """Set it for the process at once; `with`, an instant later, takes that back and narrows it to the block."""
+        global _statements
+        self._switch = switch
+        with _statements_lock:
+            settled = max(n for n, statement in enumerate(_statements) if statement.handle() is None)
+            _statements = (*_statements[settled:], _Statement(switch, weakref.ref(self)))
 
     def __enter__(self) -> use_backends:
-        global _process_switch
-        _process_switch = self._before
-        self._token = _context_switch.set(self._switch)
+        global _statements
+        with _statements_lock:
+            _statements = tuple(s for s in _statements if s.handle() is not self)
+        _block.set(_Block(self._switch, _block.get()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._token is not None
-        _context_switch.reset(self._token)
+        block = _block.get()
+        _block.set(block.outer if block is not None else None)
 
 
 def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:

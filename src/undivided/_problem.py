@@ -143,12 +143,14 @@ class Operands:
     needs: tuple[bool, ...] = (False,) * 6
     """Which of `differentiable` need a gradient."""
     _normal_form: NormalForm | None = field(default=None, repr=False)
+    _unpaged: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as [B, H, S, D]; pages are gathered (a copy, for backends that read no block table)."""
         if self.pages is not None:
-            k, v = (self._gathered(pool).transpose(1, 2) for pool in (self.k, self.v))
-            return _layout.heads_first(self.q, self.layout), k, v
+            if self._unpaged is None:
+                self._unpaged = self._gathered(self.k).transpose(1, 2), self._gathered(self.v).transpose(1, 2)
+            return _layout.heads_first(self.q, self.layout), *self._unpaged
         layout = self.layout
         return (
             _layout.heads_first(self.q, layout),
@@ -188,7 +190,7 @@ class Operands:
     def release(self) -> Operands:
         """Let go of the differentiable tensors; what remains is kept until the backward."""
         self.q = self.k = self.v = _NOTHING
-        self.bias = self.sinks = self.alibi_slopes = None
+        self.bias = self.sinks = self.alibi_slopes = self._unpaged = None
         return self
 
 
@@ -229,21 +231,8 @@ def normalise(
         scale = checked_scale(scale)
     flipped = scale is not None and scale <= 0
     request = _Request(
-        q,
-        k,
-        v,
-        bias,
-        sinks,
-        alibi_slopes,
-        pages,
-        layout,
-        softcap,
-        dropout_p,
-        return_lse,
-        device,
-        flipped,
-        needs,
-    )
+        q, k, v, bias, sinks, alibi_slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs
+    )  # fmt: skip
     key = _signature(request)
     known = _problems.get(key)
     if known is None:

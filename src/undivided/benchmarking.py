@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,65 +57,79 @@ class Overhead:
 
     @property
     def above_backend(self) -> float:
-        """What normalising, selecting and restoring cost."""
+        """What normalising, selecting, recording for the backward and restoring cost."""
         return self.call - self.backend_alone
 
 
-def overhead(turns: int = 31, calls: int = 200) -> list[Overhead]:
-    """What a repeated small call costs above its backend, for a few small problems. Verified first.
+class _Case(NamedTuple):
+    tensors: tuple[Tensor, Tensor, Tensor]
+    arguments: dict[str, Any]
+    sdpa: Callable[[], object] | None
+
+
+def overhead(
+    turns: int = 31, calls: int = 200, step: Callable[[str], None] = lambda _: None
+) -> list[Overhead]:
+    """What a repeated small call costs above its backend, for a few small problems on the CPU. Each is verified first.
+
+    Args:
+        turns, calls: each competitor has so many turns of so many calls; a figure is the median over the turns.
+        step: called with the name of each problem as its turn comes.
 
     Raises:
         RuntimeError: a problem's verification is red.
     """
+    found = []
+    for name, case in _overhead_cases().items():
+        step(name)
+        found.append(_overhead(name, case, turns, calls))
+    return found
+
+
+def _overhead_cases() -> dict[str, _Case]:
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 8, 4, 32), torch.randn(1, 8, 4, 32), torch.randn(1, 8, 4, 32)
-    step, cache = torch.randn(1, 1, 4, 32), torch.randn(1, 24, 4, 32)
+    q, k, v = (torch.randn(1, 8, 4, 32) for _ in range(3))
+    heads_first = tuple(t.transpose(1, 2).contiguous() for t in (q, k, v))
+    one, cache = torch.randn(1, 1, 4, 32), torch.randn(1, 24, 4, 32)
+    leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
     packed = masks.documents([0, 3, 8]) & masks.causal()
-    arguments: dict[
-        str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Callable[[], object] | None]
-    ] = {
-        "8 tokens, bshd": ((q, k, v), {"layout": "bshd"}, _sdpa(q, k, v)),
-        "8 tokens, bhsd": (
-            (_heads_first(q), _heads_first(k), _heads_first(v)),
-            {"layout": "bhsd"},
-            _sdpa(q, k, v),
+    return {
+        "8 tokens, bshd": _Case((q, k, v), {"layout": "bshd"}, _sdpa(q, k, v)),
+        "8 tokens, bhsd": _Case(heads_first, {"layout": "bhsd"}, _sdpa(q, k, v)),  # type: ignore[arg-type]
+        "8 tokens, causal": _Case(
+            (q, k, v), {"layout": "bshd", "mask": masks.causal()}, _sdpa(q, k, v, is_causal=True)
         ),
-        "8 tokens, causal": (
-            (q, k, v),
-            {"layout": "bshd", "mask": masks.causal()},
-            _sdpa(q, k, v, is_causal=True),
+        "1 token over 24 keys": _Case((one, cache, cache), {"layout": "bshd"}, _sdpa(one, cache, cache)),
+        "2 packed documents": _Case((q[0], k[0], v[0]), {"layout": "thd", "mask": packed}, None),
+        "8 tokens, recording for the backward": _Case(
+            leaves, {"layout": "bshd"}, _sdpa(*leaves)  # type: ignore[arg-type]
         ),
-        "1 token over a cache of 24": ((step, cache, cache), {"layout": "bshd"}, _sdpa(step, cache, cache)),
-        "two packed documents": ((q[0], k[0], v[0]), {"layout": "thd", "mask": packed}, None),
-    }
-    return [_overhead(name, *case, turns, calls) for name, case in arguments.items()]
+    }  # fmt: skip
 
 
-def _overhead(
-    name: str, tensors: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any], sdpa: Callable[[], object] | None,
-    turns: int, calls: int,
-) -> Overhead:  # fmt: skip
+def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
+    tensors, arguments, sdpa = case
     report = verify(*tensors, **arguments)
     if not report.ok:
         raise RuntimeError(f"verification is red, so nothing is timed\n{report}")
     problem, operands = _problem.normalise(*tensors, **arguments)
     backend = select(problem, Machine.this(tensors[0].device), policy()).backend
+
+    def alone() -> object:
+        with torch.no_grad():
+            return backend.forward(problem, operands)
+
     competitors: dict[str, Callable[[], object]] = {
         "call": lambda: attention(*tensors, **arguments),
-        "backend": lambda: backend.forward(problem, operands),
+        "alone": alone if tensors[0].requires_grad else lambda: backend.forward(problem, operands),
     }
     if sdpa is not None:
         competitors["sdpa"] = sdpa
-    with torch.no_grad():
-        micro = {key: 1e6 * seconds for key, seconds in interleaved(competitors, turns, calls).items()}
-    return Overhead(name, backend.name, micro["call"], micro["backend"], micro.get("sdpa"))
-
-
-def _heads_first(tensor_BSHD: Tensor) -> Tensor:
-    return tensor_BSHD.transpose(1, 2).contiguous()
+    micro = {key: 1e6 * seconds for key, seconds in interleaved(competitors, turns, calls).items()}
+    return Overhead(name, backend.name, micro["call"], micro["alone"], micro.get("sdpa"))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Callable[[], object]:
     """PyTorch's own call on the same numbers, in the layout that it takes."""
-    query, key, value = (_heads_first(t) for t in (q, k, v))
+    query, key, value = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)

@@ -60,19 +60,19 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
     return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
 
 
-def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1]).
+def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1], or None where all have one).
 
     Outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying. q is [B, H, R, D],
-    k and v are [B, N, K, D].
+    k and v are [B, N, K, D]. On the CPU, where looking costs nothing, what is used throughout is not copied.
     """
     some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
     if some_key.shape[1] > 1:
         some_key = some_key.unflatten(1, (k.shape[1], -1)).any(2)
     some_key = some_key.unsqueeze(-1)
-    return (
-        torch.where(some_row, q, 0.0),
-        torch.where(some_key, k, 0.0),
-        torch.where(some_key, v, 0.0),
-        some_row,
-    )
+    look = allowed.device.type == "cpu"
+    if not (look and bool(some_key.all())):
+        k, v = torch.where(some_key, k, 0.0), torch.where(some_key, v, 0.0)
+    if look and bool(some_row.all()):
+        return q, k, v, None
+    return torch.where(some_row, q, 0.0), k, v, some_row

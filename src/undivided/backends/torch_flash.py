@@ -38,6 +38,13 @@ ROWS = 256
 """Query rows of a masked block: the kernel's own largest split, so that a block fills one of its tiles."""
 
 
+MASK_ENTRIES = 1 << 22
+"""Entries of a dense mask handed to one call (16 MiB in fp32). Where no part of the mask is a band, fewer rows save nothing."""
+
+_ANYWHERE = {"dense", "predicate"}
+"""Kinds of mask whose keys may lie anywhere, so that a block of few rows needs as many keys as one of many."""
+
+
 class Call(NamedTuple):
     """One call of the kernel: which queries and keys, and how they are masked."""
 
@@ -192,8 +199,9 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
             yield Call(whole, causal=True, masked=False)
         else:
             normal = operands.normal_form(problem)
-            for start in range(q.start, q.stop, ROWS):
-                rows = slice(start, min(start + ROWS, q.stop))
+            step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))
+            for start in range(q.start, q.stop, step):
+                rows = slice(start, min(start + step, q.stop))
                 keys = slice(*normal.hull(batch, rows))
                 if keys.stop > keys.start:
                     block = Block(batch, *heads, rows, keys)
@@ -215,15 +223,17 @@ def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, s
         kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
         rest = kinds - {"lengths", "q_lengths", "starts"}
         return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
-    if (
-        "dense" in kinds
-        or "predicate" in kinds
-        or "document_ids" in kinds
-        or "global" in kinds
-        or "prefix" in kinds
-    ):
+    one = problem.q_len * _entries(problem, *whole[0][::2])
+    if kinds & {"dense", "predicate", "document_ids", "global", "prefix"} and one > MASK_ENTRIES:
         return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
     return whole, kinds
+
+
+def _entries(problem: Problem, batch: slice, keys: slice) -> int:
+    """Entries of the additive mask of one query row, at most."""
+    heads = problem.heads if problem.bias is not None or "alibi" in problem.features else 1
+    entries: int = (batch.stop - batch.start) * heads * (keys.stop - keys.start)
+    return max(1, entries)
 
 
 def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:

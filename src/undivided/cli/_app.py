@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from undivided.cli._terminal import complain
+from undivided.cli.bench import bench
 from undivided.cli.demo import demo
 from undivided.cli.diagnose import diagnose
 from undivided.cli.doctor import doctor
@@ -39,5 +40,5 @@ app = typer.Typer(
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
 )  # fmt: skip
 
-for command in (demo, doctor, explain, verify, mask, diagnose):
+for command in (demo, doctor, explain, verify, bench, mask, diagnose):
     app.command()(command)

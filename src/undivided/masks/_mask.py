@@ -8,6 +8,7 @@ versions of its tensors.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -382,12 +383,14 @@ class Mask(Remembers):
             return build()
         now: tuple[int, ...] | None = ()
         if self.parts:
-            captured = (part.captured() for part in self.parts if isinstance(part, Predicate))
-            tensors = (*self.tensors, *(tensor for some in captured for tensor in some))
-            now = versions(tensors)
+            captured: tuple[Tensor, ...] = ()
+            if "predicate" in self.structure.kinds:
+                some = (part.captured() for part in self.parts if isinstance(part, Predicate))
+                captured = tuple(itertools.chain.from_iterable(some))
+            now = versions(self.tensors + captured)
             if now is None:
                 return build()
-            now += tuple(id(tensor) for tensor in tensors)
+            now += tuple(map(id, captured))  # a function may close over another tensor tomorrow
         memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
         found = memory.get(key)
         if found is not None and found[0] == now:

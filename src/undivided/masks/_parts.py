@@ -50,9 +50,12 @@ def readable(*tensors: Tensor | None) -> bool:
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """The tensors' in-place counters, or None where one has none (inference tensors, tracing)."""
-    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
+    if torch.compiler.is_compiling():
         return None
-    return tuple(t._version for t in tensors)
+    try:
+        return tuple([t._version for t in tensors])
+    except RuntimeError:  # raised by inference tensors; asking each first would cost every call
+        return None
 
 
 class Remembers:
