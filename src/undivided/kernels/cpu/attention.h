@@ -29,6 +29,8 @@ struct Attention {
   // [B|1, Sq, columns] of [start, stop) pairs, columns 2 or 4, contiguous rows; null: every pair is allowed
   const int32_t* ranges;
   int64_t ranges_b, columns;
+  // where band is not 0: keys [i + first, i + last) of query row i, the same for every sequence; ranges is null then
+  int64_t band, first, last;
   const float* sinks;  // [H] or null
   // additive, natural units, -inf masks; null or of type bias_dtype
   const void* bias;

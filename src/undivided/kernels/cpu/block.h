@@ -132,6 +132,10 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
     int64_t row = (block.row + first + smaller_of(r, p.rows - 1)) % a.q_len;
     p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
     p.stop[0][r] = (int32_t)a.kv_len;
+    if (a.band) {
+      p.start[0][r] = (int32_t)larger_of(0, row + a.first);
+      p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.last));
+    }
     if (!a.ranges) continue;
     const int32_t* range = a.ranges + block.batch * a.ranges_b + row * a.columns;
     p.start[0][r] = range[0], p.stop[0][r] = range[1];
@@ -145,7 +149,7 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
     }
     p.covered[side][0] = start, p.covered[side][1] = stop;
   }
-  if (a.ranges) {
+  if (a.ranges || a.band) {
     find_segments(p);
   } else {
     p.segment[0] = {0, a.kv_len};

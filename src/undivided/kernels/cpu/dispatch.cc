@@ -30,6 +30,8 @@ constexpr int64_t kShareHeadsBelow = 64;
 constexpr int64_t kSerialBelow = 1 << 18;
 // Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds.
 constexpr int64_t kFewestChunkKeys = 128, kMostChunkKeys = 1024, kChunks = 16;
+// Scratch that a calling thread keeps for its next call, at most.
+constexpr int64_t kMostKeptBytes = 4 << 20;
 
 #ifdef UNDIVIDED_X86
 const Kernels* const kLevels[] = {&kernels_generic, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16};
@@ -71,6 +73,11 @@ class Scratch {
       size_ = bytes;
     }
     return (char*)memory_;
+  }
+  void shrink() {
+    if (size_ <= kMostKeptBytes) return;
+    free(memory_);
+    memory_ = nullptr, size_ = 0;
   }
 
  private:
@@ -132,9 +139,14 @@ int64_t block_rows(const Attention& a, int64_t panel, int64_t virtual_rows, int6
 }
 
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
-  if (!a.ranges) return rows * a.kv_len;
+  if (!a.ranges && !a.band) return rows * a.kv_len;
   int64_t cost = 0;
   for (int64_t r = row; r < row + rows; r++) {
+    if (a.band) {
+      int64_t i = r % a.q_len, start = std::max(i + a.first, (int64_t)0), stop = std::min(i + a.last, a.kv_len);
+      cost += std::max(stop - start, (int64_t)0);
+      continue;
+    }
     const int32_t* range = a.ranges + batch * a.ranges_b + r % a.q_len * a.columns;
     cost += std::max(range[1] - range[0], 0);
     if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
@@ -200,6 +212,7 @@ int run_chunks(const Attention& a) {
         const float* first = partials + unit * chunks * per_chunk + (n % heads * rows + r) * size;
         k.merge(a, b, n * (a.heads / a.kv_heads) + r / a.q_len, r % a.q_len, first, chunks, per_chunk);
       }
+  caller_scratch.shrink();
   return kOk;
 }
 
@@ -214,7 +227,11 @@ using namespace undivided;
 EXPORT int undivided_forward(const Attention* a) {
   if (a->size != (int64_t)sizeof(Attention) || a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
-  return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
+  try {
+    return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
+  } catch (...) {  // the list of blocks did not fit; nothing else throws
+    return kNoMemory;
+  }
 }
 
 EXPORT const char* undivided_level() { return kernels().name; }

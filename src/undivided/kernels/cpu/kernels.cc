@@ -34,6 +34,17 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, const f
   });
 }
 
+// Let the compiler believe that x is needed.
+INLINE void keep(Vec& x) {
+#if defined(__x86_64__)
+  __asm__ volatile("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__ volatile("" : "+w"(x));
+#else
+  __asm__ volatile("" : "+m"(x));
+#endif
+}
+
 // The multiply-adds of the micro-kernel without its loads: what the arithmetic units can do at most.
 template <class Arith>
 double peak_of(int64_t repeats) {
@@ -46,7 +57,7 @@ double peak_of(int64_t repeats) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         Arith::add(acc[i][v], x, y[v]);
-        __asm__ volatile("" : "+x"(acc[i][v]));
+        keep(acc[i][v]);
       }
   }
   return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
