@@ -1347,3 +1347,23 @@ def test_python_itself_refuses_what_the_signature_does_not_have() -> None:
         undivided.attention(Q, Q, Q)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="is_causal"):
         square(is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_a_sparse_input_is_refused_after_a_dense_one_of_its_shape(name: str) -> None:
+    """What was known of a call did not tell the two apart."""
+    tensor = torch.ones(2)
+    q = torch.randn(1, 2, 2, 8)
+    undivided.attention(q, q, q, layout="bshd", **{name: tensor})
+    with pytest.raises(InputError, match=f"{name} must be a dense"):
+        undivided.attention(q, q, q, layout="bshd", **{name: tensor.to_sparse()})
+
+
+def test_a_numpy_scale_is_a_number() -> None:
+    """Comparing it to the largest double warned of an overflow in its own precision."""
+    numpy = pytest.importorskip("numpy")
+    q = torch.randn(1, 2, 2, 8)
+    want = undivided.attention(q, q, q, layout="bshd", scale=0.5)
+    assert torch.equal(undivided.attention(q, q, q, layout="bshd", scale=numpy.float32(0.5)), want)
+    with pytest.raises(InputError, match="scale must be a finite number"):
+        undivided.attention(q, q, q, layout="bshd", scale=numpy.float16("inf"))

@@ -149,6 +149,20 @@ def test_a_wrong_call_raises_the_same_error_as_in_eager_mode() -> None:
     assert str(compiled.value) == str(eager.value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"deterministic": "yes"}, {"backend": 3}, {"layout": None}, {"dropout_p": 0.5, "dropout_seed": -1}],
+    ids=lambda wrong: list(wrong)[-1],
+)
+def test_a_constant_of_the_wrong_kind_is_an_input_error_when_compiled(wrong: dict[str, object]) -> None:
+    """A KeyError, a TypeError, and a negative seed that was accepted."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 4, 2, 8)
+    arguments = {"layout": "bshd", **wrong}
+    with pytest.raises(undivided.InputError, match=f"{list(wrong)[-1]} must"):
+        torch.compile(lambda x: undivided.attention(x, x, x, **arguments), backend="aot_eager")(q)
+
+
 def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> None:
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
     layer = torch.compile(

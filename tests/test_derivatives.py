@@ -210,6 +210,28 @@ def test_vmap_equals_a_loop(mask: masks.Mask | None) -> None:
     assert error(shared, torch.stack([run(x, k[0], v[0]) for x in q])) < 1e-14
 
 
+def test_vmap_over_the_bias() -> None:
+    q, bias = random(2, 2, 4, 8), random(3, 4, 4)
+
+    def run(b: Tensor) -> Tensor:
+        return undivided.attention(q, q, q, layout="bhsd", bias=b)
+
+    assert error(torch.func.vmap(run)(bias), torch.stack([run(b) for b in bias])) < 1e-14
+
+
+def test_a_mask_seen_first_under_one_transform_serves_the_next() -> None:
+    """Its remembered ranges were tensors of a transform that had ended, and the next one broke on them."""
+    x = random(1, 7, 1, 2)
+
+    def run(y: Tensor) -> Tensor:
+        return undivided.attention(y, y, y, layout="bshd", mask=masks.causal())
+
+    torch.func.hessian(lambda y: run(y).square().sum())(x)
+    assert torch.func.jacrev(run)(x).shape == (1, 7, 1, 2, 1, 7, 1, 2)
+    ranges = masks.causal().normal_form(1, 1, 7, 7, "cpu").ranges
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(ranges)
+
+
 def test_gradients_of_each_sample_through_vmap() -> None:
     q, k, v = (random(3, 2, 4, 2, seed=s) for s in range(3))
 
@@ -253,12 +275,14 @@ def test_the_gradient_through_lse_is_refused_by_a_backend_that_has_none() -> Non
 
 def changed_in_place() -> dict[str, tuple[masks.Mask, Tensor]]:
     n, ids = torch.tensor([3, 2]), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    limit = torch.tensor(2)
     seen, first = torch.ones(3, 3, dtype=torch.bool), torch.tensor([1, 2])
     return {
         "lengths": (masks.lengths(n, n), n),
         "document_ids": (masks.document_ids(ids), ids),
         "dense": (masks.dense(seen), seen),
         "prefix": (masks.causal() | masks.prefix(first), first),
+        "predicate": (masks.predicate(lambda b, h, q, k: k < limit), limit),
     }
 
 
@@ -270,6 +294,15 @@ def test_a_mask_changed_in_place_between_forward_and_backward_raises(name: str, 
     out = undivided.attention(q, q, q, layout="bhsd", mask=mask, backend=backend)
     tensor.zero_()
     with pytest.raises(RuntimeError, match="were changed in place between forward and backward"):
+        out.sum().backward()
+
+
+def test_pages_changed_in_place_between_forward_and_backward_raise() -> None:
+    pages, pool = torch.tensor([[0, 1]], dtype=torch.int32), random(4, 4, 2, 2)
+    q = random(1, 3, 2, 2).requires_grad_()
+    out = undivided.attention(q, pool, pool, layout="bshd", mask=masks.lengths([6]), pages=pages)
+    pages += 2
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
         out.sum().backward()
 
 

@@ -402,6 +402,61 @@ def test_a_predicate_sees_what_it_captured_change() -> None:
     assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
 
 
+class Limit(torch.nn.Module):
+    """A predicate whose tensor is an attribute: a buffer, read through a method or a property."""
+
+    def __init__(self, limit: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("limit", limit)
+
+    @property
+    def bound(self) -> Tensor:
+        return self.limit  # type: ignore[no-any-return]
+
+    def forward(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < self.bound
+
+
+def by_default(limit: Tensor) -> Callable[..., Tensor]:
+    def before(b: Tensor, h: Tensor, q: Tensor, k: Tensor, limit: Tensor = limit) -> Tensor:
+        return k < limit
+
+    return before
+
+
+def by_object(limit: Tensor) -> Callable[..., Tensor]:
+    one = Limit(limit)
+    return lambda b, h, q, k: k < one.limit
+
+
+def by_dict(limit: Tensor) -> Callable[..., Tensor]:
+    one = {"limit": limit}
+    return lambda b, h, q, k: k < one["limit"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [by_default, by_object, by_dict, Limit, lambda limit: Limit(limit).forward],
+    ids=["default", "object", "dict", "module", "method"],
+)
+def test_a_predicate_sees_what_it_reaches_indirectly_change(make: Callable[[Tensor], Any]) -> None:
+    """Only closures, globals and partials were watched: a method's `self` was not, and its old ranges were used."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(make(limit))
+    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
+    limit.fill_(3)
+    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
+
+
+def test_a_predicate_may_close_over_another_tensor_later() -> None:
+    """A new tensor in the memory of the old one has its id, and a new one's version."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(lambda b, h, q, k: k < limit)
+    for n in (1, 3, 2, 4):
+        limit = torch.tensor(n)
+        assert mask.intervals(1, 4).tolist() == [[[0, n]]]
+
+
 def test_values_are_checked_again_after_a_change_in_place() -> None:
     n = torch.tensor([1, 2])
     mask = lengths(n)

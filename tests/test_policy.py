@@ -282,6 +282,16 @@ def test_blocks_that_threads_enter_at_once_leave_nothing_behind() -> None:
     assert _policy.policy().allowed is None
 
 
+def test_a_block_about_to_be_entered_does_not_reach_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        handle = use_backends("reference")
+        assert pool.submit(chosen).result() == DEFAULT
+        assert chosen() == "reference"
+        assert pool.submit(chosen).result() == "reference"
+        with handle:
+            assert pool.submit(chosen).result() == DEFAULT
+
+
 def test_statements_without_end_do_not_pile_up() -> None:
     for _ in range(100):
         use_backends("reference")

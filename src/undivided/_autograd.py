@@ -20,6 +20,7 @@ from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
+from undivided.masks._parts import versions
 
 
 def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse = restore(forward(backend, problem, operands), problem)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.call = backend, problem, operands.release(), operands.mask.state()
+        ctx.call = backend, problem, operands.release(), _state(operands)
         ctx.set_materialize_grads(False)
         if "lse" not in problem.features:
             ctx.mark_non_differentiable(lse)
@@ -122,8 +123,8 @@ class _Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * 9
         *inputs, out, lse = ctx.saved_tensors
-        backend, problem, operands, mask_state = ctx.call
-        _check_unchanged(operands, mask_state)
+        backend, problem, operands, state = ctx.call
+        _check_unchanged(operands, state)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
@@ -132,11 +133,17 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *gradients(*arguments))
 
 
-def _check_unchanged(operands: Operands, mask_state: object) -> None:
-    if operands.mask.state() != mask_state:
+def _state(operands: Operands) -> object:
+    """Differs once what autograd does not save has been changed in place."""
+    pages = operands.pages
+    return operands.mask.state(), None if pages is None else versions((pages,))
+
+
+def _check_unchanged(operands: Operands, state: object) -> None:
+    if _state(operands) != state:
         raise RuntimeError(
-            "the mask's tensors (lengths, cu_seqlens, ...) were changed in place between forward and backward; "
-            "pass a clone to the mask, or call backward first"
+            "the mask's tensors (lengths, cu_seqlens, what a predicate captures) or the pages were changed in place "
+            "between forward and backward; pass a clone, or call backward first"
         )
 
 
@@ -164,13 +171,13 @@ class _AttentionBackward(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
         _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *inputs = arguments
         ctx.save_for_backward(*inputs, grad_out, grad_lse)
-        ctx.mask_state = ctx.operands.mask.state()
+        ctx.state = _state(ctx.operands)
         ctx.set_materialize_grads(False)
         return gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_unchanged(ctx.operands, ctx.mask_state)
+        _check_unchanged(ctx.operands, ctx.state)
         double_backward = _recorded_double_backward if torch.is_grad_enabled() else _double_backward
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             found = double_backward(ctx.problem, ctx.operands, ctx.saved_tensors, grad_gradients)

@@ -23,6 +23,7 @@ from undivided._policy import policy
 from undivided._problem import Operands, Problem
 from undivided._result import lse_dtype
 from undivided._selection import select
+from undivided._validation import checked_seed
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -76,6 +77,8 @@ def attention(
         raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__)
     mask_text, mask_tensors = mask.flatten()
     seed = arguments["dropout_seed"]
+    if isinstance(seed, int) and not 0 <= seed < 2**63:
+        checked_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at
     if arguments["dropout_p"] and not isinstance(seed, Tensor):
         # an int seed is a constant of the graph; None is drawn inside the graph at every call
         seed = (
@@ -88,10 +91,10 @@ def attention(
     return_lse = arguments["return_lse"]
     spec = "|".join(
         (
-            arguments["layout"],
+            str(arguments["layout"]),
             mask_text,
             "".join(needs),
-            backend or "",
+            "" if backend is None else str(backend),
             str(deterministic),
             "y" if return_lse else "n",
             switches,
@@ -116,7 +119,9 @@ def _prepare(
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
         return_lse=spec.return_lse == "y", pages=pages, needs=spec.needed,
     )  # fmt: skip
-    deterministic = {"None": None, "True": True, "False": False}[spec.deterministic]
+    deterministic: Any = {"None": None, "True": True, "False": False}.get(
+        spec.deterministic, spec.deterministic
+    )
     switches = ""
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())

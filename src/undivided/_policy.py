@@ -66,7 +66,12 @@ _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivide
 
 def _current_switch() -> _Switch:
     block = _block.get()
-    return _statements[-1].switch if block is None else block.switch
+    if block is not None:
+        return block.switch
+    *before, last = _statements
+    if (made := last.handle()) is None or made._reaches():
+        return last.switch
+    return next(s.switch for s in reversed(before) if (made := s.handle()) is None or made._reaches())
 
 
 class use_backends:
@@ -99,12 +104,20 @@ class use_backends:
         return handle
 
     def _install(self, switch: _Switch) -> None:
-        """Set it for the process at once; `with`, an instant later, takes that back and narrows it to the block."""
+        """Set it for the process; `with` takes that back and narrows it to the block."""
         global _statements
         self._switch = switch
+        self._thread: int | None = threading.get_ident()
         with _statements_lock:
             settled = max(n for n, statement in enumerate(_statements) if statement.handle() is None)
             _statements = (*_statements[settled:], _Statement(switch, weakref.ref(self)))
+
+    def _reaches(self) -> bool:
+        """Whether it holds in this thread. In others it does not until its own has called something, or let go of it: until
+        then it may be about to be entered, and a block in one thread must not reach another."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+        return self._thread is None
 
     def __enter__(self) -> use_backends:
         global _statements

@@ -298,7 +298,7 @@ def _signature(request: _Request) -> object:
         if softcap is None and dropout_p == 0 and not any(t is not None for t in extras):
             return key
         check_scalars(softcap, dropout_p, return_lse)  # now, for the key keeps only whether they are there
-        kinds = [None if t is None else (t.shape, t.dtype, t.device) for t in extras]
+        kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in extras]
         return (*key, *kinds, softcap is None, bool(dropout_p))
     except (AttributeError, TypeError, RuntimeError):
         _check_tensors(request)

@@ -5,8 +5,8 @@ Each raises `InputError` naming the argument, its value, the limit, and a repair
 
 from __future__ import annotations
 
+import math
 import numbers
-import sys
 
 import torch
 from torch import Tensor
@@ -52,7 +52,10 @@ def _is_finite(value: object) -> bool:
     """Whether it is a real number that a float can hold (an int can be larger)."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
-    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # type: ignore[operator]
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def checked_scale(scale: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from undivided.masks._intervals import NormalForm
+from undivided.masks._parts import is_traced
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     if some_key.shape[1] > 1:
         some_key = some_key.unflatten(1, (k.shape[1], -1)).any(2)
     some_key = some_key.unsqueeze(-1)
-    look = allowed.device.type == "cpu"
+    look = allowed.device.type == "cpu" and not is_traced()
     if not (look and bool(some_key.all())):
         k, v = torch.where(some_key, k, 0.0), torch.where(some_key, v, 0.0)
     if look and bool(some_row.all()):

@@ -8,7 +8,7 @@ versions of its tensors.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from undivided.masks._parts import (
     Prefix,
     Remembers,
     find_predicate,
+    is_traced,
     readable,
     versions,
 )
@@ -273,7 +274,7 @@ class Mask(Remembers):
                 return _ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
-        if static and q_len + kv_len <= SHARED_TOKENS and not torch.compiler.is_compiling():
+        if static and q_len + kv_len <= SHARED_TOKENS and not is_traced():
             return _shared((self.flatten()[0], bottom_right, sizes, device), build)
         return self.remembered(("form", bottom_right, sizes, device), build)
 
@@ -373,24 +374,26 @@ class Mask(Remembers):
         self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
 
-    def state(self) -> tuple[int, ...] | None:
-        """A value that differs once a tensor of the mask has been changed in place (None for inference tensors)."""
-        return versions(self.tensors)
+    def state(self) -> object:
+        """A value that differs once a tensor of the mask, or one that its predicates reach, has been changed in place
+        (None where that cannot be told: inference tensors)."""
+        if "predicate" not in self.structure.kinds:
+            return versions(self.tensors)
+        captured = [
+            tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()
+        ]
+        now = versions((*self.tensors, *captured))
+        return None if now is None else (now, _Identical(captured))
 
     def remembered(self, key: object, build: Callable[[], T]) -> T:
         """``build()``, or its last result for this key if no tensor has changed since."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return build()
-        now: tuple[int, ...] | None = ()
+        now: object = ()
         if self.parts:
-            captured: tuple[Tensor, ...] = ()
-            if "predicate" in self.structure.kinds:
-                some = (part.captured() for part in self.parts if isinstance(part, Predicate))
-                captured = tuple(itertools.chain.from_iterable(some))
-            now = versions(self.tensors + captured)
+            now = self.state()
             if now is None:
                 return build()
-            now += tuple(map(id, captured))  # a function may close over another tensor tomorrow
         memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
         found = memory.get(key)
         if found is not None and found[0] == now:
@@ -400,6 +403,18 @@ class Mask(Remembers):
         if len(memory) > OWN_ENTRIES:
             memory.pop(next(iter(list(memory))), None)
         return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Identical:
+    """Tensors that are equal to no others: a function may close over another one tomorrow, in the same memory."""
+
+    tensors: Sequence[Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Identical) or len(self.tensors) != len(other.tensors):
+            return False
+        return all(map(operator.is_, self.tensors, other.tensors))
 
 
 _PARTS: dict[str, Callable[..., Part]] = {

@@ -13,6 +13,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -46,6 +47,11 @@ def readable(*tensors: Tensor | None) -> bool:
     return all(
         t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors
     )
+
+
+def is_traced() -> bool:
+    """Whether torch.compile or torch.func looks on: what is made now means nothing to the next call."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
@@ -307,7 +313,7 @@ class Predicate(Part):
 
     def captured(self) -> tuple[Tensor, ...]:
         """The tensors that the function closes over: they, too, may change in place."""
-        return tuple(_captured(self.fn, depth=4))
+        return tuple(_captured(self.fn, frozenset(), depth=6))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (register_predicate, (self.fn,))
@@ -333,25 +339,56 @@ def find_predicate(handle: int) -> Predicate:
     return part
 
 
-def _captured(value: object, depth: int) -> list[Tensor]:
+def _captured(value: object, names: frozenset[str], depth: int) -> list[Tensor]:
+    """The tensors that a function can reach: what it closes over, its defaults, the globals it names, and of every object
+    among them the attributes that it names."""
     if isinstance(value, Tensor):
         return [value]
-    if depth == 0:
+    if depth == 0 or isinstance(value, type | ModuleType | str | int | float):
         return []
     inner: list[object] = []
     if isinstance(value, list | tuple):
         inner = list(value)
-    elif (code := getattr(value, "__code__", None)) is not None:
-        for cell in getattr(value, "__closure__", None) or ():
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        names |= _names(getattr(value.__func__, "__code__", None))
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, FunctionType):
+        names |= _names(value.__code__)
+        for cell in value.__closure__ or ():
             try:
                 inner.append(cell.cell_contents)
             except ValueError:  # a cell that is not filled yet holds nothing to watch
                 continue
-        known = getattr(value, "__globals__", {})
-        inner += [known[name] for name in code.co_names if isinstance(known.get(name), Tensor)]
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    return [tensor for item in inner for tensor in _captured(item, depth - 1)]
+        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inner += [value.__globals__[name] for name in names if name in value.__globals__]
+    else:
+        inner = _attributes(value, names)
+    return [tensor for item in inner for tensor in _captured(item, names, depth - 1)]
+
+
+def _names(code: CodeType | None) -> frozenset[str]:
+    if code is None:
+        return frozenset()
+    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def _attributes(value: object, names: frozenset[str]) -> list[object]:
+    """Of an object, the attributes of these names: its own, a module's tensors and children, its class's methods."""
+    own = [getattr(value, "__dict__", {})]
+    if isinstance(value, torch.nn.Module):
+        own += [value._buffers, value._parameters, value._modules]
+    found = [attributes[name] for attributes in own for name in names if name in attributes]
+    called = "forward" if isinstance(value, torch.nn.Module) else "__call__"
+    for name in (*names, called):
+        member = getattr(type(value), name, None)
+        member = member.fget if isinstance(member, property) else member
+        if isinstance(member, FunctionType):
+            found.append(MethodType(member, value))
+    return found
 
 
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
