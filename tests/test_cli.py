@@ -238,6 +238,12 @@ class TestVerify:
         assert "reference" in done.stdout
         assert "dq" not in done.stdout
 
+    def test_text_fits_the_terminal(self) -> None:
+        done = run(*self.SMALL, env={"COLUMNS": "80"})
+        lines = done.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert " ".join(done.stdout.split()).count("refused: device=cpu (runs on cuda)") == 4
+
     def test_red_report_has_exit_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("undivided.verification.Report.ok", False)
         assert run(*self.SMALL, "--backend", "reference").exit_code == 1

@@ -115,6 +115,39 @@ def test_a_model_that_calls_the_function_itself(masked: bool) -> None:
     assert_the_same(LanguageModel(), 3, torch.randint(50, (2, 9)), mask)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+@pytest.mark.filterwarnings("ignore")  # of a library that is not ours
+def test_a_model_of_the_transformers_library(padded: bool) -> None:
+    """Random weights, nothing downloaded: a Llama as others wrote it, trained a step and generating."""
+    transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(50, (2, 9))
+    attend = torch.ones(2, 9, dtype=torch.long)
+    attend[1, : 4 if padded else 0] = 0
+
+    def step() -> list[Tensor]:
+        out = model(tokens, attention_mask=attend, labels=tokens)
+        real = out.logits[attend.bool()]  # what stands in the padding is nobody's business
+        return [real, *torch.autograd.grad(out.loss, list(model.parameters()))]
+
+    def generated() -> Tensor:
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        return model.eval().generate(tokens, attention_mask=attend, **options)
+
+    expected, text = step(), generated()
+    with undivided.replace_sdpa() as replaced:
+        model.train()
+        found = step()
+        assert replaced.calls == 3
+        assert torch.equal(generated(), text)
+    assert replaced.calls == 3 + 3 * 4
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_model_with_three_dimensions_and_a_learned_bias() -> None:
     assert_the_same(ImageBlock(), 1, torch.randn(4, 9, 8))
 

@@ -831,3 +831,22 @@ def test_paged_keys_and_values_of_packed_queries_equal_unpaged_ones() -> None:
     )
     assert error(heads_first(out, "thd"), want) < EXACT
     assert error(lse.unsqueeze(0), want_lse) < EXACT
+
+
+def test_the_default_device_and_dtype_change_nothing() -> None:
+    """The check of the page numbers made a tensor on the default device, and the comparison with the CPU's failed."""
+    q, pool = random(2, 3, 2, 8), random(4, 4, 2, 8)
+    pages = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+
+    def run() -> Tensor:
+        mask = masks.lengths([5, 7]) & masks.causal(align="bottom_right")
+        return undivided.attention(q, pool, pool, layout="bshd", mask=mask, pages=pages)
+
+    want, dtype = run(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            got = run()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.equal(got, want)

@@ -379,6 +379,9 @@ def test_bad_arguments_raise_as_in_attention() -> None:
         verify(q, q, q, layout="bshd", backends=["fast"])
     with pytest.raises(InputError, match="verify must be given arguments of attention"):
         verify(q, q, q, layout="bshd", is_causal=True)
+    empty = torch.empty(2, 5, 2, 8, device="meta")
+    with pytest.raises(InputError, match=r"q must hold values.*got a meta tensor\n  HINT: undivided.explain"):
+        verify(empty, empty, empty, layout="bshd")
     with pytest.raises(
         InputError, match=r"finite where the mask lets them be seen(.|\n)*HINT: say with masks.lengths"
     ):

@@ -189,7 +189,7 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
         ends, start = documents.cu_seqlens_kv.diff(), None
     if not readable(pages, ends, start):
         return
-    first_keys = torch.arange(pages.shape[1]) * page_size
+    first_keys = torch.arange(pages.shape[1], device=pages.device) * page_size
     real = first_keys < (ends if start is None else ends + start).unsqueeze(1)
     wrong = real & ((pages < 0) | (pages >= pool))
     if bool(wrong.any()):

@@ -51,7 +51,19 @@ def _rebuild_input_error(message: str, argument: str, hint: str | None) -> Input
 
 
 class NoBackendError(RuntimeError):
-    """No backend may run the problem. ``.decision`` holds every backend's reasons; the text prints them."""
+    """No backend may run the problem. ``.decision`` holds every backend's reasons; the text prints them.
+
+    Args:
+        decision: the `Decision` that chose none.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 4, 2, 8)
+    >>> try:
+    ...     undivided.attention(q, q, q, layout="bshd", backend="torch_efficient")
+    ... except undivided.NoBackendError as error:
+    ...     print(error.decision.reasons["torch_efficient"][0])
+    device=cpu (runs on cuda)
+    """
 
     def __init__(self, decision: Decision) -> None:
         self.decision = decision

@@ -112,7 +112,7 @@ class Flex(Backend):
         tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
         if problem.device == "cpu":
             out = _compiled()(*tensors, **settings)
-            lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan)
+            lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
             return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse)
         out, lse = _with_lse(tensors, settings)
         return Result(*_gpu.settle(out.transpose(1, 2), lse, form))

@@ -46,10 +46,11 @@ def diagnose(
 def _said(text: str | None) -> str:
     if text is not None and text != "-":
         return text
-    if sys.stdin.isatty():
+    said = "" if sys.stdin.isatty() else sys.stdin.read()
+    if not said.strip():
         hint = 'undivided diagnose "the error", or python train.py 2>&1 | undivided diagnose'
         raise InputError("TEXT", "be given, or come on standard input", "neither", hint)
-    return sys.stdin.read()
+    return said
 
 
 def _list(as_json: bool) -> None:

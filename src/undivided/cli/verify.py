@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import Annotated
 
 import torch
@@ -36,6 +38,17 @@ def verify(
     if as_json:
         print_json(report.to_dict())
     else:
-        console().print(str(report), markup=False, soft_wrap=True)
+        screen = console()
+        for line in str(report).splitlines():
+            screen.print(_wrapped(line, screen.width), markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _wrapped(line: str, width: int) -> str:
+    """A line of the report in the terminal's width; what runs on stands below where its reason began."""
+    begin = re.match(r" +(\S+ +(refused|not checked): )?", line)
+    indent = " " * (len(begin[0]) if begin else 2)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

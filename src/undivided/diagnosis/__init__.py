@@ -34,6 +34,8 @@ def diagnose(problem: str | BaseException) -> Diagnosis:
     Raises:
         InputError: neither a text nor an exception, or an empty one.
 
+    Source: each entry names its own (``.entries[0].source``): the code that raises the error, or reports of it.
+
     >>> answer = diagnose("RuntimeError: No available kernel. Aborting execution.")
     >>> answer.entries[0].id
     'sdpa-no-kernel'

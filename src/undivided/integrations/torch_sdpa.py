@@ -65,6 +65,11 @@ def replace_sdpa() -> Replacement:
     Returns:
         A handle with ``calls`` and ``restore()``, which is a context manager as well.
 
+    Raises:
+        Nothing here. While it is active a wrong call raises `InputError` (a ValueError) where PyTorch raises RuntimeError.
+
+    Source: the calls that modules make are those of torch.nn.modules.activation and torch.nn.modules.transformer.
+
     >>> import torch, undivided
     >>> from torch.nn import functional as F
     >>> q = torch.randn(1, 2, 5, 8)

@@ -183,7 +183,7 @@ def density(form: NormalForm, height: int, width: int) -> Tensor:
     """The share of allowed pairs under each pixel, float ``[height, width]``: batch 0, all heads."""
     rows, keys = _pixel_edges(form.q_len, height), _pixel_edges(form.kv_len, width)
     counts = form.counts(rows, keys)[0].to(torch.float64).mean(0).cpu()
-    area = torch.tensor(rows).diff()[:, None] * torch.tensor(keys).diff()
+    area = torch.tensor(rows, device="cpu").diff()[:, None] * torch.tensor(keys, device="cpu").diff()
     return (counts / area.clamp(min=1)).to(torch.float32)
 
 

@@ -64,6 +64,9 @@ class DotProductAttention(torch.nn.Module):
         softcap: ``c * tanh(score / c)``, applied before a bias.
         device: of `softmax_offset`.
 
+    Returns:
+        A module; what its call takes and gives is described at `forward`.
+
     Raises:
         InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
 
