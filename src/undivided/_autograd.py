@@ -30,7 +30,10 @@ def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor,
             return restore(reference.composite(problem, operands), problem)
     if "backward" not in problem.features:
         return restore(forward(backend, problem, operands), problem)
-    outputs: tuple[Tensor, Tensor] = _Attention.apply(backend, problem, operands, *operands.differentiable)  # type: ignore[no-untyped-call]
+    inputs = operands.differentiable
+    if inputs[3] is inputs[4] is inputs[5] is None:
+        inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
+    outputs: tuple[Tensor, Tensor] = _Attention.apply((backend, problem, operands), *inputs)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -108,8 +111,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backend: Backend, problem: Problem, operands: Operands, *inputs: Tensor | None
+        ctx: Any, call: tuple[Backend, Problem, Operands], *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        backend, problem, operands = call
         out, lse = restore(forward(backend, problem, operands), problem)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, problem, operands.release(), _state(operands)
@@ -120,17 +124,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 9
         *inputs, out, lse = ctx.saved_tensors
+        count = len(inputs)
+        if grad_out is None and grad_lse is None:
+            return (None,) * (1 + count)
+        inputs += [None] * (6 - count)
         backend, problem, operands, state = ctx.call
         _check_unchanged(operands, state)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
         if torch.is_grad_enabled():
-            return (None, None, None, *_AttentionBackward.apply(*arguments))  # type: ignore[no-untyped-call]
-        return (None, None, None, *gradients(*arguments))
+            return (None, *_AttentionBackward.apply(*arguments)[:count])  # type: ignore[no-untyped-call]
+        return (None, *gradients(*arguments)[:count])
 
 
 def _state(operands: Operands) -> object:

@@ -263,8 +263,13 @@ class Mask(Remembers):
         >>> causal().normal_form(1, 1, 3, 3, "cpu").ranges.tolist()
         [[[0, 1], [0, 2], [0, 3]]]
         """
-        device = torch.device(device)
         sizes = (batch, heads, q_len, kv_len)
+        return self.remembered(
+            ("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device))
+        )
+
+    def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
+        batch, _, q_len, kv_len = sizes
         align = self.resolved_align(batch, q_len, kv_len)
         bottom_right = self.align == "bottom_right" and align != "both"
 
@@ -276,7 +281,7 @@ class Mask(Remembers):
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not is_traced():
             return _shared((self.flatten()[0], bottom_right, sizes, device), build)
-        return self.remembered(("form", bottom_right, sizes, device), build)
+        return build()
 
     def intervals(
         self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu"
