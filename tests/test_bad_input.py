@@ -632,6 +632,36 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "fn must be a function fn(b, h, q_idx, kv_idx), got NoneType",
         None,
     ),
+    "predicate-of-two": (
+        lambda: masks.predicate(lambda q, k: q >= k),
+        "fn must take (b, h, q_idx, kv_idx), got (q, k)",
+        None,
+    ),
+    "predicate-keyword-only": (
+        lambda: masks.predicate(lambda b, h, q, k, *, limit: k < limit),
+        "fn must take (b, h, q_idx, kv_idx), got (b, h, q, k, *, limit)",
+        None,
+    ),
+    "mask-batch-negative": (
+        lambda: masks.causal().intervals(3, 3, batch=-1),
+        "batch must be at least 0, got -1",
+        None,
+    ),
+    "mask-heads-negative": (
+        lambda: masks.causal().to_dense(1, -2, 3, 3),
+        "heads must be at least 0, got -2",
+        None,
+    ),
+    "mask-q-len-negative": (
+        lambda: masks.causal("top_left").draw(-3, 3),
+        "q_len must be at least 0, got -3",
+        None,
+    ),
+    "mask-kv-len-negative": (
+        lambda: masks.causal("top_left").intervals(3, -4),
+        "kv_len must be at least 0, got -4",
+        None,
+    ),
     "or-non-prefix": (
         lambda: masks.causal() | masks.window(3, 0),
         "mask must join causal or window to a bare prefix with `|`, got causal() | window(3, 0)",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -359,6 +361,34 @@ def test_a_predicate_that_returns_no_mask_is_refused(fn: Callable[..., Any], mes
 
 def test_python_bools_are_predicates_too() -> None:
     assert masks.predicate(lambda b, h, q, k: True).intervals(2, 3).tolist() == [[[0, 3], [0, 3]]]  # type: ignore[arg-type, return-value]
+
+
+def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+        return fn(q, k)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda *indices: indices[2] >= indices[3],
+        lambda b, h, q, k, limit=0: q - k >= limit,
+        functools.partial(lambda limit, b, h, q, k: q - k >= limit, 0),
+        adapted(lambda q, k: q >= k),
+    ],
+    ids=["starred", "default", "partial", "decorated"],
+)
+def test_a_predicate_is_whatever_can_be_called_with_four_indices(fn: Callable[..., Any]) -> None:
+    assert masks.predicate(fn).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
+
+
+def test_a_predicate_without_a_signature_is_taken_as_it_is() -> None:
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(max)
+    assert masks.predicate(max).kinds == {"predicate"}
 
 
 # Remembering and change in place.
@@ -736,6 +766,19 @@ def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
 
 def test_draw_shows_every_batch_element() -> None:
     assert lengths([1, 2]).draw(1, 2, batch=2) == "  0 1\n0 ■ ·\n\n  0 1\n0 ■ ■"
+
+
+def test_a_long_title_stays_above_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    mask = (
+        causal("top_left") & lengths([3, 2], [3, 2]) & masks.chunks(4, "top_left") & masks.document_ids(IDS)
+    )
+    figure = mask.plot(3, 3, tmp_path / "mask.png", batch=2)
+    title = figure._suptitle
+    assert title.get_text().replace("\n", " ") == repr(mask)
+    place = title.get_window_extent()
+    assert 0 <= place.x0 < place.x1 <= figure.bbox.width
+    assert all(axes.get_window_extent().y1 < place.y0 for axes in figure.axes)
 
 
 def test_plot_counts_pairs_under_each_pixel(tmp_path: Path) -> None:

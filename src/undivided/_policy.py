@@ -80,7 +80,10 @@ class use_backends:
     With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others.
 
     Args:
-        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...).
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str.
+
+    Returns:
+        A handle for ``with``, which takes the setting back from the process and narrows it to the block.
 
     Raises:
         InputError: a name that no backend or family has.
@@ -97,7 +100,23 @@ class use_backends:
 
     @classmethod
     def disable(cls, *names: str) -> use_backends:
-        """Forbid these backends or families on top of what is set."""
+        """Forbid these backends or families on top of what is set.
+
+        Args:
+            names: as for `use_backends`.
+
+        Returns:
+            A handle for ``with``, as of `use_backends`.
+
+        Raises:
+            InputError: a name that no backend or family has.
+
+        >>> import torch, undivided
+        >>> q = torch.randn(1, 8, 2, 16)
+        >>> with undivided.use_backends.disable("native"):
+        ...     undivided.explain(q, q, q, layout="bshd").reasons["native"][0]
+        'switched off by use_backends.disable'
+        """
         handle = cls.__new__(cls)
         before = _current_switch()
         handle._install(_Switch(before.allowed, (*before.disabled, *_known(names))))

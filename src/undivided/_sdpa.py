@@ -60,6 +60,8 @@ def scaled_dot_product_attention(
         NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``), which are
             honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every backend's reasons.
 
+    Source: PyTorch's documentation of ``torch.nn.functional.scaled_dot_product_attention``.
+
     >>> import torch, undivided
     >>> q, k, v = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 7, 64), torch.randn(2, 2, 7, 32)
     >>> undivided.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape

@@ -36,8 +36,20 @@ class Verdict:
 class Decision:
     """The chosen backend, and for every other one its list of reasons.
 
-    ``decision.backend`` is the one that runs (None where there is none), ``decision.reasons`` maps every other name to its
-    reasons, ``str(decision)`` is the table.
+    ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons, ``str(decision)`` is
+    the table. `undivided.explain` makes one.
+
+    Args:
+        problem: what was asked for: sizes, dtype, mask structure and features, without tensors.
+        machine: the machine it was asked for.
+        policy: what the caller allows.
+        chosen: the backend that runs; None where none may.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> decision = undivided.explain(q, q, q, layout="bshd", backend="reference")
+    >>> decision.backend.name, decision.reasons["reference"], decision.reasons["torch_flash"][0]
+    ('reference', (), "not asked for: backend='reference'")
     """
 
     problem: Problem

@@ -134,10 +134,10 @@ def explain(
         backend, deterministic: as for `attention`.
 
     Returns:
-        A `Decision`: ``print`` it for the table, read ``.chosen`` and ``.reasons``.
+        A `Decision`: ``print`` it for the table, read ``.chosen`` (None where no backend can run it) and ``.reasons``.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is wrong, unknown, or ``layout`` is missing.
 
     >>> import torch, undivided
     >>> q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta")

@@ -55,10 +55,13 @@ def table(machine: Machine | None = None) -> BackendTable:
         machine: the machine to ask about; this one, with all its devices, if None.
 
     Returns:
-        A tuple of `BackendRow`; ``print`` it for the table.
+        A tuple of `BackendRow`, in order of name; ``print`` it for the table.
 
     >>> import undivided
     >>> [row.available for row in undivided.backends() if row.name == "reference"]
+    [True]
+    >>> a100 = undivided.Machine(device="cuda", compute_capability=(8, 0))
+    >>> [row.available for row in undivided.backends(a100) if row.name == "torch_flash"]
     [True]
     """
     from undivided.backends import all_backends

@@ -28,6 +28,7 @@ causal() & document_ids(<int64 [1, 5]>)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -70,9 +71,15 @@ def causal(align: Align | None = None) -> Mask:
     """Each query attends to the keys up to its own: ``j' <= i' + d``.
 
     Args:
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
+
+    Returns:
+        The pairs on and below the diagonal that ``align`` places.
+
     Raises:
         InputError: ``align`` is another word.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), the decoder's self-attention.
 
     >>> causal(align="bottom_right").intervals(2, 3).tolist()
     [[[0, 2], [0, 3]]]
@@ -84,10 +91,16 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     """Each query attends to the keys near its own: ``i' + d - left <= j' <= i' + d + right``.
 
     Args:
-        left, right: keys before and after the query's own; None (or -1) is unbounded on that side.
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
+        left, right: keys before and after the query's own, int; None (or -1) is unbounded on that side.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
+
+    Returns:
+        The pairs in a band around the diagonal that ``align`` places.
+
     Raises:
-        InputError: a side is negative, or ``align`` is another word.
+        InputError: a side is not an int or is below -1, or ``align`` is another word.
+
+    Source: Beltagy et al. 2020 (arXiv:2004.05150, Longformer), sliding window attention.
 
     >>> window(1, 0).intervals(4, 4).tolist()
     [[[0, 1], [0, 2], [1, 3], [2, 4]]]
@@ -100,10 +113,16 @@ def lengths(
 ) -> Mask:
     """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
 
+    ``i' = i - q_start[b]`` and ``j' = j - kv_start[b]``.
+
     Args:
-        kv: real keys of each batch element, int ``[B]`` or a list.
-        q: real queries; None: every row is real. A padded self-attention batch is ``lengths(n, n)``.
-        kv_start, q_start: where the real tokens begin (left padding); None: at 0.
+        kv: real keys of each batch element, any integer dtype ``[B]`` or a list.
+        q: real queries, as kv; None: every row is real. A padded self-attention batch is ``lengths(n, n)``.
+        kv_start, q_start: where the real tokens begin (left padding), as kv; None: at 0.
+
+    Returns:
+        The pairs of a real query and a real key.
+
     Raises:
         InputError: no integers, shapes that differ, a negative value, or ``q_start`` without ``q``.
 
@@ -130,15 +149,27 @@ def documents(
 ) -> Mask:  # fmt: skip
     """Documents packed one after another: a query attends to the keys of its own document alone.
 
+    ``document(i) == document(j)``, where document n is the tokens from ``padded[n]`` on, as many as
+    ``cu_seqlens[n + 1] - cu_seqlens[n]``. Tokens in the gaps belong to none.
+
     Args:
-        cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, int ``[N + 1]`` or a list.
+        cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, any integer dtype ``[N + 1]`` or a
+            list.
         cu_seqlens_kv: those of the keys; None: the same as the queries'.
         padded_q, padded_kv: where each document begins in memory, and the total, if there are gaps between
-            them; ``padded_kv`` is ``padded_q`` where both it and ``cu_seqlens_kv`` are None.
-        max_q, max_kv: the longest document, for kernels that need it on the host.
+            them, as cu_seqlens_q; None: no gaps. ``padded_kv`` is ``padded_q`` where both it and
+            ``cu_seqlens_kv`` are None.
+        max_q, max_kv: tokens in the longest document, int, for kernels that need it on the host; None: read
+            from offsets on the CPU.
+
+    Returns:
+        The pairs of a query and a key of one document.
+
     Raises:
-        InputError: offsets that do not start at 0 or decrease, different numbers of documents, gaps too
-        small.
+        InputError: no integers, offsets that do not start at 0 or decrease, different numbers of documents,
+            gaps too small, or a ``max_`` below the longest document.
+
+    Source: the ``cu_seqlens_q`` and ``cu_seqlens_k`` of flash-attn's ``flash_attn_varlen_func``.
 
     >>> documents([0, 2, 3]).intervals(3, 3).tolist()
     [[[0, 2], [0, 2], [2, 3]]]
@@ -165,13 +196,20 @@ def documents(
 
 
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
-    """A query attends to the keys with its own id. Positions stay those of the rows.
+    """A query attends to the keys with its own id: ``ids_q[b, i] == ids_kv[b, j] >= 0``.
+
+    Positions stay those of the rows: ids begin no new sequence, as ``documents`` does.
 
     Args:
-        ids_q: integer ids ``[B, Sq]``, or ``[1, Sq]`` or ``[Sq]`` for every batch element; negative: padding.
-        ids_kv: those of the keys; None: the same as the queries'.
+        ids_q: ids ``[B, Sq]`` of any integer dtype, or ``[1, Sq]``, ``[Sq]`` or a list for every batch
+            element; negative: padding.
+        ids_kv: those of the keys, with Sk; None: the same as the queries'.
+
+    Returns:
+        The pairs with one id that is no padding.
+
     Raises:
-        InputError: no integers, or another number of dimensions.
+        InputError: no integers, another number of dimensions, or two batch sizes.
 
     >>> document_ids([7, 7, -1, 3]).intervals(4, 4).tolist()
     [[[0, 2], [0, 2], [0, 0], [3, 4]]]
@@ -187,9 +225,17 @@ def prefix(n: int | Ints) -> Mask:
     """The first keys of each sequence: ``j' < n``. With ``|``, beside a window: prefix-LM, global tokens.
 
     Args:
-        n: number of keys, or one for each batch element (packed: each document), int ``[B]`` or a list.
+        n: number of keys, int; or one for each batch element (packed: each document), any integer dtype
+            ``[B]`` or a list.
+
+    Returns:
+        The pairs of any query and a key among the first n.
+
     Raises:
         InputError: not an integer, or negative.
+
+    Source: Raffel et al. 2020 (arXiv:1910.10683), prefix LM; Xiao et al. 2023 (arXiv:2309.17453), first keys
+    kept beside a window.
 
     >>> (causal() | prefix(2)).intervals(4, 4).tolist()
     [[[0, 2], [0, 2], [0, 3], [0, 4]]]
@@ -203,12 +249,16 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     ``p_q = i' + offset`` and ``p_k = j' - d + offset`` are absolute positions.
 
     Args:
-        size: tokens in a chunk.
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree.
-        offset: where the first query stands in its sequence, an int, int ``[B]`` or a list; None: the keys
-            begin the sequence, so the first query stands at d.
+        size: tokens in a chunk, int.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
+        offset: where the first query stands in its sequence, an int, any integer dtype ``[B]`` or a list;
+            None: the keys begin the sequence, so the first query stands at d.
+
+    Returns:
+        The pairs of a query and a key of one chunk, before and after the query's own.
+
     Raises:
-        InputError: ``size`` is not a positive integer, or ``offset`` not an integer.
+        InputError: ``size`` is not a positive integer, ``offset`` not an integer, or ``align`` another word.
 
     >>> chunks(2).intervals(3, 3).tolist()
     [[[0, 2], [0, 2], [2, 3]]]
@@ -224,12 +274,18 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
 
 
 def dense(tensor: Tensor) -> Mask:
-    """Any pairs at all, as a boolean tensor: True = attend.
+    """Any pairs at all, as a boolean tensor: ``tensor[b, h, i, j]``, True = attend.
 
     Args:
         tensor: bool ``[Sq, Sk]``, or four dimensions that broadcast to ``[B, H, Sq, Sk]``.
+
+    Returns:
+        The pairs whose entry is True.
+
     Raises:
         InputError: not boolean (scores to add go to ``bias=``), or another number of dimensions.
+
+    Source: the boolean ``attn_mask`` of ``torch.nn.functional.scaled_dot_product_attention``.
 
     >>> dense(torch.tensor([[True, False, True]])).intervals(1, 3).tolist()
     [[[0, 3]]]
@@ -246,15 +302,21 @@ def dense(tensor: Tensor) -> Mask:
 
 
 def predicate(fn: PredicateFunction) -> Mask:
-    """Any pairs at all, as a function of indices that is evaluated a block at a time.
+    """Any pairs at all, as a function of indices that is evaluated a block at a time: ``fn(b, h, i, j)``.
 
     Args:
         fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It
             receives int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and
             ``[1, 1, 1, k]``: raw indices into the tensors (packed: b = 0). It must be a pure function;
             tensors that it captures may change in place between calls.
+
+    Returns:
+        The pairs for which ``fn`` is True.
+
     Raises:
-        InputError: ``fn`` cannot be called, or a predicate is built while compiling.
+        InputError: ``fn`` cannot be called with four arguments, or a predicate is built while compiling.
+
+    Source: ``mask_mod`` in PyTorch's documentation of ``torch.nn.attention.flex_attention``.
 
     >>> predicate(lambda b, h, q, k: (q + k) % 2 == 0).intervals(2, 4).tolist()
     [[[0, 3], [1, 4]]]
@@ -266,7 +328,19 @@ def predicate(fn: PredicateFunction) -> Mask:
             "mask", "be built outside of torch.compile where it holds a predicate", "masks.predicate(fn)",
             "build the mask before the compiled function and pass it in",
         )  # fmt: skip
+    _check_signature(fn)
     return _of(register_predicate(fn))
+
+
+def _check_signature(fn: PredicateFunction) -> None:
+    try:  # a decorator is called by its own parameters, whatever those of the function that it wraps
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # it has none to read; NameError: an annotation (Python 3.14)
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError as error:
+        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
 
 
 def _of(part: Part, align: Align | None = None) -> Mask:

@@ -6,6 +6,7 @@ masks and one pass over blocks of rows for dense ones; S x S is never built.
 
 from __future__ import annotations
 
+import textwrap
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 ALLOWED, MASKED = "■", "·"
 EXAMPLE = 8  # size of the picture for a mask that has none of its own
 LARGEST_PICTURE = 32  # beyond this a line of text no longer fits a terminal
+PLOT_INCHES = 5
+TITLE_POINTS, TITLE_COLUMNS = 9, 60  # fixed width: 60 letters of 9 * 0.6 points are 4.5 of the 5 inches
 
 
 def describe(mask: Mask) -> str:
@@ -196,13 +199,16 @@ def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels:
     """Draw the density of allowed pairs with matplotlib, and save it where a path is given."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 5), layout="constrained")
+    lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
+    height = PLOT_INCHES + max(0, len(lines) - 4) * TITLE_POINTS / 60  # 4 lines fit above the square picture
+    figure = Figure(figsize=(PLOT_INCHES, height), layout="constrained")
+    figure.suptitle("\n".join(lines), family="monospace", size=TITLE_POINTS)
     axes = figure.add_subplot()
     image = axes.imshow(
         density(form, pixels, pixels).numpy(), extent=(0, form.kv_len, form.q_len, 0), cmap="Blues", vmin=0,
         vmax=1, interpolation="nearest", aspect="auto" if form.q_len != form.kv_len else "equal",
     )  # fmt: skip
-    axes.set(xlabel="key", ylabel="query", title=title)
+    axes.set(xlabel="key", ylabel="query")
     figure.colorbar(image, label="share of allowed pairs", shrink=0.8)
     if path is not None:
         figure.savefig(path)

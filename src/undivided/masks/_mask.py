@@ -35,6 +35,7 @@ from undivided.masks._parts import (
     Predicate,
     Prefix,
     Remembers,
+    as_integer,
     find_predicate,
     is_traced,
     readable,
@@ -376,6 +377,8 @@ class Mask(Remembers):
         self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
     ) -> NormalForm:
         """The normal form for sizes that come from the caller himself, and not from checked tensors."""
+        for argument, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
+            as_integer(argument, size, 0)
         self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
 
