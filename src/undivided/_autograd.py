@@ -26,18 +26,23 @@ _any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
 
 
-def run(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out in the caller's layout, lse [B, H, Sq] or [H, T])."""
+def run(backend: Backend, problem: Problem, operands: Operands) -> Tensor | tuple[Tensor, Tensor]:
+    """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] where it was asked for."""
     if _is_transformed(operands):
         with torch.autocast(operands.q.device.type, enabled=False):
-            return restore(reference.composite(problem, operands), problem)
+            return _answer(reference.composite(problem, operands), problem)
     if "backward" not in problem.features:
-        return restore(forward(backend, problem, operands), problem)
+        return _answer(forward(backend, problem, operands), problem)
     inputs = operands.differentiable
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
-    outputs: tuple[Tensor, Tensor] = _Attention.apply((backend, problem, operands), *inputs)  # type: ignore[no-untyped-call]
-    return outputs
+    return _apply((backend, problem, operands), *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _answer(result: Result, problem: Problem) -> Tensor | tuple[Tensor, Tensor]:
+    return (
+        restore(result, problem) if "lse" in problem.features else _layout.restore(result.out, problem.layout)
+    )
 
 
 def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
@@ -115,18 +120,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: tuple[Backend, Problem, Operands], *inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         backend, problem, operands = call
         out, lse = restore(forward(backend, problem, operands), problem)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, problem, operands.release(), _state(operands)
         ctx.set_materialize_grads(False)
-        if "lse" not in problem.features:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
+        return (out, lse) if "lse" in problem.features else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         count = len(inputs)
         if grad_out is None and grad_lse is None:
@@ -142,10 +147,14 @@ class _Attention(torch.autograd.Function):
         return (None, *gradients(*arguments)[:count])
 
 
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without its questions about torch.func, which `run` has answered: they cost as much as the rest."""
+
+
 def _state(operands: Operands) -> object:
     """Differs once what autograd does not save has been changed in place."""
-    pages = operands.pages
-    return operands.mask.state(), None if pages is None else versions((pages,))
+    mask, pages = operands.mask, operands.pages
+    return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
 
 
 def _check_unchanged(operands: Operands, state: object) -> None:

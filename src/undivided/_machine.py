@@ -117,6 +117,8 @@ class Machine:
     @staticmethod
     def this(device: _Device | str | None = None) -> Machine:
         """The machine one is on, probed once for each device."""
+        if getattr(device, "type", None) == "cpu":
+            return _probe("cpu")
         return _probe(str(device) if device is not None and str(device).startswith("cuda") else "cpu")
 
     @staticmethod

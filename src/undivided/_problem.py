@@ -8,10 +8,10 @@ Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value he
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,7 +119,17 @@ FEATURES: dict[str, str] = {
 _NOTHING = torch.empty(0)
 
 
-@dataclass(eq=False)
+class Bound:
+    """A mask that was checked against a problem, and its normal form; remembered until a tensor of the mask changes."""
+
+    __slots__ = ("form", "mask", "problem")
+
+    def __init__(self, mask: Mask, problem: Problem) -> None:
+        self.mask, self.problem = mask, problem
+        self.form: NormalForm | None = None
+
+
+@dataclass(eq=False, slots=True)
 class Operands:
     """The tensors of a problem, in the caller's layout; every other order is a view.
 
@@ -142,7 +152,8 @@ class Operands:
     pages: Tensor | None = None
     needs: tuple[bool, ...] = (False,) * 6
     """Which of `differentiable` need a gradient."""
-    _normal_form: NormalForm | None = field(default=None, repr=False)
+    bound: Bound | None = field(default=None, repr=False)
+    """Where repeated calls find the mask's normal form."""
     _unpaged: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,11 +178,14 @@ class Operands:
 
     def normal_form(self, problem: Problem) -> NormalForm:
         """The mask's row ranges and positions for these sizes, built when first asked for."""
-        if self._normal_form is None:
-            self._normal_form = self.mask.normal_form(
+        bound = self.bound
+        if bound is None:
+            bound = self.bound = Bound(self.mask, problem)
+        if bound.form is None:
+            bound.form = self.mask.normal_form(
                 problem.batch, problem.heads, problem.q_len, problem.kv_len, self.q.device
             )
-        return self._normal_form
+        return bound.form
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -184,7 +198,7 @@ class Operands:
         assert q is not None and k is not None and v is not None
         return Operands(
             q, k, v, self.layout, self.mask, self.scale, self.softcap, bias, slopes, sinks,
-            self.dropout_p, self.dropout_seed, self.pages, self.needs, self._normal_form,
+            self.dropout_p, self.dropout_seed, self.pages, self.needs, self.bound,
         )  # fmt: skip
 
     def release(self) -> Operands:
@@ -223,27 +237,24 @@ def normalise(
     """
     check_layout(layout)
     if needs is None:
-        needs = _NO_GRADIENTS
-        if torch.is_grad_enabled():
-            inputs = (q, k, v, bias, sinks, alibi_slopes)
-            needs = tuple([getattr(tensor, "requires_grad", False) for tensor in inputs])
+        needs = _needs(q, k, v, bias, sinks, alibi_slopes) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
     flipped = scale is not None and scale <= 0
-    request = _Request(
+    request = (
         q, k, v, bias, sinks, alibi_slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs
     )  # fmt: skip
     key = _signature(request)
     known = _problems.get(key)
     if known is None:
-        known = _build(request)
+        known = _build(_Request(*request))
         if len(_problems) >= _MOST_PROBLEMS:
             _problems.clear()
         _problems[key] = known
+    bound = None
     if mask is not None or layout == "thd" or alibi_slopes is not None or pages is not None:
-        given = checked_mask(mask)
-        with_mask = functools.partial(_with_mask, known, given, q.device, alibi_slopes, pages)
-        mask, known = given.remembered(("problem", key), with_mask)
+        bound = checked_mask(mask).remembered(key, _with_mask, known, mask, q.device, alibi_slopes, pages)
+        mask, known = bound.mask, bound.problem
         if pages is not None:
             check_page_numbers(mask, pages, k.shape[0], known.page_size or 1)
     if bias is not None:
@@ -254,14 +265,26 @@ def normalise(
     softcap = None if softcap is None else float(softcap)
     operands = Operands(
         q, k, v, layout, mask or masks.FULL, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages,
-        request.needs,
+        needs, bound,
     )  # fmt: skip
     return known, operands
+
+
+def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
+    q, k, v, *others = inputs
+    try:
+        first = (q.requires_grad, k.requires_grad, v.requires_grad)  # type: ignore[union-attr]
+    except AttributeError:  # not tensors: the checks to come say so
+        return _NO_GRADIENTS
+    if others[0] is others[1] is others[2] is None:
+        return _NEEDS[first]
+    return (*first, *(getattr(tensor, "requires_grad", False) for tensor in others))
 
 
 _problems: dict[object, Problem] = {}
 _MOST_PROBLEMS = 4096
 _NO_GRADIENTS = (False,) * 6
+_NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 
 class _Request(NamedTuple):
@@ -284,8 +307,8 @@ class _Request(NamedTuple):
     needs: tuple[bool, ...]
 
 
-def _signature(request: _Request) -> object:
-    """Everything that `_build` looks at, so that a repeated call is a dictionary look-up."""
+def _signature(request: tuple[Any, ...]) -> object:
+    """Everything that `_build` looks at in the fields of a `_Request`, so that a repeated call is a dictionary look-up."""
     q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs = (
         request
     )
@@ -294,14 +317,16 @@ def _signature(request: _Request) -> object:
             layout, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             q.stride(), k.stride(), v.stride(), return_lse, device, flipped, needs,
         )  # fmt: skip
-        extras = (bias, sinks, slopes, pages)
-        if softcap is None and dropout_p == 0 and not any(t is not None for t in extras):
+        if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
             return key
         check_scalars(softcap, dropout_p, return_lse)  # now, for the key keeps only whether they are there
-        kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in extras]
+        kinds = [
+            None if t is None else (t.shape, t.dtype, t.device, t.layout)
+            for t in (bias, sinks, slopes, pages)
+        ]
         return (*key, *kinds, softcap is None, bool(dropout_p))
     except (AttributeError, TypeError, RuntimeError):
-        _check_tensors(request)
+        _check_tensors(_Request(*request))
         check_scalars(softcap, dropout_p, return_lse)
         raise
 
@@ -358,9 +383,10 @@ def _features(request: _Request, grouped: bool) -> frozenset[str]:
 
 
 def _with_mask(
-    problem: Problem, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
-) -> tuple[Mask, Problem]:
+    problem: Problem, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+) -> Bound:
     """Check the mask against the sizes and put its structure into the problem."""
+    mask = mask or masks.FULL
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
             "mask", "say where the documents are in layout 'thd'", masks.describe(mask.structure),
@@ -375,7 +401,7 @@ def _with_mask(
     documents = mask.document_sizes
     if slopes is not None:
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
-    return mask, problem._replace(mask=mask.structure, align=align, documents=documents)
+    return Bound(mask, problem._replace(mask=mask.structure, align=align, documents=documents))
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:

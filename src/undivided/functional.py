@@ -104,16 +104,18 @@ def attention(
     torch.Size([10, 8, 64])
     """
     q, k, v = _autograd.autocast(q, k, v)
-    arguments: dict[str, Any] = {
-        "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
-    }  # fmt: skip
     if torch.compiler.is_compiling():
+        arguments: dict[str, Any] = {
+            "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
+        }  # fmt: skip
         return _compile.attention(q, k, v, arguments, backend, deterministic)
-    problem, operands = _problem.normalise(q, k, v, **arguments)
+    problem, operands = _problem.normalise(
+        q, k, v, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, pages=pages,
+    )  # fmt: skip
     decision = select(problem, Machine.this(q.device), policy(backend, deterministic))
-    out, lse = _autograd.run(decision.backend, problem, operands)
-    return (out, lse) if return_lse else out
+    return _autograd.run(decision.backend, problem, operands)
 
 
 def explain(

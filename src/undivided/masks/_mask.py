@@ -385,7 +385,11 @@ class Mask(Remembers):
     def state(self) -> object:
         """A value that differs once a tensor of the mask, or one that its predicates reach, has been changed in place
         (None where that cannot be told: inference tensors)."""
+        watched = self.__dict__.get("_watched")
+        if watched is not None:
+            return versions(watched)
         if "predicate" not in self.structure.kinds:
+            self.__dict__["_watched"] = self.tensors
             return versions(self.tensors)
         captured = [
             tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()
@@ -393,20 +397,20 @@ class Mask(Remembers):
         now = versions((*self.tensors, *captured))
         return None if now is None else (now, _Identical(captured))
 
-    def remembered(self, key: object, build: Callable[[], T]) -> T:
-        """``build()``, or its last result for this key if no tensor has changed since."""
+    def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
+        """``build(*arguments)``, or its last result for this key if no tensor has changed since."""
         if is_traced():
-            return build()
+            return build(*arguments)
         now: object = ()
         if self.parts:
             now = self.state()
             if now is None:
-                return build()
+                return build(*arguments)
         memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
         found = memory.get(key)
         if found is not None and found[0] == now:
             return found[1]
-        result = build()
+        result = build(*arguments)
         memory[key] = (now, result)
         if len(memory) > OWN_ENTRIES:
             memory.pop(next(iter(list(memory))), None)
