@@ -11,7 +11,7 @@ from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
 from undivided.integrations.torch_sdpa import replace_sdpa
-from undivided.nn import DotProductAttention
+from undivided.nn import DotProductAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
 from undivided.verification import verify
 
 if typing.TYPE_CHECKING:
@@ -25,6 +25,8 @@ __all__ = [
     "InputError",
     "Machine",
     "NoBackendError",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
     "attention",
     "backends",
     "diagnose",

@@ -65,23 +65,24 @@ class Inputs(NamedTuple):
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
 
 
-def checked_format(value: object, q: object = None) -> Layout:
+def checked_format(
+    value: object, q: object = None, argument: str = "qkv_format", tensor: str = "query_layer"
+) -> Layout:
     """The format, which must have been given at construction or at the call."""
     for name in FORMATS:
         if value == name:
             return name
     if value is not None:
         hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _WHICH
-        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
+        raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
     hint = _WHICH
     if isinstance(q, Tensor) and q.dim() == 4:
         a, b = q.shape[:2]
-        hint += f". query_layer is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
+        hint += f". {tensor} is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
     elif isinstance(q, Tensor) and q.dim() == 3:
-        hint += f". query_layer is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
-    raise InputError(
-        "qkv_format", "be given at construction or at the call (there is no default)", None, hint=hint
-    )
+        hint += f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
+    where = "be given at construction or at the call" if argument == "qkv_format" else "be given"
+    raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
 
 def unpacked(

@@ -62,7 +62,7 @@ def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> 
     if given.pad_between_seqs is not None:
         checked_flag("pad_between_seqs", given.pad_between_seqs)
     for name, offsets in given.offsets.items():
-        _check_offsets(name, offsets, inputs)
+        check_offsets(name, offsets)
     if kind.name != "arbitrary" and not kind.padding and given.attention_mask is not None:
         must = f"be None with attn_mask_type={kind.name!r}, which would not look at it"
         raise InputError(
@@ -76,7 +76,8 @@ def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> 
         _refuse_offsets(given, kind, inputs)
 
 
-def _check_offsets(name: str, offsets: object, inputs: Inputs) -> None:
+def check_offsets(name: str, offsets: object) -> None:
+    """Cumulative lengths, as far as their kind and shape go."""
     if not isinstance(offsets, Tensor):
         raise InputError(
             name,
@@ -227,7 +228,7 @@ def _lengths(given: Given, inputs: Inputs, attention_type: str) -> Mask:
                 name, f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
                 offsets.shape[0], hint=hint,
             )  # fmt: skip
-        if _is_readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
+        if is_readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
             hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
             raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
     n = q.diff()
@@ -284,7 +285,7 @@ def _real_pairs(q: Tensor, kv: Tensor) -> Mask:
     keep their places, and what lies between is masked. Found with tensor operations, so that a GPU need not be waited for."""
     q_start, q_length = _span(q)
     kv_start, kv_length = (q_start, q_length) if kv is q else _span(kv)
-    if _is_readable(q, kv) and not any(_has_holes(real, n) for real, n in ((q, q_length), (kv, kv_length))):
+    if is_readable(q, kv) and not any(_has_holes(real, n) for real, n in ((q, q_length), (kv, kv_length))):
         if not q_start.any() and not kv_start.any():
             return masks.lengths(kv_length, q_length)
         return masks.lengths(kv_length, q_length, kv_start, q_start)
@@ -341,7 +342,8 @@ def _boolean(name: str, mask: object) -> Tensor:
     raise InputError(name, "be bool, True = masked out", mask.dtype, hint=hint)
 
 
-def _is_readable(*tensors: Tensor) -> bool:
+def is_readable(*tensors: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device or leaving a graph."""
     return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
 
 
