@@ -1,0 +1,286 @@
+"""A model's mask for one call: a pattern, a padding mask, sizes and offsets become an undivided `Mask`.
+
+A query row i stands at the absolute position ``i + q_offset``, a key row j at ``j + kv_offset`` (a cache that keeps a window
+forgets its first keys). So the diagonal is ``j = i + d`` with ``d = q_offset - kv_offset``. In undivided's masks the last real
+query of a sequence stands on its last real key: real lengths are chosen here so that the two diagonals are one.
+
+Legend: B batch, Sq queries, Sk keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
+from undivided.masks import FULL, Mask
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, and the absolute positions of its first query and of its first key."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: int = 0
+    kv_offset: int = 0
+
+    @property
+    def diagonal(self) -> int:
+        """d: the key that the first query stands on."""
+        return self.q_offset - self.kv_offset
+
+    @property
+    def end(self) -> int:
+        """One past the key that the last query stands on."""
+        return self.diagonal + self.q_len
+
+
+class ModelMask:
+    """An undivided `Mask` on its way through a model, with what models and ``generate`` ask of a 4-D mask.
+
+    Args:
+        mask: which pairs may attend.
+        pattern: what the mask says apart from padding, for documents that only the attention is told of.
+        sizes: those of the call.
+    """
+
+    ndim = 4
+
+    def __init__(self, mask: Mask, pattern: Pattern, sizes: Sizes) -> None:
+        self.mask, self.pattern, self.sizes = mask, pattern, sizes
+        self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
+        self._documents: tuple[Tensor, Tensor, Mask] | None = None
+
+    def contiguous(self) -> ModelMask:
+        """Itself: there is no memory to put in order."""
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Of the dense tensor, bool ``[B, 1, Sq, Sk]``: for a model that computes with its mask instead of passing it on."""
+        sizes = self.sizes
+        return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len)[index]
+
+    def within(self, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
+        """The pattern inside documents packed into one row, remembered for the layers that ask with the same tensors."""
+        if self._documents is None or self._documents[0] is not cu_q or self._documents[1] is not cu_kv:
+            mask = packed_mask(self.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(self.pattern, self.sizes)
+            self._documents = cu_q, cu_kv, mask
+        return self._documents[2]
+
+    def __repr__(self) -> str:
+        return f"<ModelMask {list(self.shape)}: {self.mask!r}>"
+
+
+def model_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | ModelMask | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **unused: Any,
+) -> ModelMask:
+    """The mask function that is registered: what a model asks for once for every kind of layer and forward pass.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the call; the keys are all that the cache gives back.
+        q_offset, kv_offset: absolute positions of the first query and of the first key.
+        mask_function: of absolute positions; None is every pair.
+        attention_mask: real keys from position 0 on, bool ``[B, S]``; keys beyond S are not real. None: all are real.
+            A mask that was made before (by ``generate``, ahead of the model) is handed back.
+        use_vmap: the function takes single positions and not tensors of them.
+        device: of the model's tensors.
+        unused: what other implementations need.
+
+    Returns:
+        The mask, to be given to `attention` as its ``attention_mask``.
+    """
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
+    pattern = Pattern() if mask_function is None else read(mask_function)
+    if use_vmap:
+        pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
+    if attention_mask is not None:
+        pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
+    return ModelMask(mask_of(pattern, sizes, torch.device(device)), pattern, sizes)
+
+
+def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
+    """The pairs of a pattern for these sizes, as structure wherever it is a band, chunks, documents or padding.
+
+    >>> mask_of(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
+    window(2, None, align='bottom_right') & lengths(kv=[5])
+    """
+    if not _fits(pattern, sizes):
+        pattern = Pattern(padding=pattern.padding, rest=(dataclasses.replace(pattern, padding=()).allows,))
+    mask = _opaque(pattern, sizes)
+    if pattern.packed is not None:
+        return mask & _documents(pattern, pattern.packed) & _band(pattern)
+    last = sizes.end if pattern.right == 0 else sizes.kv_len  # keys from there on are nobody's
+    real = _real_keys(pattern.padding, sizes)
+    rows = _Rows.of(None if real is None else real[:, :last], sizes, last)
+    pattern = _without_idle_limits(pattern, sizes)
+    shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
+    if rows is not None:
+        mask = mask & rows.lengths(shaped, sizes, device)
+        if real is not None and rows.holes:
+            mask = mask & masks.dense(real[:, None, None, :])
+    for chunk in pattern.chunks:
+        start = chunk.start.cpu() if rows is None or not shaped else chunk.start.cpu() - rows.first_query
+        mask = mask & masks.chunks(chunk.size, offset=(sizes.q_offset - start).to(device))
+    return mask & _band(pattern)
+
+
+def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
+    """A pattern inside documents that lie in one row, from their cumulative lengths, int ``[N + 1]``."""
+    same = cu_q is cu_kv or torch.equal(cu_q, cu_kv)
+    documents = masks.documents(cu_q, None if same else cu_kv, max_q=max_q, max_kv=None if same else max_kv)
+    for chunk in pattern.chunks:
+        documents = documents & masks.chunks(chunk.size)
+    return documents & _band(pattern)
+
+
+def _fits(pattern: Pattern, sizes: Sizes) -> bool:
+    """Whether lengths can put undivided's diagonal where the model's is, or nothing depends on it."""
+    if pattern.packed is not None:
+        return tuple(pattern.packed.ids.shape) == (sizes.batch, sizes.q_len) and sizes.q_len == sizes.kv_len
+    if pattern.left is None and pattern.right is None and not pattern.chunks:
+        return True
+    if pattern.right == 0:  # keys after the last query are hidden, and need not be among the real ones
+        return sizes.diagonal >= 0 and sizes.end <= sizes.kv_len
+    return sizes.diagonal >= 0 and sizes.end == sizes.kv_len
+
+
+def _without_idle_limits(pattern: Pattern, sizes: Sizes) -> Pattern:
+    """The pattern without limits that cut nothing here, which kernels would otherwise carry along."""
+    left, right = pattern.left, pattern.right
+    if left is not None and left >= sizes.end - 1:
+        left = None
+    if right is not None and (
+        sizes.diagonal + right >= sizes.kv_len - 1 or (right == 0 and sizes.q_len == 1)
+    ):
+        right = None
+    one_chunk = sizes.q_offset + sizes.q_len
+    chunks = tuple(chunk for chunk in pattern.chunks if chunk.size < one_chunk)
+    return dataclasses.replace(pattern, left=left, right=right, chunks=chunks)
+
+
+def _band(pattern: Pattern) -> Mask:
+    if pattern.left is None and pattern.right is None:
+        return FULL
+    return masks.window(pattern.left, pattern.right, align="bottom_right")
+
+
+def _opaque(pattern: Pattern, sizes: Sizes) -> Mask:
+    """The functions that remain, of the indices of this call."""
+    mask = FULL
+    for fn in pattern.rest:
+        mask = mask & masks.predicate(_at_offsets(fn, sizes))
+    return mask
+
+
+def _at_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:
+    def here(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return fn(b, h, q + sizes.q_offset, k + sizes.kv_offset)
+
+    return here
+
+
+def _over_positions(fn: MaskFunction) -> MaskFunction:
+    """A function of single positions as one of tensors that broadcast, as a predicate gets them."""
+
+    def over(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        each = fn
+        for axis in (3, 2, 1, 0):
+            each = torch.vmap(each, in_dims=tuple(0 if axis == n else None for n in range(4)))
+        with TransformGetItemToIndex():  # vmap cannot index a tensor by a position otherwise
+            return each(b.flatten(), h.flatten(), q.flatten(), k.flatten())
+
+    return over
+
+
+def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
+    """Which keys of the call are real, bool ``[B, Sk]``, from masks that begin at position 0; None: all."""
+    real = None
+    for given in padding:
+        here = given[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
+        here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
+        real = here if real is None else real & here
+    return real
+
+
+class _Rows(NamedTuple):
+    """Where each sequence's real keys and queries lie, int64 ``[B]`` on the CPU."""
+
+    first_key: Tensor
+    end_key: Tensor
+    first_query: Tensor
+    end_query: Tensor
+    holes: bool
+    """Whether there are keys between the first and the last that are not real."""
+
+    @classmethod
+    def of(cls, real: Tensor | None, sizes: Sizes, last: int) -> _Rows | None:
+        """From the real keys before `last`; None where everything is real."""
+        if real is None:
+            if last >= sizes.kv_len:
+                return None
+            first, end = torch.zeros(sizes.batch, dtype=torch.int64), torch.full((sizes.batch,), last)
+            holes = False
+        else:
+            first, end, count = _span(real)
+            holes = bool((end - first != count).any())
+            if not holes and bool((count == sizes.kv_len).all()):
+                return None
+        end_query = (end - sizes.diagonal).clamp(0, sizes.q_len)
+        first_query = torch.minimum((first - sizes.diagonal).clamp(min=0), end_query)
+        return cls(first, end, first_query, end_query, holes)
+
+    def lengths(self, shaped: bool, sizes: Sizes, device: torch.device) -> Mask:
+        """The real keys; and the real queries, where the mask's diagonal depends on them."""
+        kv, kv_start = self.end_key - self.first_key, self.first_key
+        q, q_start = self.end_query - self.first_query, self.first_query
+        given = kv.to(device)
+        start = kv_start.to(device) if bool(kv_start.any()) else None
+        if not shaped or bool((q == sizes.q_len).all()):
+            return masks.lengths(given, kv_start=start)
+        same = torch.equal(q, kv) and torch.equal(
+            q_start, kv_start
+        )  # one object says so without a look at values
+        if same:
+            return masks.lengths(given, given, start, start)
+        return masks.lengths(given, q.to(device), start, q_start.to(device) if bool(q_start.any()) else None)
+
+
+def _span(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First real key, one past the last, and how many there are, of bool ``[B, S]``: one transfer from a GPU."""
+    index = torch.arange(real.shape[1], device=real.device)
+    first = torch.where(real, index, real.shape[1]).amin(1)
+    end = torch.where(real, index + 1, 0).amax(1)
+    first, end, count = torch.stack((torch.minimum(first, end), end, real.sum(1))).cpu()
+    return first, end, count
+
+
+def _documents(pattern: Pattern, packed: Packed) -> Mask:
+    """Packed documents; those in chunks are so many smaller documents."""
+    ids = packed.ids
+    for chunk in pattern.chunks:
+        index = (packed.positions - chunk.start[:, None]).div(chunk.size, rounding_mode="floor")
+        index = index - index.min()
+        ids = ids * (index.max() + 1) + index
+    if ids.shape[0] > 1:
+        return masks.document_ids(ids)
+    begins = (ids[0, 1:] != ids[0, :-1]).nonzero().flatten() + 1
+    ends = begins.new_tensor([0]), begins, begins.new_tensor([ids.shape[1]])
+    return masks.documents(torch.cat(ends))
