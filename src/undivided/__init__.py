@@ -7,6 +7,7 @@ from undivided._machine import Machine
 from undivided._policy import use_backends
 from undivided._result import merge
 from undivided._selection import Decision
+from undivided.cache import InferenceParams, KVCache, PagedKVCache
 from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
@@ -22,9 +23,12 @@ else:  # the package of that name, which can be called: type checkers know of no
 __all__ = [
     "Decision",
     "DotProductAttention",
+    "InferenceParams",
     "InputError",
+    "KVCache",
     "Machine",
     "NoBackendError",
+    "PagedKVCache",
     "RotaryPositionEmbedding",
     "apply_rotary_pos_emb",
     "attention",

@@ -1,0 +1,197 @@
+"""Attention over what is cached: one call of `undivided.attention`, with the lengths put into the mask.
+
+Legend: B sequences, S tokens (Sq new queries, Sk of the longest sequence), N key/value heads, D head size, T packed tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from undivided import _layout, masks
+from undivided._layout import Layout
+from undivided._validation import check_tensor, checked_mask
+from undivided.cache._storage import Counts, Heads
+from undivided.errors import InputError
+from undivided.functional import attention
+from undivided.masks import Mask
+
+CAUSAL = masks.causal(align="bottom_right")
+"""What a cache means by no mask. One object, so that every cache with the same lengths finds the mask made for them."""
+
+_SEQUENCES = frozenset({"lengths", "documents"})
+_PER_KEY = frozenset({"dense", "document_ids"})
+_OF_PAIRS = _PER_KEY | {"predicate"}
+
+
+Output = Tensor | tuple[Tensor, Tensor]
+
+
+class Held(NamedTuple):
+    """The sequences that a call attends to: k [B, R, N, Dk] and v [B, R, N, Dv], or pools of pages [P, R, N, D] with
+    their block table, int32 [B, pages of the longest]; `lengths` of each sequence.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Counts
+    pages: Tensor | None = None
+
+
+def attend(
+    q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any
+) -> Output:
+    """Attention of q, in `layout`, over the keys held.
+
+    q_counts: the real queries of each sequence (packed: all of them); None: every row is real.
+    """
+    mask = CAUSAL if mask is None else checked_mask(mask)
+    if mask is not CAUSAL:
+        _check_mask(mask, layout)
+    if layout == "thd":
+        k, v, mask = _packed(held, q_counts or held.lengths, mask, options)
+    elif held.pages is None:
+        k, v, mask = _side_by_side(held, layout, q_counts, mask)
+    else:
+        k, v, mask = _paged(held, q_counts, mask, options)
+    out: Output = attention(q, k, v, layout=layout, mask=mask, pages=held.pages, **options)
+    return out
+
+
+def _side_by_side(
+    held: Held, layout: Layout, q_counts: Counts | None, mask: Mask
+) -> tuple[Tensor, Tensor, Mask]:
+    """Keys up to those of the longest sequence. Where all are as long, the mask needs no lengths."""
+    k, v, lengths, _ = held
+    longest = max(lengths)
+    k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
+    if q_counts is None and lengths.count(longest) == len(lengths):
+        return k, v, _aligned(mask)
+    return k, v, _among_real(mask, lengths, q_counts, k.device)
+
+
+def _paged(
+    held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Mask]:
+    """Whole pages, so that what is given for each pair ends where the last of them does."""
+    k, v, lengths, pages = held
+    assert pages is not None
+    longest, extent = max(lengths), pages.shape[1] * k.shape[1]
+    if longest != extent and mask.kinds & _PER_KEY:
+        build = functools.partial(_widened, mask, longest, extent)
+        mask = mask.remembered(("cache", longest, extent), build)
+    if options.get("bias") is not None:
+        options["bias"] = _padded(options["bias"], longest, extent, 0.0)
+    return k, v, _among_real(mask, lengths, q_counts, k.device)
+
+
+def _packed(held: Held, q_counts: Counts, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
+    """Queries one sequence after another; the keys of each begin at its own slot or page."""
+    k, v, lengths, pages = held
+    if options.get("bias") is not None:
+        hint = "a cache in layout 'bshd', with padding"
+        raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
+    slot = None
+    if pages is None:
+        slot = k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    build = functools.partial(_with_documents, mask, lengths, q_counts, k.device, slot)
+    return k, v, mask.remembered(("cache", lengths, q_counts, k.device, slot), build)
+
+
+def _among_real(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
+    build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
+    return mask.remembered(("cache", lengths, q_counts, device), build)
+
+
+def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
+    """The mask among the real tokens. Its tensors can be watched for changes, also where inference mode is on."""
+    with torch.inference_mode(False):
+        kv = torch.tensor(lengths, dtype=torch.int32, device=device)
+        q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
+        return _aligned(mask) & masks.lengths(kv, q)
+
+
+def _with_documents(
+    mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None
+) -> Mask:
+    """The mask within each sequence, whose queries are packed and whose keys begin every `slot` tokens (None: paged)."""
+    with torch.inference_mode(False):
+        q, kv = (
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+            for counts in (q_counts, lengths)
+        )
+        starts = None
+        if slot is not None:
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
+        documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
+        return _aligned(mask) & documents
+
+
+def _aligned(mask: Mask) -> Mask:
+    """The mask, bottom-right where it says nothing: the last query is the last token."""
+    if mask.align is not None:
+        return mask
+    return mask.remembered("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+
+
+def _check_mask(mask: Mask, layout: Layout) -> None:
+    if mask.kinds & _SEQUENCES:
+        raise InputError(
+            "mask",
+            "leave the lengths to the cache",
+            repr(mask),
+            hint="q_lengths says how many queries are real",
+        )
+    if layout == "thd" and mask.kinds & _OF_PAIRS:
+        raise InputError(
+            "mask", "be made of causal, window, chunks and prefix in layout 'thd'", repr(mask),
+            hint="a cache in layout 'bshd', with padding",
+        )  # fmt: skip
+
+
+def _widened(mask: Mask, longest: int, extent: int) -> Mask:
+    """A mask of pairs up to the longest sequence as one up to the end of its last page."""
+    tensors, wide = mask.take("dense")
+    ids, wide = wide.take("document_ids")
+    for tensor in tensors or ():
+        wide = wide & masks.dense(_padded(tensor, longest, extent, False))
+    for part in ids or ():
+        wide = wide & masks.document_ids(part.ids_q, _padded(part.ids_kv, longest, extent, -1))
+    return wide
+
+
+def _padded(tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+    """The tensor with its last axis, that of the keys, extended; broadcast axes stay."""
+    if tensor.shape[-1] == 1 != longest:
+        return tensor
+    return pad(tensor, (0, extent - tensor.shape[-1]), value=value)
+
+
+def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
+    """The number of queries of a sequence (packed: of all); InputError where q does not fit the cache."""
+    check_tensor("q", q)
+    if q.dim() != _layout.rank(layout):
+        raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(q.shape))
+    found, q_len, _, dim = _layout.sizes(q.shape, layout)
+    if layout != "thd" and found != batch:
+        raise InputError("q", f"have the batch of the cache ({batch}) in layout {layout!r}", list(q.shape))
+    if dim != heads.head_dim:
+        raise InputError(
+            "q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}"
+        )
+    return q_len
+
+
+def table(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Lists of pages as a block table, int32 [sequences, pages of the longest]; what is beyond a list is 0."""
+    width = max(1, *map(len, tables)) if tables else 1
+    rows = [[*pages, *[0] * (width - len(pages))] for pages in tables]
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)

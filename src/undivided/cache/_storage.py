@@ -1,0 +1,183 @@
+"""Where keys and values lie: pools of pages, and what is written to them.
+
+Legend: P pages, R rows (tokens) of a page, B sequences, S new tokens, T new tokens of all sequences, N key/value heads,
+D head size (Dk, Dv).
+
+A contiguous cache is the pool whose page b holds sequence b and is as long as a sequence may become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._layout import Layout
+from undivided._validation import DTYPES, check_tensor
+from undivided.errors import InputError
+from undivided.masks._parts import as_integer
+
+Counts = tuple[int, ...]
+
+
+class Heads(NamedTuple):
+    """What is kept of a token."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def checked(kv_heads: int, head_dim: int, value_dim: int | None, dtype: object) -> Heads:
+        """InputError where a size is not positive or the dtype is none that attention runs in."""
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+            raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
+        heads, dim = as_integer("kv_heads", kv_heads, 1), as_integer("head_dim", head_dim, 1)
+        return Heads(heads, dim, dim if value_dim is None else as_integer("value_dim", value_dim, 1), dtype)
+
+
+class NewTokens(NamedTuple):
+    """Tokens to be written: k [B, S, N, Dk] and v [B, S, N, Dv], of which the first ``counts[b]`` are real; or, where
+    ``packed``, [1, T, N, D] with ``counts[b]`` tokens of each sequence one after another.
+    """
+
+    k: Tensor
+    v: Tensor
+    counts: Counts
+    packed: bool
+
+    @property
+    def all_real(self) -> bool:
+        """Whether there is no padding in k and v."""
+        return self.packed or self.counts.count(self.k.shape[1]) == len(self.counts)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The real tokens, sequence after sequence: [T, N, Dk] and [T, N, Dv]."""
+        k, v = self.k.flatten(0, 1), self.v.flatten(0, 1)
+        if self.all_real:
+            return k, v
+        padded = self.k.shape[1]
+        real = [row for b, count in enumerate(self.counts) for row in range(b * padded, b * padded + count)]
+        index = torch.tensor(real, dtype=torch.int64, device=k.device)
+        return k.index_select(0, index), v.index_select(0, index)
+
+
+class Storage:
+    """The pools of one layer: k [P, R, N, Dk] and v [P, R, N, Dv], not initialised."""
+
+    def __init__(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> None:
+        self.heads = heads
+        with torch.inference_mode(False):  # or they could not be written to outside of it
+            shape = (pages, page_size, heads.kv_heads)
+            self.k = torch.empty(*shape, heads.head_dim, dtype=heads.dtype, device=device)
+            self.v = torch.empty(*shape, heads.value_dim, dtype=heads.dtype, device=device)
+            self._k_rows, self._v_rows = self.k.flatten(0, 1), self.v.flatten(0, 1)
+
+    @torch.no_grad()
+    def fill(self, position: int, new: NewTokens) -> None:
+        """Write the tokens of sequence b to page b from ``position`` on: all real, as many for every page."""
+        k, v = new.k, new.v
+        if new.packed:
+            k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
+        self.k[:, position : position + k.shape[1]] = k
+        self.v[:, position : position + k.shape[1]] = v
+
+    @torch.no_grad()
+    def write(self, rows: Tensor, new: NewTokens) -> None:
+        """Write the real tokens to these rows of the flattened pools, int64 [T]."""
+        k, v = new.rows()
+        self._k_rows.index_copy_(0, rows, k.to(self.heads.dtype))
+        self._v_rows.index_copy_(0, rows, v.to(self.heads.dtype))
+
+    @torch.no_grad()
+    def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
+        """Copy the first rows of one page to another for each pair (from, to), all at once."""
+        if not pages or not rows:
+            return
+        source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
+        for pool in (self.k, self.v):
+            pool[target, :rows] = pool[source, :rows]
+
+
+def checked_tokens(
+    k: Tensor, v: Tensor, lengths: object, *, layout: Layout, batch: int, heads: Heads, device: torch.device,
+    names: tuple[str, str, str] = ("k", "v", "lengths"),
+) -> NewTokens:  # fmt: skip
+    """New keys and values in canonical order, and how many are real; InputError where they do not fit."""
+    of_k, of_v, of_lengths = names
+    expected = _expected(layout, batch, heads.kv_heads)
+    for name, tensor, dim in ((of_k, k, heads.head_dim), (of_v, v, heads.value_dim)):
+        check_tensor(name, tensor)
+        if tensor.dim() == _layout.rank(layout):
+            found = _layout.sizes(tensor.shape, layout)
+            if found[0] == (1 if layout == "thd" else batch) and found[2:] == (heads.kv_heads, dim):
+                _check_kind(name, tensor, heads.dtype, device)
+                continue
+        raise InputError(name, f"have shape {expected.format(dim=dim)} in {layout!r}", list(tensor.shape))
+    k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
+    if k.shape[1] != v.shape[1]:
+        raise InputError(of_v, f"have the length of {of_k} ({k.shape[1]})", v.shape[1])
+    if layout == "thd":
+        return NewTokens(k, v, packed_counts(of_lengths, lengths, batch, k.shape[1]), True)
+    if lengths is None:
+        return NewTokens(k, v, (k.shape[1],) * batch, False)
+    return NewTokens(
+        k, v, checked_counts(of_lengths, lengths, batch, k.shape[1], f"new tokens in {of_k}"), False
+    )
+
+
+def _expected(layout: Layout, batch: int, kv_heads: int) -> str:
+    axes = {"b": f"{batch}", "s": "new", "h": f"{kv_heads}", "d": "{dim}", "t": "tokens"}
+    return f"[{', '.join(axes[letter] for letter in layout)}]"
+
+
+def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            name, "need no gradient (a cache is read, not trained through)", f"{name} with requires_grad=True",
+            hint="call under torch.no_grad() or torch.inference_mode()",
+        )  # fmt: skip
+    if tensor.device != device:
+        raise InputError(name, f"be on the device of the cache ({device})", str(tensor.device))
+    if tensor.dtype != dtype and not (tensor.is_floating_point() and torch.is_autocast_enabled(device.type)):
+        raise InputError(
+            name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})"
+        )
+
+
+def checked_counts(name: str, value: object, batch: int, most: int | None = None, of: str = "") -> Counts:
+    """One count for each sequence, from a list, a tuple or an int tensor [batch]."""
+    if isinstance(value, Tensor):
+        if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
+            raise InputError(
+                name, f"be an int tensor [{batch}] or a list of ints", f"{value.dtype} {list(value.shape)}"
+            )
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise InputError(name, f"be a list of {batch} ints or an int tensor", type(value).__name__)
+    if len(value) != batch:
+        raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
+    counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
+    if most is not None and max(counts) > most:
+        raise InputError(name, f"be at most the {of} ({most})", max(counts))
+    return counts
+
+
+def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
+    """The tokens of each sequence, which together are all that there are."""
+    if value is None and batch == 1:
+        return (tokens,)
+    if value is None:
+        raise InputError(
+            name, "be given in layout 'thd'", None, hint=f"the tokens of each of the {batch} sequences, 0 for those without"
+        )  # fmt: skip
+    counts = checked_counts(name, value, batch)
+    if sum(counts) != tokens:
+        raise InputError(
+            name, f"sum to the {tokens} packed tokens", f"{list(counts)}, which is {sum(counts)}"
+        )
+    return counts

@@ -1,0 +1,63 @@
+"""`KVCache`: room for every sequence, side by side."""
+
+from __future__ import annotations
+
+import torch
+
+from undivided._layout import Layout
+from undivided.cache._attend import Held
+from undivided.cache._cache import Cache
+from undivided.cache._ledger import Slots
+from undivided.cache._storage import Heads, Storage
+from undivided.masks._parts import as_integer
+
+
+class KVCache(Cache):
+    """Keys and values of a batch of sequences, with room for `max_len` tokens of each.
+
+    The tokens of a sequence lie one after another. Any number of them may be appended at a time, another one for each
+    sequence; none of the memory that is not used reaches a result.
+
+    Args:
+        batch: sequences, B.
+        max_len: tokens that a sequence may have.
+        kv_heads: key/value heads, N.
+        head_dim: head size of queries and keys, Dk.
+        value_dim: of values, Dv; Dk if None.
+        dtype: float16, bfloat16, float32 or float64.
+        device: where keys and values lie.
+        layout: of the tensors that `append` and `attend` take and give: "bshd", "sbhd", "bhsd" or "thd". The memory is
+            [B, max_len, N, D] whatever it is.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    >>> import torch, undivided
+    >>> cache = undivided.KVCache(batch=2, max_len=64, kv_heads=2, head_dim=16, dtype=torch.float32)
+    >>> k, v = torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
+    >>> cache.append(k, v, lengths=[5, 3])                       # prompts of 5 and 3 tokens
+    >>> cache.attend(torch.randn(2, 5, 8, 16)).shape             # causal, each sequence by its own length
+    torch.Size([2, 5, 8, 16])
+    >>> cache.append(k[:, :1], v[:, :1])                         # one new token each
+    >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.lengths
+    (torch.Size([2, 1, 8, 16]), (6, 4))
+    """
+
+    def __init__(
+        self, batch: int, max_len: int, kv_heads: int, head_dim: int, *, value_dim: int | None = None,
+        dtype: torch.dtype, device: torch.device | str = "cpu", layout: Layout = "bshd",
+    ) -> None:  # fmt: skip
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
+        batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
+        storage = Storage(batch, self.max_len, heads, torch.device(device))
+        super().__init__(Slots(batch, self.max_len), storage, batch, layout)
+
+    def _held(self) -> Held:
+        return Held(self._storage.k, self._storage.v, self._ledger.lengths)
+
+    def __repr__(self) -> str:
+        heads = self._storage.heads
+        return (
+            f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, head_dim={heads.head_dim}, "
+            f"lengths={list(self.lengths)})"
+        )

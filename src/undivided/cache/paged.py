@@ -1,0 +1,89 @@
+"""`PagedKVCache`: sequences share a pool of pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided._layout import Layout
+from undivided.cache import _attend
+from undivided.cache._attend import Held
+from undivided.cache._cache import Cache
+from undivided.cache._ledger import Pages
+from undivided.cache._storage import Heads, Storage
+from undivided.masks._parts import as_integer
+
+
+class PagedKVCache(Cache):
+    """Keys and values of sequences that take pages from one pool as they grow, and share what they have in common.
+
+    A sequence is a list of pages; there is no other limit to its length, and none to how unequal lengths are. `fork` shares
+    pages, and whoever writes to a shared one first gets a copy of it. Pages that nobody uses any more are free again.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens of a page.
+        kv_heads: key/value heads, N.
+        head_dim: head size of queries and keys, Dk.
+        batch: sequences, B; they may be more than the pages would hold at once.
+        value_dim: head size of values, Dv; Dk if None.
+        dtype: float16, bfloat16, float32 or float64.
+        device: where keys and values lie.
+        layout: of the tensors that `append` and `attend` take and give: "bshd", "sbhd", "bhsd" or "thd". The memory is
+            [num_pages, page_size, N, D] whatever it is.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    Source: Kwon et al. 2023 (arXiv:2309.06180), PagedAttention.
+
+    >>> import torch, undivided
+    >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
+    >>> prompt = torch.randn(2, 6, 2, 16)
+    >>> cache.append(prompt, prompt, lengths=[6, 0])             # the first sequence takes two pages
+    >>> cache.fork(0, 1)                                         # the second begins as it does: no page is copied
+    >>> cache.lengths, cache.free_pages
+    ((6, 6), 6)
+    >>> cache.append(prompt[:, :1], prompt[:, 1:2])              # now they differ: one of them copies the last page
+    >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.free_pages
+    (torch.Size([2, 1, 8, 16]), 5)
+    """
+
+    _ledger: Pages
+
+    def __init__(
+        self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, *, batch: int, value_dim: int | None = None,
+        dtype: torch.dtype, device: torch.device | str = "cpu", layout: Layout = "bshd",
+    ) -> None:  # fmt: skip
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
+        self.num_pages, self.page_size = (
+            as_integer("num_pages", num_pages, 1),
+            as_integer("page_size", page_size, 1),
+        )
+        batch = as_integer("batch", batch, 1)
+        storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
+        super().__init__(Pages(self.num_pages, self.page_size, batch), storage, batch, layout)
+        self._table: tuple[int, Tensor] | None = None
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence uses."""
+        return len(self._ledger.unused)
+
+    @property
+    def block_table(self) -> Tensor:
+        """The pages of each sequence in order, int32 [batch, pages of the longest]; what is beyond a sequence's is 0."""
+        known = self._table
+        if known is None or known[0] != self._ledger.changes:
+            known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)
+        return known[1]
+
+    def _held(self) -> Held:
+        return Held(self._storage.k, self._storage.v, self._ledger.lengths, self.block_table)
+
+    def __repr__(self) -> str:
+        heads = self._storage.heads
+        return (
+            f"PagedKVCache(num_pages={self.num_pages}, page_size={self.page_size}, kv_heads={heads.kv_heads}, "
+            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, free_pages={self.free_pages})"
+        )
