@@ -37,10 +37,11 @@ _NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 _NO_BIAS: tuple[int, ...] = (0,) * 6
 _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 8
-_NOTHING_ELSE = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES)
+_NO_PAGES: tuple[int, ...] = (0,) * 3
+_NOTHING_ELSE = (*_NO_PAGES, 0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES)
 _BANDS = frozenset({"causal", "window"})
 """Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
-_EXTRAS = frozenset({"bias", "alibi", "sinks"})
+_EXTRAS = frozenset({"bias", "alibi", "sinks", "paged"})
 
 
 class Native(Backend):
@@ -85,7 +86,7 @@ class Native(Backend):
 
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """One call of the kernel; one for every block of rows where the mask is more than ranges."""
-        q, k, v = operands.heads_first()
+        q, k, v = _kernel_views(operands)
         out_BSHD = _new_output(problem, operands)
         out = out_BSHD.transpose(1, 2)
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
@@ -125,6 +126,14 @@ def _is_tiny(problem: Problem) -> bool:
         problem.batch * problem.heads << (problem.q_len - 1).bit_length() << (problem.kv_len - 1).bit_length()
     )
     return pairs * (problem.qk_dim + problem.v_dim) <= TINY
+
+
+def _kernel_views(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, Sq, Dk]; k and v [B, N, Sk, D], or the pools of a paged cache as they are, [pages, N, page_size, D]."""
+    if operands.pages is None:
+        return operands.heads_first()
+    q = _layout.heads_first(operands.q, operands.layout)
+    return q, operands.k.transpose(1, 2), operands.v.transpose(1, 2)
 
 
 def _band(problem: Problem) -> tuple[int, int]:
@@ -190,7 +199,11 @@ class _Call:
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         self.library, self.problem, self.operands, self.tensors = library, problem, operands, tensors
-        self.sinks = self.bias = self.slopes = None
+        self.sinks = self.bias = self.slopes = self.pages = None
+        if operands.pages is not None:
+            self.pages = (
+                operands.pages.contiguous()
+            )  # in thd the sequences' rows follow one another, as their keys do
         if operands.sinks is not None:
             self.sinks = operands.sinks.detach().float().contiguous()
         if operands.bias is not None:
@@ -207,7 +220,7 @@ class _Call:
         if rows is not None:
             q, out, lse = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
         q_len = q.shape[2]
-        ranges, bias, pairs, slopes = _NO_RANGES, _NO_BIAS, _NO_DENSE, _NO_SLOPES
+        ranges, pages, bias, pairs, slopes = _NO_RANGES, _NO_PAGES, _NO_BIAS, _NO_DENSE, _NO_SLOPES
         # every tensor that is pointed to is held by a name until the call returns
         if normal is not None:
             table = normal.ranges.clamp(
@@ -215,6 +228,9 @@ class _Call:
             ).contiguous()  # inside the keys, whatever the mask says
             part = table if rows is None else table[:, rows]
             ranges = (part.data_ptr(), _batch_stride(part), part.shape[2], 0, 0, 0)
+        if self.pages is not None:
+            assert problem.page_size is not None
+            pages = (self.pages.data_ptr(), self.pages.shape[1], problem.page_size)
         if self.bias is not None:
             some = self.bias if rows is None else self.bias[:, :, rows]
             bias = (some.data_ptr(), DTYPES[some.dtype], *some.stride())
@@ -229,7 +245,7 @@ class _Call:
                 self.key_position.data_ptr(), _batch_stride(self.key_position),
             )  # fmt: skip
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
-        record = _record(problem, operands, q, k, v, out, lse, *ranges, sinks, *bias, *pairs, *slopes)
+        record = _record(problem, operands, q, k, v, out, lse, *ranges, *pages, sinks, *bias, *pairs, *slopes)
         self.library.forward(record)
 
 

@@ -9,7 +9,8 @@
 extern "C" {
 
 // Axes: B batch, H query heads, N key/value heads (H % N == 0), Sq query rows, Sk keys, Dk and Dv head sizes.
-// The last axis of q, k, v, out has stride 1. A stride of 0 broadcasts.
+// The last axis of q, k, v, out has stride 1. A stride of 0 broadcasts. With pages, k and v are pools of pages, k_b and v_b
+// their strides from page to page.
 struct Attention {
   int64_t size;   // sizeof(Attention), so that a library of another version is refused
   int64_t dtype;  // of q, k, v, out: see Type
@@ -31,6 +32,10 @@ struct Attention {
   int64_t ranges_b, columns;
   // where band is not 0: keys [i + first, i + last) of query row i, the same for every sequence; ranges is null then
   int64_t band, first, last;
+  // block table [B, pages]: key j lies in row j % page_size of page pages[j / page_size]; null: keys lie one after the other.
+  // Entries for keys that no row may see are not read.
+  const int32_t* pages;
+  int64_t pages_b, page_size;
   const float* sinks;  // [H] or null
   // additive, natural units, -inf masks; null or of type bias_dtype
   const void* bias;
@@ -59,21 +64,22 @@ struct RowBlock {
   int64_t cost;
 };
 
-// A slice of the keys against every query row of some key/value heads; partial results go to `partial`.
+// A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,
+// each `Dv + 2` floats rounded up to 16: weighted sums of V, the largest score in units of log 2, the sum of the weights.
 struct KeyChunk {
-  int64_t batch, kv_head, kv_heads, key, keys, index;
+  int64_t batch, kv_head, kv_heads, key, keys;
 };
 
 // What a file compiled for one instruction set offers.
 struct Kernels {
   const char* name;
   int64_t panel;       // query rows that one micro-kernel call covers
+  int64_t lanes;       // decoding needs both head sizes to be multiples of this
   int64_t few_rows;    // decoding takes this many virtual rows at most
-  int64_t dim_multiple[3];  // decoding needs both head sizes to be multiples of this, by Type
   int64_t (*block_scratch)(const Attention&, int64_t rows);
   void (*block)(const Attention&, const RowBlock&, char* scratch);
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
-  void (*chunk)(const Attention&, const KeyChunk&, float* partial, char* scratch);
+  void (*chunk)(const Attention&, const KeyChunk&, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
                 int64_t stride);
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations

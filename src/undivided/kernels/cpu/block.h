@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "attention.h"
+#include "rows.h"
 #include "tile.h"
 
 namespace {
@@ -71,6 +72,7 @@ struct Workspace {
   float *qt, *ot, *most, *total;  // most: the largest score so far, in units of log 2
   float *scores, *extra;
   char *k_tile, *v_tile, *v_own;
+  char *k_rows, *v_rows;  // of a tile that lies in several pages
   int64_t bytes;
 };
 
@@ -96,6 +98,8 @@ static Workspace carve(const Attention& a, int64_t rows, char* base) {
   bool copies = sizeof(typename Mode::T) == 2;
   w.v_tile = take(copies ? kTile * a.v_dim * 4 : 0);
   w.v_own = take(extras ? kTile * a.v_dim * 4 : 0);
+  w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.bytes = at;
   return w;
 }
@@ -245,12 +249,12 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
-// Keys j and j + 1 side by side in 32 bits; a key outside [start, stop) or unseen gives zeros.
+// Keys j and j + 1 side by side in 32 bits, from key `start` at v on; a key outside [start, stop) or unseen gives zeros.
 static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* seen,
                        uint32_t* to) {
   for (int64_t j = start & ~(int64_t)1; j < stop; j += 2, to += columns) {
-    const BFloat16* even = j >= start && (!seen || seen[j - start]) ? v + j * stride : nullptr;
-    const BFloat16* odd = j + 1 < stop && (!seen || seen[j + 1 - start]) ? v + (j + 1) * stride : nullptr;
+    const BFloat16* even = j >= start && (!seen || seen[j - start]) ? v + (j - start) * stride : nullptr;
+    const BFloat16* odd = j + 1 < stop && (!seen || seen[j + 1 - start]) ? v + (j + 1 - start) * stride : nullptr;
     int64_t d = 0;
     for (; d + kLanes <= columns; d += kLanes) {
       UVec low = even ? __builtin_convertvector(*(const UnalignedHVec*)(even + d), UVec) : UVec{};
@@ -397,33 +401,43 @@ struct Tile {
   int64_t k_stride;
   const typename Mode::Tile* v;  // row (or pair) of key `start`
   int64_t v_stride;
+  const typename Mode::T* own_v;  // the row of key `start` as the caller has it
+  int64_t own_v_stride;
 };
 
 template <class Mode>
 static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const uint8_t* seen,
                                const Workspace& w) {
   typedef typename Mode::T T;
-  const T* k = (const T*)a.k + block.batch * a.k_b + block.kv_head * a.k_h;
-  const T* v = (const T*)a.v + block.batch * a.v_b + block.kv_head * a.v_h;
-  Tile<Mode> tile = {start, stop, k + start * a.k_s, a.k_s, nullptr, a.v_s};
+  const Rows<T> k_rows = key_rows<T>(a, block.batch, block.kv_head), v_rows = value_rows<T>(a, block.batch, block.kv_head);
+  const T *k, *v;
+  int64_t k_s = a.k_s, v_s = a.v_s;
+  if (k_rows.together(start, stop)) {
+    k = k_rows(start), v = v_rows(start);
+  } else {
+    collect(k_rows, start, stop, a.qk_dim, seen, (T*)w.k_rows);
+    collect(v_rows, start, stop, a.v_dim, seen, (T*)w.v_rows);
+    k = (T*)w.k_rows, v = (T*)w.v_rows, k_s = a.qk_dim, v_s = a.v_dim;
+  }
+  Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, v, v_s};
   if constexpr (Mode::Arith::kPairs) {
     if (a.qk_dim % 2) {
       BFloat16* copy = (BFloat16*)w.k_tile;
       tile.k = copy, tile.k_stride = a.qk_dim + 1;
-      for (int64_t j = start; j < stop; j++, copy += a.qk_dim + 1) {
-        memcpy(copy, k + j * a.k_s, (size_t)a.qk_dim * 2);
+      for (int64_t j = start; j < stop; j++, k += k_s, copy += a.qk_dim + 1) {
+        memcpy(copy, k, (size_t)a.qk_dim * 2);
         copy[a.qk_dim].bits = 0;
       }
     }
-    interleave(v, a.v_s, start, stop, a.v_dim, seen, (uint32_t*)w.v_tile);
+    interleave(v, v_s, start, stop, a.v_dim, seen, (uint32_t*)w.v_tile);
     tile.v = (uint32_t*)w.v_tile, tile.v_stride = a.v_dim;
   } else if constexpr (Mode::kConvertsK) {
-    widen(k + start * a.k_s, a.k_s, stop - start, a.qk_dim, nullptr, (float*)w.k_tile);
-    widen(v + start * a.v_s, a.v_s, stop - start, a.v_dim, nullptr, (float*)w.v_tile);
+    widen(k, k_s, stop - start, a.qk_dim, nullptr, (float*)w.k_tile);
+    widen(v, v_s, stop - start, a.v_dim, nullptr, (float*)w.v_tile);
     tile.k = w.k_tile, tile.k_stride = a.qk_dim;
     tile.v = (float*)w.v_tile, tile.v_stride = a.v_dim;
   } else {
-    tile.v = v + start * a.v_s;
+    tile.v = v;
   }
   return tile;
 }
@@ -466,10 +480,9 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   int64_t v_stride = tile.v_stride;
   if (extras && memchr(seen, 0, (size_t)keys)) {
     // 0 * NaN is NaN: what no row of the panel sees becomes 0
-    typedef typename Mode::T T;
-    const T* from = (const T*)a.v + block.batch * a.v_b + block.kv_head * a.v_h;
-    if constexpr (Arith::kPairs) interleave(from, a.v_s, start, stop, a.v_dim, seen, (uint32_t*)w.v_own);
-    else widen(from + start * a.v_s, a.v_s, keys, a.v_dim, seen, (float*)w.v_own);
+    const typename Mode::T* from = tile.own_v + (start - tile.start) * tile.own_v_stride;
+    if constexpr (Arith::kPairs) interleave(from, tile.own_v_stride, start, stop, a.v_dim, seen, (uint32_t*)w.v_own);
+    else widen(from, tile.own_v_stride, keys, a.v_dim, seen, (float*)w.v_own);
     v = (const typename Mode::Tile*)w.v_own;
     v_stride = a.v_dim;
   } else if constexpr (Arith::kPairs) {
@@ -509,7 +522,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
         int64_t start = larger_of(p.segment[s].start, tile_start), stop = smaller_of(p.segment[s].stop, tile_stop);
         first = smaller_of(first, start);
         last = larger_of(last, stop);
-        if (Mode::Arith::kPairs) memset(seen + (start - tile_start), 1, (size_t)(stop - start));
+        if (Mode::Arith::kPairs || a.pages) memset(seen + (start - tile_start), 1, (size_t)(stop - start));
       }
     }
     if (first >= last) continue;

@@ -3,10 +3,10 @@
 // Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, kFewRows at
 // most), 2 operations an element and row: reading the cache is the whole cost. So lanes lie along the head axis, where K and
 // V are contiguous: a multiply-add serves kLanes elements of one row, where lanes over rows would leave most of them idle.
-// The cache is cut into chunks of keys, whose number depends on the sizes alone; a chunk is read in steps of kStep keys,
-// and, where the rows of all heads lie side by side (bshd), for all heads at each step, so that memory is read in order.
-// Rows ahead are prefetched: hardware stops at each 4 KiB page. Partial results (sum, largest score, total) of the chunks
-// are merged in order.
+// The cache is cut into chunks of keys, by sizes and lengths alone; a chunk is read in steps of kStep keys, and, where the
+// rows of all heads lie side by side (bshd), for all heads at each step. While a step is computed the next one is prefetched,
+// in the order of memory: hardware stops at each 4 KiB page. Rows are found through a table of a step's addresses, so that
+// pages of a cache cost nothing. Partial results (sums, largest score, total) of the chunks are merged in order.
 #pragma once
 
 #include "block.h"
@@ -16,159 +16,143 @@ namespace {
 using undivided::KeyChunk;
 
 constexpr int64_t kFewRows = 8;
-constexpr int64_t kStep = 64;          // keys a step: scores of 8 rows 2 KiB, K and V of D = 128 in fp32 64 KiB
-constexpr int64_t kPrefetchRows = 16;  // keys ahead of the one being read
+constexpr int64_t kStep = 64;  // keys a step: scores of 8 rows 2 KiB, K and V of D = 128 in fp32 64 KiB
+constexpr int kRowsAPass = kLanes < 8 ? kLanes : 8;
+constexpr int kSums = kLanes < 16 ? 8 : 16;  // accumulators of the second product
 
-// A partial result of one row: largest score (log 2), total, Dv sums.
+// A partial result of one row: Dv sums, largest score (log 2), total.
 INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 16); }
 
+// A step's rows are computed in 1, 2, 4 or 8 at a time; rows beyond the real ones are zeros.
+INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+
+// One load, as kVecs vectors of fp32. Of bf16 these are the even elements and the odd ones: two operations, where widening
+// in order takes four. Queries are put into this order before, sums out of it afterwards.
 template <class T>
-INLINE void prefetch_row(const T* p, int64_t count) {
-  for (int64_t byte = 0; byte < count * (int64_t)sizeof(T); byte += 64) __builtin_prefetch((const char*)p + byte, 0, 2);
+struct Load {
+  static constexpr int kVecs = 1;
+  INLINE void at(const T* p, Vec (&x)[1]) { x[0] = load_as_float(p); }
+};
+template <>
+struct Load<BFloat16> {
+  static constexpr int kVecs = 2;
+  INLINE void at(const BFloat16* p, Vec (&x)[2]) {
+    UVec both = (UVec)load((const float*)(const void*)p);
+    x[0] = (Vec)(both << 16), x[1] = (Vec)(both & 0xffff0000u);
+  }
+};
+
+// Place of element d among `dim` in that order; a last single vector of bf16 keeps its own.
+template <class T>
+INLINE int64_t shuffled(int64_t d, int64_t dim) {
+  constexpr int block = kLanes * Load<T>::kVecs;
+  if (block == kLanes || d >= dim / block * block) return d;
+  return d / block * block + d % 2 * kLanes + d % block / 2;
 }
 
-// Scores of Rows query rows and kLanes / Rows keys.
-template <int Rows, class Mode>
-INLINE Vec few_scores(const float* q, int64_t q_stride, const typename Mode::T* k, int64_t stride, int64_t dim) {
-  constexpr int keys = kLanes / Rows, step = Mode::Arith::kPairs ? 2 * kLanes : kLanes;
-  Vec acc[kLanes] = {};
-  for (int64_t d = 0, at = 0; d < dim; d += step, at += kLanes) {
-    Vec x[Rows];
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; r++) x[r] = load(q + r * q_stride + at);
-#pragma GCC unroll 16
-    for (int j = 0; j < keys; j++) {
-      Vec y = load_lanes<Mode>(k + j * stride + d);
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; r++) {
-#if defined(__AVX512BF16__)
-        if constexpr (Mode::Arith::kPairs)
-          acc[r * keys + j] = (Vec)_mm512_dpbf16_ps((__m512)acc[r * keys + j], (__m512bh)x[r], (__m512bh)y);
-        else
-#endif
-          acc[r * keys + j] += x[r] * y;
-      }
+// What is read next, in the order of memory: `bytes` from each row's byte `first` on.
+struct Ahead {
+  const char* const* row;
+  const char* const* end;
+  int64_t first, stop, at;
+
+  INLINE void take(Ahead& ahead, int64_t bytes) {
+    for (; bytes > 0 && ahead.row != ahead.end; bytes -= 64) {
+      __builtin_prefetch(*ahead.row + ahead.at, 0, 2);
+      ahead.at += 64;
+      if (ahead.at >= ahead.stop) ahead.at = ahead.first, ahead.row++;
     }
   }
+};
+
+// Scores of R query rows and kLanes / R keys.
+template <int R, class T>
+INLINE Vec few_scores(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim) {
+  constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
+  Vec acc[kLanes] = {};
+  int64_t d = 0;
+  for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+#pragma GCC unroll 16
+    for (int j = 0; j < keys; j++) {
+      Vec y[vecs];
+      Load<T>::at(k[j] + offset + d, y);
+#pragma GCC unroll 2
+      for (int u = 0; u < vecs; u++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d + u * kLanes) * y[u];
+    }
+  }
+  if (d < dim)
+#pragma GCC unroll 16
+    for (int j = 0; j < keys; j++) {
+      Vec y = load_as_float(k[j] + offset + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
+    }
   return sums(acc);
 }
 
-// Scores of `Rows` rows and all keys of a step, scores[row][key]. A short group of keys is filled up with its last key.
-template <int Rows, class Mode>
-static void few_score_step(const float* q, int64_t q_stride, const typename Mode::T* k, int64_t stride, int64_t dim,
-                           int64_t keys, float* scores) {
-  constexpr int group = kLanes / Rows;
+// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is filled up to a multiple of kLanes.
+template <int R, class T>
+static void few_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
+                           float* scores, Ahead& ahead) {
+  constexpr int group = kLanes / R;
   for (int64_t j = 0; j < keys; j += group) {
-    for (int i = 0; i < group; i++) prefetch_row(k + (j + i + kPrefetchRows) * stride, dim);
-    float found[kLanes] = {};
-    if (j + group <= keys) {
-      store(found, few_scores<Rows, Mode>(q, q_stride, k + j * stride, stride, dim));
-    } else {
-      for (int64_t i = 0; j + i < keys; i++) {
-        float one[kLanes];
-        store(one, few_scores<Rows, Mode>(q, q_stride, k + (j + i) * stride, 0, dim));
-        for (int r = 0; r < Rows; r++) found[r * group + i] = one[r * group];
-      }
-    }
-    for (int r = 0; r < Rows; r++)
-      for (int64_t i = 0; i < group && j + i < keys; i++) scores[r * kStep + j + i] = found[r * group + i];
+    Ahead::take(ahead, group * dim * (int64_t)sizeof(T));
+    float found[kLanes];
+    store(found, few_scores<R>(q, q_stride, k + j, offset, dim));
+    for (int r = 0; r < R; r++) memcpy(scores + r * kStep + j, found + r * group, group * 4);
   }
 }
 
-// sums[row][d] += weights[row][key] * V[key][d] over the keys of a step.
-template <int Rows, class T>
-static void few_weigh_step(const float* weights, const T* v, int64_t stride, int64_t dim, int64_t keys, float* sums_of,
-                           int64_t sums_stride) {
-  constexpr int columns = Rows >= 4 ? 4 : 8;  // vectors of V a pass
-  for (int64_t d = 0; d < dim; d += columns * kLanes) {
-    const int64_t vectors = smaller_of(columns, (dim - d) / kLanes);
-    if (vectors == columns) {
-      Vec acc[Rows][columns];
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; r++)
+// sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
+template <int R, int Loads, class T>
+INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
+                              int64_t stride, Ahead& ahead) {
+  constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
+  Vec acc[R][columns];
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * sums_stride + d + c * kLanes);
-      for (int64_t j = 0; j < keys; j++) {
-        const T* row = v + j * stride + d;
-        prefetch_row(row + kPrefetchRows * stride, columns * kLanes);
+  for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) {
-          Vec y = load_as_float(row + c * kLanes);
-#pragma GCC unroll 4
-          for (int r = 0; r < Rows; r++) acc[r][c] += weights[r * kStep + j] * y;
-        }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; r++)
+    for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
+  for (int64_t j = 0; j < keys; j++) {
+    Ahead::take(ahead, columns * kLanes * (int64_t)sizeof(T));
+    const T* row = v[j] + offset;
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) store(sums_of + r * sums_stride + d + c * kLanes, acc[r][c]);
-    } else {
-      for (int64_t c = 0; c < vectors; c++) {
-        Vec acc[Rows];
-        for (int r = 0; r < Rows; r++) acc[r] = load(sums_of + r * sums_stride + d + c * kLanes);
-        for (int64_t j = 0; j < keys; j++) {
-          Vec y = load_as_float(v + j * stride + d + c * kLanes);
-          for (int r = 0; r < Rows; r++) acc[r] += weights[r * kStep + j] * y;
-        }
-        for (int r = 0; r < Rows; r++) store(sums_of + r * sums_stride + d + c * kLanes, acc[r]);
-      }
+    for (int l = 0; l < Loads; l++) {
+      Vec y[vecs];
+      Load<T>::at(row + l * vecs * kLanes, y);
+#pragma GCC unroll 2
+      for (int u = 0; u < vecs; u++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * kStep + j] * y[u];
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) store(sums_of + r * stride + c * kLanes, acc[r][c]);
 }
 
-#if defined(__AVX512BF16__)
-// The same in bf16 dot products, two keys at a time: half the multiply-adds, and no widening of V. Interleaving two rows of V
-// leaves the columns of 32 in the order of `unscramble`; sums stay in it until the chunk is done.
-template <int Rows, int Groups>
-INLINE void few_weigh_columns(const BFloat16* weights, const BFloat16* v, int64_t stride, int64_t keys, float* sums_of,
-                              int64_t sums_stride) {
-  Vec acc[Rows][2 * Groups];
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-    for (int c = 0; c < 2 * Groups; c++) acc[r][c] = load(sums_of + r * sums_stride + c * kLanes);
-  for (int64_t j = 0; j < keys; j += 2) {
-    const BFloat16* row = v + j * stride;
-    prefetch_row(row + kPrefetchRows * stride, Groups * 32);
-    prefetch_row(row + (kPrefetchRows + 1) * stride, Groups * 32);
-#pragma GCC unroll 4
-    for (int g = 0; g < Groups; g++) {
-      __m512i even = _mm512_loadu_si512(row + g * 32);
-      __m512i odd = j + 1 < keys ? _mm512_loadu_si512(row + stride + g * 32) : _mm512_setzero_si512();
-      __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; r++) {
-        __m512bh p = (__m512bh)_mm512_set1_epi32(fetch<int32_t>(weights + r * kStep + j));
-        acc[r][2 * g] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][2 * g], low, p);
-        acc[r][2 * g + 1] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][2 * g + 1], high, p);
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-    for (int c = 0; c < 2 * Groups; c++) store(sums_of + r * sums_stride + c * kLanes, acc[r][c]);
-}
-
-template <int Rows>
-static void few_weigh_pairs(const BFloat16* weights, const BFloat16* v, int64_t stride, int64_t dim, int64_t keys,
-                            float* sums_of, int64_t sums_stride) {
+template <int R, class T>
+static void few_weigh_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
+                           float* sums_of, int64_t stride, Ahead& ahead) {
+  constexpr int vecs = Load<T>::kVecs, most = kSums / R / vecs, loads = most < 1 ? 1 : most > 8 / vecs ? 8 / vecs : most;
+  constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
-  for (; d + 64 <= dim; d += 64)
-    few_weigh_columns<Rows, 2>(weights, v + d, stride, keys, sums_of + d, sums_stride);
-  for (; d < dim; d += 32) few_weigh_columns<Rows, 1>(weights, v + d, stride, keys, sums_of + d, sums_stride);
+  for (; d + wide <= dim; d += wide)
+    few_weigh_columns<R, loads>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+  for (; d + narrow <= dim; d += narrow)
+    few_weigh_columns<R, 1>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+  for (; d < dim; d += kLanes)
+    for (int r = 0; r < R; r++) {
+      Vec acc = load(sums_of + r * stride + d);
+      for (int64_t j = 0; j < keys; j++) acc += weights[r * kStep + j] * load_as_float(v[j] + offset + d);
+      store(sums_of + r * stride + d, acc);
+    }
 }
 
-static void unscramble(float* sums_of, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 32) {
-    float in_order[32];
-    for (int c = 0; c < 32; c++) in_order[c] = sums_of[d + (c % 8 < 4 ? 0 : 16) + c / 8 * 4 + c % 4];
-    memcpy(sums_of + d, in_order, sizeof in_order);
-  }
-}
-#endif
-
-// The rows of one key/value head: where they are in the problem, and what has been summed.
+// The rows of one key/value head: the queries, and what has been summed.
 struct FewRows {
   const float* q;
   int64_t q_stride, rows;
@@ -179,6 +163,7 @@ struct FewRows {
 // Scores become weights; a row's sums shrink where its largest score grew.
 static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t key, int64_t keys, float* scores) {
   const float factor = (float)(a.scale * (double)kLog2E), cap = (float)a.softcap;
+  const int64_t most_at = a.v_dim, total_at = a.v_dim + 1;
   for (int64_t r = 0; r < few.rows; r++) {
     float* s = scores + r * kStep;
     Vec high = splat(-kInfinity);
@@ -196,7 +181,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
     }
     float* partial = few.partial + r * few.partial_stride;
     float most = max(high);
-    most = most > partial[0] ? most : partial[0];
+    most = most > partial[most_at] ? most : partial[most_at];
     const float base = most == -kInfinity ? 0 : most;
     Vec total = {};
     for (int64_t j = 0; j < keys; j += kLanes) {
@@ -204,118 +189,183 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
       total += w;
       store(s + j, w);
     }
-    const float decay = exp2_of_negative(splat(partial[0] - base))[0];
-    partial[0] = most;
-    partial[1] = partial[1] * decay + sum(total);
+    const float decay = exp2_of_negative(splat(partial[most_at] - base))[0];
+    partial[most_at] = most;
+    partial[total_at] = partial[total_at] * decay + sum(total);
     if (decay != 1.0f)
-      for (int64_t d = 2; d < a.v_dim + 2; d++) partial[d] *= decay;
+      for (int64_t d = 0; d < a.v_dim; d += kLanes) store(partial + d, load(partial + d) * decay);
   }
 }
 
-template <class Mode>
-static void few_step(const Attention& a, const Panel& p, const FewRows& few, const typename Mode::T* k,
-                     const typename Mode::T* v, int64_t key, int64_t keys, float* scores) {
-  int64_t r = 0;
-  const typename Mode::T* at = k + key * a.k_s;
-  for (; r + 4 <= few.rows; r += 4)
-    few_score_step<4, Mode>(few.q + r * few.q_stride, few.q_stride, at, a.k_s, a.qk_dim, keys, scores + r * kStep);
-  for (; r + 2 <= few.rows; r += 2)
-    few_score_step<2, Mode>(few.q + r * few.q_stride, few.q_stride, at, a.k_s, a.qk_dim, keys, scores + r * kStep);
-  for (; r < few.rows; r++)
-    few_score_step<1, Mode>(few.q + r * few.q_stride, few.q_stride, at, a.k_s, a.qk_dim, keys, scores + r * kStep);
-  few_soften(a, p, few, key, keys, scores);
-  const typename Mode::T* from = v + key * a.v_s;
-  float* to = few.partial + 2;
-  const int64_t stride = few.partial_stride;
-#if defined(__AVX512BF16__)
-  if constexpr (Mode::Arith::kPairs) {
-    BFloat16 weights[kFewRows * kStep];
-    for (r = 0; r < few.rows; r++)
-      for (int64_t j = 0; j < keys; j += kLanes) store_from_float(weights + r * kStep + j, load(scores + r * kStep + j));
-    for (r = 0; r + 4 <= few.rows; r += 4)
-      few_weigh_pairs<4>(weights + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
-    for (; r + 2 <= few.rows; r += 2)
-      few_weigh_pairs<2>(weights + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
-    for (; r < few.rows; r++)
-      few_weigh_pairs<1>(weights + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
-    return;
+// Call f.template operator()<R>(row) so that every row from 0 to `rows` is in a pass.
+template <class F>
+INLINE void in_passes(int64_t rows, F f) {
+  for (int64_t r = 0; r < rows;) {
+    int64_t left = rows - r;
+    if constexpr (kRowsAPass == 8)
+      if (left >= 8) {
+        f(std::integral_constant<int, 8>(), r), r += 8;
+        continue;
+      }
+    if (left >= 4) f(std::integral_constant<int, 4>(), r), r += 4;
+    else if (left >= 2) f(std::integral_constant<int, 2>(), r), r += 2;
+    else f(std::integral_constant<int, 1>(), r), r += 1;
   }
-#endif
-  for (r = 0; r + 4 <= few.rows; r += 4)
-    few_weigh_step<4>(scores + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
-  for (; r + 2 <= few.rows; r += 2)
-    few_weigh_step<2>(scores + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
-  for (; r < few.rows; r++)
-    few_weigh_step<1>(scores + r * kStep, from, a.v_s, a.v_dim, keys, to + r * stride, stride);
 }
 
-template <class Mode>
-INLINE int64_t few_q_stride(const Attention& a) {
-  return Mode::Arith::kPairs ? a.qk_dim / 2 : a.qk_dim;
+// Addresses of a step's rows of the first head; filled up with the last one.
+template <class T>
+struct Step {
+  int64_t key, keys;
+  const T* k[kStep];
+  const T* v[kStep];
+};
+
+template <class T>
+static void find_rows(const Rows<T>& rows, int64_t key, int64_t keys, const T** to) {
+  const int64_t filled = round_up(keys, kLanes);
+  int64_t j = 0;
+  if (!rows.pages) {
+    const T* at = rows.base + key * rows.stride;
+    for (; j < keys; j++, at += rows.stride) to[j] = at;
+  }
+  while (j < keys) {
+    const int64_t in_page = (key + j) % rows.page_size, count = smaller_of(rows.page_size - in_page, keys - j);
+    const T* at = rows(key + j);
+    for (int64_t stop = j + count; j < stop; j++, at += rows.stride) to[j] = at;
+  }
+  for (; j < filled; j++) to[j] = to[keys - 1];
 }
 
-template <class Mode>
-static int64_t chunk_bytes(const Attention& a, int64_t kv_heads) {
-  return round_up(sizeof(Panel), 64) + round_up(kFewRows * kStep * 4, 64) + kv_heads * kFewRows * few_q_stride<Mode>(a) * 4;
+// Of head n of `heads`: its share of the whole rows where heads are side by side, else its own part of each.
+template <class T>
+INLINE Ahead ahead_of(const T* const* rows, int64_t count, int64_t n, int64_t heads, int64_t head_stride, int64_t dim) {
+  const char* const* row = (const char* const*)rows;
+  const int64_t size = (int64_t)sizeof(T);
+  if (head_stride == dim) return {row + count * n / heads, row + count * (n + 1) / heads, 0, heads * dim * size, 0};
+  return {row, row + count, n * head_stride * size, (n * head_stride + dim) * size, n * head_stride * size};
 }
 
-template <class Mode>
-static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials, char* scratch) {
-  typedef typename Mode::T T;
+template <class T>
+static void few_step(const Attention& a, const Panel& p, const FewRows& few, const Step<T>& step, const Step<T>& next,
+                     int64_t n, int64_t heads, float* scores) {
+  const int64_t padded = padded_rows(few.rows), keys = step.keys, stride = few.partial_stride;
+  Ahead ahead = ahead_of(next.k, next.keys, n, heads, a.k_h, a.qk_dim);
+  in_passes(padded, [&](auto count, int64_t r) {
+    few_score_step<decltype(count)::value>(few.q + r * few.q_stride, few.q_stride, step.k, n * a.k_h, a.qk_dim, keys,
+                                           scores + r * kStep, ahead);
+  });
+  few_soften(a, p, few, step.key, keys, scores);
+  ahead = ahead_of(next.v, next.keys, n, heads, a.v_h, a.v_dim);
+  in_passes(padded, [&](auto count, int64_t r) {
+    few_weigh_step<decltype(count)::value>(scores + r * kStep, step.v, n * a.v_h, a.v_dim, keys, few.partial + r * stride,
+                                           stride, ahead);
+  });
+}
+
+struct FewSpace {
+  Panel* panel;
+  float *scores, *q, *partials;
+  char* steps;
+  int64_t bytes;
+};
+
+template <class T>
+static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
+  const int64_t rows = kv_heads * kFewRows;
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) {
+    char* p = base + at;
+    at += round_up(bytes, 64);
+    return p;
+  };
+  FewSpace space;
+  space.panel = (Panel*)take((int64_t)sizeof(Panel));
+  space.scores = (float*)take(kFewRows * kStep * 4);
+  space.q = (float*)take(rows * a.qk_dim * 4);
+  space.partials = (float*)take(rows * partial_size(a) * 4);
+  space.steps = take(2 * (int64_t)sizeof(Step<T>));
+  space.bytes = at;
+  return space;
+}
+
+template <class T>
+static void load_queries(const Attention& a, const KeyChunk& chunk, int64_t padded, float* q) {
   const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len;
-  Panel& p = *(Panel*)scratch;
-  float* scores = (float*)(scratch + round_up(sizeof(Panel), 64));
-  float* q = scores + kFewRows * kStep;
-  RowBlock block = {chunk.batch, 0, 0, 0, rows, 0};
-  read_ranges(a, block, 0, p);
-  const int64_t size = partial_size(a), q_stride = few_q_stride<Mode>(a);
   for (int64_t n = 0; n < chunk.kv_heads; n++)
-    for (int64_t r = 0; r < rows; r++) {
-      float* partial = partials + (n * rows + r) * size;
-      memset(partial, 0, (size_t)size * 4);
-      partial[0] = -kInfinity;
+    for (int64_t r = 0; r < padded; r++, q += a.qk_dim) {
+      if (r >= rows) {
+        memset(q, 0, (size_t)a.qk_dim * 4);
+        continue;
+      }
       const T* from = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + r / a.q_len) * a.q_h +
                       r % a.q_len * a.q_s;
-      float* to = q + (n * rows + r) * q_stride;
-      if (Mode::Arith::kPairs) memcpy(to, from, (size_t)a.qk_dim * 2);
-      else
-        for (int64_t d = 0; d < a.qk_dim; d++) to[d] = to_float(from[d]);
+      for (int64_t d = 0; d < a.qk_dim; d++) q[shuffled<T>(d, a.qk_dim)] = to_float(from[d]);
     }
-  for (int s = 0; s < p.segments; s++) {
-    const int64_t from = larger_of(p.segment[s].start, chunk.key), to = smaller_of(p.segment[s].stop, chunk.key + chunk.keys);
-    for (int64_t key = from; key < to; key += kStep)
-      for (int64_t n = 0; n < chunk.kv_heads; n++) {
-        const T* k = (const T*)a.k + chunk.batch * a.k_b + (chunk.kv_head + n) * a.k_h;
-        const T* v = (const T*)a.v + chunk.batch * a.v_b + (chunk.kv_head + n) * a.v_h;
-        FewRows few = {q + n * rows * q_stride, q_stride, rows, partials + n * rows * size, size};
-        few_step<Mode>(a, p, few, k, v, key, smaller_of(kStep, to - key), scores);
-      }
+}
+
+template <class T>
+static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials, char* scratch) {
+  const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, padded = padded_rows(rows);
+  const FewSpace space = carve_few<T>(a, chunk.kv_heads, scratch);
+  Panel& p = *space.panel;
+  RowBlock block = {chunk.batch, 0, 0, 0, rows, 0};
+  read_ranges(a, block, 0, p);
+  const int64_t size = partial_size(a);
+  load_queries<T>(a, chunk, padded, space.q);
+  memset(space.partials, 0, (size_t)(chunk.kv_heads * padded * size) * 4);
+  for (int64_t r = 0; r < chunk.kv_heads * padded; r++) space.partials[r * size + a.v_dim] = -kInfinity;
+
+  const Rows<T> k = key_rows<T>(a, chunk.batch, chunk.kv_head), v = value_rows<T>(a, chunk.batch, chunk.kv_head);
+  int s = 0;
+  int64_t key = chunk.key;
+  auto find_next = [&](Step<T>& step) {
+    step.keys = 0;
+    for (; s < p.segments; s++) {
+      const int64_t from = larger_of(p.segment[s].start, key), to = smaller_of(p.segment[s].stop, chunk.key + chunk.keys);
+      if (from >= to) continue;
+      step.key = from, step.keys = smaller_of(kStep, to - from);
+      find_rows(k, step.key, step.keys, step.k);
+      find_rows(v, step.key, step.keys, step.v);
+      key = from + step.keys;
+      return;
+    }
+  };
+  Step<T>*step = (Step<T>*)space.steps, *next = step + 1;
+  for (find_next(*step); step->keys; std::swap(step, next)) {
+    find_next(*next);
+    for (int64_t n = 0; n < chunk.kv_heads; n++) {
+      FewRows few = {space.q + n * padded * a.qk_dim, a.qk_dim, rows, space.partials + n * padded * size, size};
+      few_step(a, p, few, *step, *next, n, chunk.kv_heads, space.scores);
+    }
   }
-#if defined(__AVX512BF16__)
-  if (Mode::Arith::kPairs)
-    for (int64_t r = 0; r < chunk.kv_heads * rows; r++) unscramble(partials + r * size + 2, a.v_dim);
-#endif
+  for (int64_t n = 0; n < chunk.kv_heads; n++)
+    for (int64_t r = 0; r < rows; r++, partials += size) {
+      const float* from = space.partials + (n * padded + r) * size;
+      for (int64_t d = 0; d < a.v_dim; d++) partials[d] = from[shuffled<T>(d, a.v_dim)];
+      partials[a.v_dim] = from[a.v_dim], partials[a.v_dim + 1] = from[a.v_dim + 1];
+    }
 }
 
 // One row's chunks, in order, into out and lse. `partials` is the row's first; the next chunk's lies `stride` further.
 template <class T>
 static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
                       int64_t stride) {
+  const float *mosts = partials + a.v_dim, *totals = mosts + 1;
   float most = -kInfinity;
-  for (int64_t c = 0; c < count; c++) most = partials[c * stride] > most ? partials[c * stride] : most;
+  for (int64_t c = 0; c < count; c++) most = mosts[c * stride] > most ? mosts[c * stride] : most;
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   const bool empty = most == -kInfinity;
   float total = 0;
-  for (int64_t c = 0; c < count; c++) total += partials[c * stride + 1] * exp2f(partials[c * stride] - (empty ? 0 : most));
+  for (int64_t c = 0; c < count; c++) total += totals[c * stride] * exp2f(mosts[c * stride] - (empty ? 0 : most));
   if (a.lse) a.lse[batch * a.lse_b + head * a.lse_h + row] = empty ? most : most * kLn2 + logf(total);
   const float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - most) : 0.0f;
   const float inverse = empty ? 0.0f : 1.0f / (total + sink);
   for (int64_t d = 0; d < a.v_dim; d += kLanes) {
     Vec x = {};
-    for (int64_t c = 0; c < count; c++) {
-      const float* partial = partials + c * stride;
-      if (partial[0] != -kInfinity) x += load(partial + 2 + d) * (exp2f(partial[0] - most) * inverse);
-    }
+    for (int64_t c = 0; c < count; c++)
+      if (mosts[c * stride] != -kInfinity)
+        x += load(partials + c * stride + d) * (exp2f(mosts[c * stride] - most) * inverse);
     store_from_float(out + d, x);
   }
 }

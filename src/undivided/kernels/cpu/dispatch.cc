@@ -28,8 +28,9 @@ constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are
 constexpr int64_t kShareHeadsBelow = 64;
 // Multiply-adds below which waking threads (some microseconds) costs more than it brings.
 constexpr int64_t kSerialBelow = 1 << 18;
-// Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds.
-constexpr int64_t kFewestChunkKeys = 128, kMostChunkKeys = 1024, kChunks = 16;
+// Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds. A chunk of all heads (bshd) is
+// smaller, so that the last one does not keep others waiting.
+constexpr int64_t kChunks = 64, kFewestChunkKeys = 128, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 256;
 // Scratch that a calling thread keeps for its next call, at most.
 constexpr int64_t kMostKeptBytes = 4 << 20;
 
@@ -180,40 +181,81 @@ int run_blocks(const Attention& a) {
 
 bool is_decoding(const Attention& a) {
   const Kernels& k = kernels();
-  const int64_t multiple = k.dim_multiple[a.dtype];
-  return a.heads / a.kv_heads * a.q_len <= k.few_rows && a.qk_dim % multiple == 0 && a.v_dim % multiple == 0 && !a.bias &&
+  return a.heads / a.kv_heads * a.q_len <= k.few_rows && a.qk_dim % k.lanes == 0 && a.v_dim % k.lanes == 0 && !a.bias &&
          !a.dense && !a.slopes;
+}
+
+// From the first key that some row of a sequence sees to the last.
+struct Reach {
+  int64_t start, stop;
+};
+Reach reach_of(const Attention& a, int64_t batch) {
+  if (a.band)
+    return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
+  if (!a.ranges) return {0, a.kv_len};
+  Reach reach = {a.kv_len, 0};
+  for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {
+    const int32_t* range = a.ranges + batch * a.ranges_b + i;
+    if (range[0] >= range[1]) continue;
+    reach.start = std::min(reach.start, (int64_t)range[0]);
+    reach.stop = std::max(reach.stop, (int64_t)range[1]);
+  }
+  return reach;
+}
+
+// The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
+struct Chunks {
+  std::vector<KeyChunk> all;       // of one sequence after the other, of one head after the other, by key
+  std::vector<int64_t> of_sequence;  // how many a head of each
+};
+Chunks cut_into_chunks(const Attention& a, int64_t heads) {
+  Chunks chunks;
+  std::vector<Reach> reach((size_t)a.batch);
+  int64_t total = 0;
+  for (int64_t b = 0; b < a.batch; b++) {
+    Reach& r = reach[(size_t)b] = reach_of(a, b);
+    total += std::max(r.stop - r.start, (int64_t)0);
+  }
+  const int64_t wanted = (total * (a.kv_heads / heads) / kChunks + 63) / 64 * 64;
+  const int64_t keys = std::min(std::max(wanted, kFewestChunkKeys), heads > 1 ? kMostChunkKeysOfAll : kMostChunkKeys);
+  for (int64_t b = 0; b < a.batch; b++) {
+    const Reach r = reach[(size_t)b];
+    chunks.of_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);
+    for (int64_t n = 0; n < a.kv_heads; n += heads)
+      for (int64_t key = r.start; key < r.stop; key += keys)
+        chunks.all.push_back({b, n, heads, key, std::min(keys, r.stop - key)});
+  }
+  return chunks;
+}
+
+void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64_t row_size, const float* partials) {
+  const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, per_chunk = heads * rows * row_size;
+  for (int64_t b = 0; b < a.batch; b++) {
+    const int64_t count = chunks.of_sequence[(size_t)b];
+    for (int64_t n = 0; n < a.kv_heads; n++) {
+      const float* first = partials + n % heads * rows * row_size;
+      for (int64_t r = 0; r < rows; r++, first += row_size)
+        kernels().merge(a, b, n * group + r / a.q_len, r % a.q_len, first, count, per_chunk);
+      if (n % heads == heads - 1) partials += count * per_chunk;
+    }
+  }
 }
 
 int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
-  const int64_t rows = a.heads / a.kv_heads * a.q_len;
-  const int64_t size = (a.v_dim + 2 + 15) / 16 * 16;  // decode.h's partial_size divides it
   // heads that lie side by side are read together, at every step
-  const bool together = a.k_h < a.k_s && a.kv_heads > 1;
-  const int64_t heads = together ? a.kv_heads : 1, units_per_batch = a.kv_heads / heads;
-  int64_t keys = (a.kv_len + kChunks - 1) / kChunks;
-  keys = std::min(std::max((keys + 63) / 64 * 64, kFewestChunkKeys), kMostChunkKeys);
-  const int64_t chunks = std::max((a.kv_len + keys - 1) / keys, (int64_t)1);
-  const int64_t per_chunk = heads * rows * size, units = a.batch * units_per_batch * chunks;
-  float* partials = (float*)caller_scratch.at_least(units * per_chunk * 4);
+  const int64_t heads = a.k_h < a.k_s ? a.kv_heads : 1;
+  const int64_t row_size = (a.v_dim + 2 + 15) / 16 * 16, per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
+  const Chunks chunks = cut_into_chunks(a, heads);
+  const int64_t units = (int64_t)chunks.all.size();
+  float* partials = (float*)caller_scratch.at_least(std::max(units * per_chunk * 4, (int64_t)64));
   if (partials == nullptr) return kNoMemory;
   int status = run_units(units, k.chunk_scratch(a, heads), threads_for(a), [&](int64_t i, char* scratch) {
-    int64_t c = i % chunks, unit = i / chunks;
-    KeyChunk chunk = {unit / units_per_batch, unit % units_per_batch * heads, heads, c * keys,
-                      std::min(keys, a.kv_len - c * keys), c};
-    k.chunk(a, chunk, partials + i * per_chunk, scratch);
+    k.chunk(a, chunks.all[(size_t)i], partials + i * per_chunk, scratch);
   });
-  if (status != kOk) return status;
-  for (int64_t b = 0; b < a.batch; b++)
-    for (int64_t n = 0; n < a.kv_heads; n++)
-      for (int64_t r = 0; r < rows; r++) {
-        int64_t unit = b * units_per_batch + n / heads;
-        const float* first = partials + unit * chunks * per_chunk + (n % heads * rows + r) * size;
-        k.merge(a, b, n * (a.heads / a.kv_heads) + r / a.q_len, r % a.q_len, first, chunks, per_chunk);
-      }
+  if (status == kOk) merge_chunks(a, chunks, heads, row_size, partials);
   caller_scratch.shrink();
-  return kOk;
+  return status;
 }
 
 }  // namespace

@@ -22,10 +22,10 @@ void block(const Attention& a, const RowBlock& b, char* scratch) {
   with_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
 }
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
-  return with_mode(a.dtype, [&](auto mode) { return chunk_bytes<decltype(mode)>(a, kv_heads); });
+  return with_mode(a.dtype, [&](auto mode) { return carve_few<typename decltype(mode)::T>(a, kv_heads, nullptr).bytes; });
 }
-void chunk(const Attention& a, const KeyChunk& c, float* partial, char* scratch) {
-  with_mode(a.dtype, [&](auto mode) { run_chunk<decltype(mode)>(a, c, partial, scratch); });
+void chunk(const Attention& a, const KeyChunk& c, float* partials, char* scratch) {
+  with_mode(a.dtype, [&](auto mode) { run_chunk<typename decltype(mode)::T>(a, c, partials, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
            int64_t stride) {
@@ -70,12 +70,6 @@ double peak(int64_t dtype, int64_t repeats) {
   return peak_of<Fma>(repeats);
 }
 
-#if defined(__AVX512BF16__)
-constexpr int64_t kPairMultiple = 2 * kLanes;
-#else
-constexpr int64_t kPairMultiple = kLanes;
-#endif
-
 }  // namespace
 
 #define UNDIVIDED_JOIN2(a, b) a##b
@@ -86,7 +80,7 @@ constexpr int64_t kPairMultiple = kLanes;
 namespace undivided {
 extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), kPanel, kFewRows, {kLanes, kPairMultiple, kLanes},
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), kPanel, kLanes, kFewRows,
     block_scratch, block, chunk_scratch, chunk, merge, peak,
 };
 }  // namespace undivided
