@@ -16,6 +16,7 @@ import inspect
 from undivided.errors import InputError
 from undivided.integrations.transformers._attention import attention
 from undivided.integrations.transformers._masks import ModelMask, model_mask
+from undivided.integrations.transformers._patterns import learn
 
 __all__ = ["ModelMask", "attention", "model_mask", "register"]
 
@@ -56,5 +57,6 @@ def register() -> None:
             "transformers", "build masks from lengths and offsets (version 5)", __version__,
             hint="pip install -U transformers",
         )  # fmt: skip
+    learn(masking_utils)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, model_mask)

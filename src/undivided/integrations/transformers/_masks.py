@@ -136,7 +136,8 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
             mask = mask & masks.dense(real[:, None, None, :])
     for chunk in pattern.chunks:
         start = chunk.start.cpu() if rows is None or not shaped else chunk.start.cpu() - rows.first_query
-        mask = mask & masks.chunks(chunk.size, offset=(sizes.q_offset - start).to(device))
+        offset = (sizes.q_offset - start).to(device)
+        mask = mask & masks.chunks(chunk.size, align="bottom_right", offset=offset)
     return mask & _band(pattern)
 
 
@@ -145,7 +146,7 @@ def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None
     same = cu_q is cu_kv or torch.equal(cu_q, cu_kv)
     documents = masks.documents(cu_q, None if same else cu_kv, max_q=max_q, max_kv=None if same else max_kv)
     for chunk in pattern.chunks:
-        documents = documents & masks.chunks(chunk.size)
+        documents = documents & masks.chunks(chunk.size, align="bottom_right")
     return documents & _band(pattern)
 
 

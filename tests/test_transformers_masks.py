@@ -1,0 +1,298 @@
+"""What a mask of transformers becomes: the same pairs as the library's own dense mask, and structure wherever it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+from undivided.integrations.transformers import ModelMask, _patterns, attention, model_mask, register
+
+masking_utils = pytest.importorskip(
+    "transformers.masking_utils", reason="the transformers library is not installed"
+)
+register()
+
+STRUCTURE = {"causal", "window", "chunks", "lengths", "q_lengths", "starts", "documents", "document_ids"}
+
+
+def no_padding(batch: int) -> Tensor:
+    return torch.zeros(batch, dtype=torch.int64)
+
+
+def chunked(size: int) -> Callable[[Tensor], Any]:
+    return lambda start: masking_utils.chunked_causal_mask_function(size, start)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "causal": lambda start: masking_utils.causal_mask_function,
+    "window-1": lambda start: masking_utils.sliding_window_causal_mask_function(1),
+    "window-4": lambda start: masking_utils.sliding_window_causal_mask_function(4),
+    "window-99": lambda start: masking_utils.sliding_window_causal_mask_function(99),
+    "chunks-3": chunked(3),
+    "chunks-99": chunked(99),
+    "bidirectional": lambda start: masking_utils.bidirectional_mask_function,
+    "bidirectional-window-2": lambda start: masking_utils.sliding_window_bidirectional_mask_function(2),
+}
+CALLS: dict[str, dict[str, int]] = {
+    "prefill": {"q_length": 9, "kv_length": 9},
+    "decoding": {"q_length": 1, "kv_length": 9, "q_offset": 8},
+    "chunked-prefill": {"q_length": 4, "kv_length": 9, "q_offset": 5},
+    "forgetful-cache": {"q_length": 1, "kv_length": 4, "q_offset": 8, "kv_offset": 5},
+    "forgetful-cache-3-tokens": {"q_length": 3, "kv_length": 6, "q_offset": 6, "kv_offset": 3},
+    "static-prefill": {"q_length": 5, "kv_length": 12},
+    "static-decoding": {"q_length": 1, "kv_length": 12, "q_offset": 8},
+    "static-3-tokens": {"q_length": 3, "kv_length": 12, "q_offset": 6},
+}
+PADDING: dict[str, list[list[int]] | None] = {
+    "none": None,
+    "all-real": [[1] * 9] * 3,
+    "left": [[1] * 9, [0] * 3 + [1] * 6, [0] + [1] * 8],
+    "right": [[1] * 9, [1] * 6 + [0] * 3, [1] * 8 + [0]],
+    "both-sides": [[1] * 9, [0] * 2 + [1] * 5 + [0] * 2, [0] * 9],
+    "holes": [[1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1, 0, 1]],
+}
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_same_pairs_as_the_dense_mask_of_transformers(
+    function: str, call: dict[str, int], padding: list[list[int]] | None
+) -> None:
+    """In every row of a real token: what a row of padding sees is nobody's business. (It sees nothing where lengths say so,
+    and what the others see in an encoder without a window.)"""
+    seen = call["q_length"] + call.get("q_offset", 0)
+    real = None if padding is None else torch.tensor(padding, dtype=torch.bool)[:, :seen]
+    start = no_padding(3) if real is None else (real.cumsum(-1) == 0).sum(-1)
+    options = {"batch_size": 3, "mask_function": FUNCTIONS[function](start), "attention_mask": real, **call}
+    expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
+    found = model_mask(**options)
+    offset, rows = call.get("q_offset", 0), torch.ones(3, call["q_length"], dtype=torch.bool)
+    if real is not None and function != "bidirectional":
+        first, end = start[:, None], seen - (real.flip(-1).cumsum(-1) == 0).sum(-1)[:, None]
+        at = torch.arange(call["q_length"]) + offset
+        rows = (at >= first) & (at < end)
+    rows = rows[:, None, :, None]
+    assert torch.equal(found[:] & rows, expected & rows)
+    assert tuple(found.shape) == tuple(expected.shape)
+
+
+@pytest.mark.parametrize("padding", [name for name in PADDING if name != "holes"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_known_masks_stay_structure(function: str, call: str, padding: str) -> None:
+    """Ranges alone, never a tensor with an entry for each pair. (A window that looks ahead into an unfilled static cache is
+    the one that lengths cannot say.)"""
+    given = PADDING[padding]
+    seen = CALLS[call]["q_length"] + CALLS[call].get("q_offset", 0)
+    real = None if given is None else torch.tensor(given, dtype=torch.bool)[:, :seen]
+    made = FUNCTIONS[function](no_padding(3))
+    mask = model_mask(3, mask_function=made, attention_mask=real, **CALLS[call]).mask
+    assert mask.kinds <= STRUCTURE or (function == "bidirectional-window-2" and "static" in call)
+
+
+def test_limits_that_cut_nothing_are_left_out() -> None:
+    """A decoding step without padding attends to all keys that are there: no mask at all."""
+    causal = masking_utils.causal_mask_function
+    real = torch.ones(2, 9, dtype=torch.bool)
+    assert model_mask(2, 1, 9, 8, mask_function=causal, attention_mask=real).mask.is_full
+    assert model_mask(2, 9, 9, mask_function=causal, attention_mask=real).mask.kinds == {"causal"}
+    window = masking_utils.sliding_window_causal_mask_function(9)
+    assert model_mask(2, 9, 9, mask_function=window).mask.kinds == {"causal"}
+    assert model_mask(2, 9, 9, mask_function=chunked(9)(no_padding(2))).mask.kinds == {"causal"}
+    assert model_mask(2, 4, 9, mask_function=masking_utils.bidirectional_mask_function).mask.is_full
+
+
+def test_a_long_mask_costs_memory_in_proportion_to_its_length() -> None:
+    """A dense mask of these sizes would hold 10^12 entries."""
+    length = 1_000_000
+    real = torch.ones(1, length, dtype=torch.bool)
+    real[:, :10] = False
+    fn = masking_utils.sliding_window_causal_mask_function(4096)
+    mask = model_mask(1, length, length, mask_function=fn, attention_mask=real).mask
+    assert mask.intervals(length, length)[0, -1].tolist() == [length - 4096, length]
+
+
+IDS = {
+    "one-row": [[0, 0, 0, 1, 2, 2, 2, 2, 2]],
+    "two-rows": [[0, 0, 0, 1, 2, 2, 2, 2, 2], [0] * 5 + [1] * 4],
+}
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if not name.startswith("bidirectional")])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) -> None:
+    """From position_ids that begin again; a first document may begin late, and chunks count from its first position 0."""
+    document = torch.tensor(ids)
+    positions = torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in document])
+    positions[:, :3] += 2
+    made = masking_utils.packed_sequence_compatibility_function(
+        FUNCTIONS[function](no_padding(len(ids))),
+        positions,
+        masking_utils.find_packed_sequence_indices(positions),
+    )
+    expected = masking_utils.sdpa_mask(len(ids), 9, 9, mask_function=made, allow_is_causal_skip=False)
+    found = model_mask(len(ids), 9, 9, mask_function=made)
+    assert torch.equal(found[:], expected)
+    assert found.mask.kinds <= STRUCTURE
+    assert ("documents" in found.mask.kinds) == (len(ids) == 1)
+
+
+def test_what_is_not_known_is_asked_pair_by_pair() -> None:
+    """Image tokens that see each other: a union. The rest of an intersection keeps its structure."""
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]] * 2)
+    causal = masking_utils.causal_mask_function
+    union = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(blocks))
+    both = masking_utils.and_masks(union, masking_utils.sliding_window_overlay(4))
+    for made, kinds in ((union, {"predicate"}), (both, {"predicate", "window"})):
+        for real in (None, torch.tensor([[True] * 9, [False] * 2 + [True] * 7])):
+            options = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5, "mask_function": made}
+            found = model_mask(**options, attention_mask=real)
+            expected = masking_utils.sdpa_mask(**options, attention_mask=real, allow_is_causal_skip=False)
+            assert torch.equal(found[:], expected)
+            assert found.mask.kinds >= kinds
+
+
+def test_functions_of_single_positions_are_vmapped() -> None:
+    """What a model's user adds may be written for one position at a time, tables and all."""
+    table = torch.tensor([0, 0, 1, 1, 0, 2, 2, 0, 1])
+
+    def mine(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (table[q] == table[k]) & (q >= 0)
+
+    made = masking_utils.and_masks(masking_utils.causal_mask_function, mine)
+    options = {
+        "batch_size": 2,
+        "q_length": 4,
+        "kv_length": 9,
+        "q_offset": 5,
+        "mask_function": made,
+        "use_vmap": True,
+    }
+    found = model_mask(**options)
+    assert torch.equal(found[:], masking_utils.sdpa_mask(**options, allow_is_causal_skip=False))
+
+
+def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later version of transformers may count a window differently: then the function itself is asked, not our reading."""
+
+    def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
+        def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return k >= q - sliding_window  # one more than today
+
+        return inner_mask
+
+    monkeypatch.setattr(masking_utils, "sliding_window_overlay", sliding_window_overlay)
+    monkeypatch.setattr(_patterns, "_readers", {})
+    monkeypatch.delattr(masking_utils, "chunked_overlay")
+    _patterns.learn(masking_utils)
+    assert _patterns.read(masking_utils.causal_mask_function).right == 0
+    assert _patterns.read(sliding_window_overlay(3)).rest
+    mask = model_mask(1, 9, 9, mask_function=sliding_window_overlay(3))
+    assert "predicate" in mask.mask.kinds
+    assert mask[0, 0].sum().item() == 9 * 9 - 5 * 6 // 2
+
+
+def test_windows_of_nothing_and_masks_without_a_function() -> None:
+    nothing = masking_utils.sliding_window_causal_mask_function(0)
+    assert not model_mask(1, 3, 3, mask_function=nothing)[:].any()
+    assert model_mask(1, 3, 3).mask.is_full
+
+
+def test_a_mask_that_was_made_before_comes_back() -> None:
+    """``generate`` with a static cache makes the masks ahead of the model, which asks again with them."""
+    mask = model_mask(2, 1, 12, 8, mask_function=masking_utils.causal_mask_function)
+    assert model_mask(2, 1, 1, attention_mask=mask) is mask
+    assert mask.contiguous() is mask
+    assert (mask.ndim, mask.shape) == (4, (2, 1, 1, 12))
+    assert repr(mask) == "<ModelMask [2, 1, 1, 12]: lengths(kv=[9, 9])>"
+
+
+class Layer(torch.nn.Module):
+    is_causal = False
+
+
+@pytest.mark.parametrize("argument", ["head_mask", "indices", "block_indices"])
+def test_what_changes_the_result_and_is_not_supported_is_refused(argument: str) -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(InputError, match=f"{argument} must be None"):
+        attention(Layer(), q, q, q, None, **{argument: torch.zeros(1)})
+
+
+def test_a_mask_for_other_sizes_is_refused() -> None:
+    """Bottom-right causal for 5 keys is another mask than for 6: nothing may be silently aligned anew."""
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 6, 4)
+    mask = model_mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises(InputError, match="attention_mask must be for 3 queries and 6 keys"):
+        attention(Layer(), q, k, k, mask)
+
+
+def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
+    """As it is for transformers' own ``sdpa``; the keyword replaces what the layer says."""
+    layer, q = Layer(), torch.randn(1, 2, 3, 4)
+    full = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    causal = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(attention(layer, q, q, q, None)[0], full)
+    torch.testing.assert_close(attention(layer, q, q, q, None, is_causal=True)[0], causal)
+    torch.testing.assert_close(attention(torch.nn.Identity(), q, q, q, None)[0], causal)
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["boolean", "numbers"])
+def test_masks_of_the_users_own(numbers: bool) -> None:
+    """A 4-D tensor goes through transformers as it is; one made for a whole static cache is cut."""
+    q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
+    mask = torch.rand(2, 1, 3, 8) > 0.3
+    mask[..., 0] = True
+    given = torch.zeros(2, 1, 3, 8).masked_fill(~mask, torch.finfo(torch.float32).min) if numbers else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given[..., :5]).transpose(
+        1, 2
+    )
+    torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected)
+
+
+def test_the_weights_are_those_of_the_output() -> None:
+    """With dropout the same entries drop out in both, and sinks take their share."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    mask = model_mask(2, 6, 6, mask_function=masking_utils.sliding_window_causal_mask_function(3))
+    out, weights = attention(
+        Layer(), q, k, k, mask, dropout=0.3, s_aux=torch.randn(4), softcap=2.0, output_attentions=True
+    )
+    assert weights is not None
+    assert tuple(weights.shape) == (2, 4, 6, 6)
+    assert not weights.masked_select(~mask[:]).any()
+    assert bool((weights.masked_select(mask[:]) == 0).any())
+    values = k.repeat_interleave(2, dim=1)
+    torch.testing.assert_close((weights @ values).transpose(1, 2), out)
+
+
+def test_documents_from_cumulative_lengths() -> None:
+    """``cu_seq_lens_q`` in the attention's keywords, as flash attention's collator makes them: documents within the pattern."""
+    q = torch.randn(1, 2, 9, 4)
+    cu = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    made = masking_utils.sliding_window_causal_mask_function(2)
+    mask: Any = model_mask(1, 9, 9, mask_function=made)
+    document = torch.repeat_interleave(torch.arange(3), cu.diff())
+    allowed = mask[:] & (document[:, None] == document)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=allowed).transpose(1, 2)
+    options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
+    torch.testing.assert_close(attention(Layer(), q, q, q, mask, **options)[0], expected)
+    assert mask.within(cu, cu, 5, 5) is mask.within(cu, cu, 5, 5)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, q, q, attn_mask=document[:, None] == document
+    ).transpose(1, 2)
+    torch.testing.assert_close(attention(Layer(), q, q, q, None, **options)[0], expected)
+
+
+def test_documents_in_chunks_from_cumulative_lengths() -> None:
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+    mask = model_mask(1, 9, 9, mask_function=chunked(2)(no_padding(1)))
+    found = mask.within(cu, cu, None, None).to_dense(1, 1, 9, 9)[0, 0]
+    position = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
+    document = torch.tensor([0] * 3 + [1] * 6)
+    same = (document[:, None] == document) & (position[:, None] // 2 == position // 2)
+    assert torch.equal(found, same & torch.ones(9, 9, dtype=torch.bool).tril())
