@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.errors import InputError
-from undivided.integrations.transformers import ModelMask, _patterns, attention, model_mask, register
+from undivided.integrations.transformers import _patterns, attention, model_mask, register
 
 masking_utils = pytest.importorskip(
     "transformers.masking_utils", reason="the transformers library is not installed"
