@@ -12,7 +12,13 @@ from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
 from undivided.integrations.torch_sdpa import replace_sdpa
-from undivided.nn import DotProductAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
+from undivided.nn import (
+    DotProductAttention,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+)
 from undivided.verification import verify
 
 if typing.TYPE_CHECKING:
@@ -27,9 +33,11 @@ __all__ = [
     "InputError",
     "KVCache",
     "Machine",
+    "MultiheadAttention",
     "NoBackendError",
     "PagedKVCache",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
     "apply_rotary_pos_emb",
     "attention",
     "backends",

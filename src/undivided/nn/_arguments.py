@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -56,6 +57,37 @@ AT_CALL: dict[str, Refused] = {
     "score_mod_tensors": Refused(None, _SCORE_MOD),
     "score_mod_bprop_tensors": Refused(None, _SCORE_MOD),
 }  # fmt: skip
+
+_LAYER_TENSOR_PARALLEL = (
+    "every rank holds whole parameters; FSDP shards them, heads are divided by hand with DotProductAttention"
+)
+_OVERLAP = "there is no tensor parallel communication to overlap with"
+_WGRAD = "gradients go to .grad; there is no main_grad here"
+LAYERS_AT_CONSTRUCTION: dict[str, Refused] = {
+    "tp_group": Refused(None, _LAYER_TENSOR_PARALLEL),
+    "tp_size": Refused(1, _LAYER_TENSOR_PARALLEL),
+    "sequence_parallel": Refused(False, _LAYER_TENSOR_PARALLEL),
+    "set_parallel_mode": Refused(False, _LAYER_TENSOR_PARALLEL),
+    "get_rng_state_tracker": AT_CONSTRUCTION["get_rng_state_tracker"],
+    "fuse_wgrad_accumulation": Refused(False, _WGRAD),
+}
+ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
+    name: Refused(False, _OVERLAP)
+    for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+}
+TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
+    name: Refused(default, _OVERLAP)
+    for name, default in (
+        ("ub_tp_comm_overlap", False), ("ub_overlap_ag", True), ("ub_overlap_rs", True), ("ub_overlap_rs_dgrad", False),
+        ("ub_bulk_dgrad", True), ("ub_bulk_wgrad", True),
+    )
+}  # fmt: skip
+LAYERS_AT_CALL: dict[str, Refused] = {
+    "is_first_microbatch": Refused(
+        None,
+        "there are no FP8 weights to keep from one microbatch to the next, and gradients add up as they always do",
+    )
+}
 
 
 def check_refused(table: Mapping[str, Refused], given: Mapping[str, object]) -> None:
@@ -150,3 +182,12 @@ def in_module_words(error: InputError) -> InputError:
         return error
     message = name + str(error).removeprefix(error.argument)
     return _rebuild_input_error(message, name, error.hint)
+
+
+def renamed(error: InputError, names: Mapping[str, str]) -> InputError:
+    """The error with the words that a caller of an outer module used, argument and text alike."""
+    message = str(error)
+    for inner, outer in names.items():
+        message = re.sub(rf"\b{inner}\b", outer, message)
+    argument = names.get(error.argument, error.argument)
+    return _rebuild_input_error(message, argument, message.partition("\n  HINT: ")[2] or None)

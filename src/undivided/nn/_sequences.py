@@ -135,14 +135,14 @@ def _check_packed(given: Given, inputs: Inputs, attention_type: str) -> None:
     if given.pad_between_seqs is False:
         for side in ("q", "kv"):
             real, padded = getattr(given, f"cu_seqlens_{side}"), getattr(given, f"cu_seqlens_{side}_padded")
-            if _differ(real, padded):
+            if differ(real, padded):
                 raise InputError(
                     "pad_between_seqs", f"not be False where cu_seqlens_{side}_padded differs from cu_seqlens_{side}", False,
                     hint="leave it out: the offsets say it",
                 )  # fmt: skip
 
 
-def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+def differ(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether the values differ, as far as that is known without waiting for a device."""
     if a is None or b is None or a is b or torch.compiler.is_compiling():
         return False

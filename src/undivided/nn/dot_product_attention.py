@@ -29,13 +29,14 @@ from undivided.nn._arguments import (
 from undivided.nn._formats import Heads, Inputs
 from undivided.nn._mask_types import band, checked_mask_type, checked_window, normalised_window
 from undivided.nn._max_logit import max_logit
+from undivided.nn._module import Module
 from undivided.nn._scores import Added, added
 from undivided.nn._sequences import Given
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(Module):
     """Scaled dot-product attention with TransformerEngine's constructor and forward arguments, in their order.
 
     ``softmax(mask(scale * q @ k^T + bias)) @ v`` by `undivided.attention`, so with its kernels, its errors and its meaning
@@ -132,11 +133,6 @@ class DotProductAttention(torch.nn.Module):
         """Start a learnable `softmax_offset` at 0, where it is "off-by-one"."""
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Pass over `_extra_state`, where TransformerEngine keeps FP8 scales."""
-        state_dict.pop(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"

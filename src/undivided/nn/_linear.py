@@ -1,0 +1,103 @@
+"""Linear maps whose weight is one parameter or one for each part, alone or after a normalisation.
+
+TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...; `layer_norm_weight`, `layer_norm_bias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from undivided.nn._module import Init, Module, start
+from undivided.nn._normalization import Norm
+
+
+class Linear(Module):
+    """``x @ weight^T + bias`` for every part.
+
+    Args:
+        in_features: of x.
+        parts: features of each part by its name; {"": n} is one parameter called `weight`.
+        init: starts every weight; biases start at 0.
+        bias: whether there are any.
+        device, dtype: of the parameters.
+    """
+
+    weight: Parameter  # where it is one parameter
+    bias: Parameter | None
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], init: Init, bias: bool, device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.init_method = in_features, init
+        self.names = tuple(f"{name}_" if name else "" for name in parts)
+        for name, features in zip(self.names, parts.values(), strict=True):
+            weight = Parameter(torch.empty(features, in_features, device=device, dtype=dtype))
+            self.register_parameter(f"{name}weight", weight)
+            self.register_parameter(
+                f"{name}bias", Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+            )
+        self.reset_parameters()
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of every part."""
+        return [(getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.names]
+
+    def reset_parameters(self) -> None:
+        """Weights by the function, biases 0."""
+        for weight, bias in self.parts():
+            start(weight, self.init_method)
+            start(bias, 0.0)
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
+        """One tensor [.., features] for each part, and what was mapped. A matrix product for each part: to join the
+        weights would copy them."""
+        x = self.before(x)
+        return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x
+
+    def before(self, x: Tensor) -> Tensor:
+        """What is mapped."""
+        return x
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        parts = ", ".join(
+            f"{name.rstrip('_') or 'out'}={weight.shape[0]}"
+            for name, (weight, _) in zip(self.names, self.parts(), strict=True)
+        )
+        return f"in={self.in_features}, {parts}, bias={self.parts()[0][1] is not None}"
+
+
+class LayerNormLinear(Linear):
+    """A normalisation, then linear maps."""
+
+    layer_norm_bias: Parameter | None
+
+    def __init__(
+        self, norm: Norm, in_features: int, parts: Mapping[str, int], init: Init, bias: bool,
+        device: torch.device | str | None, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, parts, init, bias, device, dtype)
+        self.norm = norm
+        self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
+        self.register_parameter("layer_norm_bias", layer_norm_bias)
+        self.norm.start(self.layer_norm_weight, self.layer_norm_bias)
+
+    def reset_parameters(self) -> None:
+        """Weights by the function, biases 0, and neither scale nor shift."""
+        super().reset_parameters()
+        if hasattr(self, "norm"):  # the base class calls it before there is one
+            self.norm.start(self.layer_norm_weight, self.layer_norm_bias)
+
+    def before(self, x: Tensor) -> Tensor:
+        """x normalised."""
+        return self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, and which normalisation."""
+        return f"{super().extra_repr()}, normalization={self.norm.kind!r}"
