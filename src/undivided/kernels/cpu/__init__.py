@@ -51,7 +51,7 @@ class Library:
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
         library.undivided_level.restype = ctypes.c_char_p
         self.level: str = library.undivided_level().decode()
-        """The instruction set in use: generic, avx2, avx512 or avx512_bf16."""
+        """The instruction set in use: generic, avx2, avx512, avx512_bf16 or amx."""
 
     def forward(self, record: bytes) -> None:
         """Run one problem.

@@ -89,6 +89,9 @@ extern const Kernels kernels_generic;
 #ifdef UNDIVIDED_X86
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 #endif
+#ifdef UNDIVIDED_AMX
+extern const Kernels kernels_amx;
+#endif
 
 // Keys of a tile: 128 rows of scores for one panel are 16 KiB, half of a 32 KiB L1.
 constexpr int64_t kTile = 128;

@@ -11,6 +11,7 @@
 
 #include <math.h>
 
+#include "amx.h"
 #include "attention.h"
 #include "rows.h"
 #include "tile.h"
@@ -25,23 +26,43 @@ struct Direct {  // fp32, in place
   typedef float T;
   typedef Fma Arith;
   typedef float Tile;
-  static constexpr bool kConvertsK = false;
+  static constexpr bool kConvertsK = false, kTiled = false;
 };
 template <class Half>
 struct Widened {  // 16 bits converted to fp32, tile by tile
   typedef Half T;
   typedef Fma Arith;
   typedef float Tile;
-  static constexpr bool kConvertsK = true;
+  static constexpr bool kConvertsK = true, kTiled = false;
 };
 #if defined(__AVX512BF16__)
 struct Paired {  // bf16 dot products: K in place (pairs along d), V interleaved (pairs of keys)
   typedef BFloat16 T;
   typedef Dot Arith;
   typedef uint32_t Tile;
-  static constexpr bool kConvertsK = false;
+  static constexpr bool kConvertsK = false, kTiled = false;
 };
 #endif
+#if defined(UNDIVIDED_AMX)
+struct TilePairs {
+  static constexpr bool kPairs = true;
+};
+template <class Half>
+struct Tiled {  // AMX: K in place, V transposed
+  typedef Half T;
+  typedef TilePairs Arith;
+  typedef char Tile;
+  static constexpr bool kConvertsK = false, kTiled = true;
+};
+#endif
+
+// Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
+template <class Mode>
+constexpr int64_t kKeyStep = Mode::kTiled ? 32 : 1;
+template <class Mode>
+constexpr int64_t kDkStep = Mode::kTiled ? 32 : 1;
+template <class Mode>
+constexpr int64_t kDvStep = Mode::kTiled ? 16 : 1;
 
 struct Segment {
   int64_t start, stop;
@@ -61,10 +82,18 @@ INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
+INLINE int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
+
 // Elements along Dk of Qt, in 32-bit lanes.
 template <class Mode>
 INLINE int64_t q_depth(const Attention& a) {
-  return Mode::Arith::kPairs ? (a.qk_dim + 1) / 2 : a.qk_dim;
+  const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>);
+  return Mode::Arith::kPairs ? (dim + 1) / 2 : dim;
+}
+// Elements along Dv of Ot.
+template <class Mode>
+INLINE int64_t o_depth(const Attention& a) {
+  return round_up(a.v_dim, kDvStep<Mode>);
 }
 
 struct Workspace {
@@ -87,17 +116,19 @@ static Workspace carve(const Attention& a, int64_t rows, char* base) {
   };
   w.panels = (Panel*)take(panels * (int64_t)sizeof(Panel));
   w.qt = (float*)take(panels * q_depth<Mode>(a) * kPanel * 4);
-  w.ot = (float*)take(panels * a.v_dim * kPanel * 4);
+  w.ot = (float*)take(panels * o_depth<Mode>(a) * kPanel * 4);
   w.most = (float*)take(panels * kPanel * 4);
   w.total = (float*)take(panels * kPanel * 4);
   w.scores = (float*)take((kTile + 2) * kPanel * 4);
   bool extras = a.bias || a.dense || a.slopes;
   w.extra = (float*)take(extras ? kTile * kPanel * 4 : 0);
   bool odd = Mode::Arith::kPairs && a.qk_dim % 2;
-  w.k_tile = take(Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4 : 0);
+  w.k_tile = take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2
+                  : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
+                                            : 0);
   bool copies = sizeof(typename Mode::T) == 2;
-  w.v_tile = take(copies ? kTile * a.v_dim * 4 : 0);
-  w.v_own = take(extras ? kTile * a.v_dim * 4 : 0);
+  w.v_tile = take(copies ? kTile * o_depth<Mode>(a) * 4 : 0);
+  w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
   w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.bytes = at;
@@ -198,13 +229,23 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
     }
     for (; d < depth; d++)
       for (int i = 0; i < kLanes; i++)
-        to[d * kPanel + i] = i < count ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
+        to[d * kPanel + i] = i < count && d * step < a.qk_dim ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
   }
 }
 
-template <class T>
+// What a weight of 1 is scaled to.
+template <class Mode>
+constexpr float unit_weight() {
+#if defined(UNDIVIDED_AMX)
+  if (Mode::kTiled) return (float)(1 << kWeightBits<typename Mode::T>);
+#endif
+  return 1;
+}
+
+template <class Mode>
 static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* ot,
                        const float* most, const float* total) {
+  typedef typename Mode::T T;
   for (int v = 0; v < kVectors; v++) {
     T* row[kLanes];
     Vec inverse = {};
@@ -213,11 +254,11 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       int64_t virtual_row = block.row + first + v * kLanes + i;
       int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
       row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
-      float m = most[v * kLanes + i], l = total[v * kLanes + i];
+      float m = most[v * kLanes + i], l = total[v * kLanes + i] / unit_weight<Mode>();
       bool empty = m == -kInfinity;
       if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
       float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
-      inverse[i] = empty ? 0.0f : 1.0f / (l + sink);
+      inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / (l + sink);
     }
     IVec used = inverse != 0.0f;  // NaN is used
     const float* from = ot + v * kLanes;
@@ -412,7 +453,7 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
   const Rows<T> k_rows = key_rows<T>(a, block.batch, block.kv_head), v_rows = value_rows<T>(a, block.batch, block.kv_head);
   const T *k, *v;
   int64_t k_s = a.k_s, v_s = a.v_s;
-  if (k_rows.together(start, stop)) {
+  if (k_rows.together(start, stop) && !(Mode::kTiled && a.pages)) {  // steps reach beyond what is seen
     k = k_rows(start), v = v_rows(start);
   } else {
     collect(k_rows, start, stop, a.qk_dim, seen, (T*)w.k_rows);
@@ -420,6 +461,23 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
     k = (T*)w.k_rows, v = (T*)w.v_rows, k_s = a.qk_dim, v_s = a.v_dim;
   }
   Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, v, v_s};
+#if defined(UNDIVIDED_AMX)
+  if constexpr (Mode::kTiled) {
+    const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>), keys = smaller_of(stop, a.kv_len) - start;
+    if (dim != a.qk_dim || stop > a.kv_len) {
+      T* copy = (T*)w.k_tile;
+      for (int64_t j = 0; j < keys; j++) {
+        memcpy(copy + j * dim, k + j * k_s, (size_t)a.qk_dim * 2);
+        memset(copy + j * dim + a.qk_dim, 0, (size_t)(dim - a.qk_dim) * 2);
+      }
+      memset(copy + keys * dim, 0, (size_t)((stop - start - keys) * dim) * 2);
+      tile.k = copy, tile.k_stride = dim;
+    }
+    transpose_v(v, v_s, keys, a.v_dim, seen, kTile / kTileDepth, w.v_tile);
+    tile.v = w.v_tile;
+    return tile;
+  } else
+#endif
   if constexpr (Mode::Arith::kPairs) {
     if (a.qk_dim % 2) {
       BFloat16* copy = (BFloat16*)w.k_tile;
@@ -442,6 +500,36 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
   return tile;
 }
 
+#if defined(UNDIVIDED_AMX)
+template <class Mode>
+static void tiled_scores(const Attention& a, int64_t index, const Tile<Mode>& tile, int64_t start, int64_t stop,
+                         const Workspace& w) {
+  typedef typename Mode::T T;
+  const int64_t row = tile.k_stride * 2, depth = q_depth<Mode>(a);
+  TileRows rows = {(const char*)tile.k + (start - tile.start) * row, row, kTileDepth * 2, kTileRows * row};
+  multiply_tiles<T, true>(rows, w.qt + index * depth * kPanel, depth * 2 / kTileDepth, (stop - start) / kTileRows, w.scores);
+}
+
+template <class Mode>
+static void tiled_output(const Attention& a, int64_t index, const Tile<Mode>& tile, int64_t start,
+                         int64_t stop, const uint8_t* seen, float factor, const Workspace& w) {
+  typedef typename Mode::T T;
+  float* ot = w.ot + index * o_depth<Mode>(a) * kPanel;
+  Vec decay[kVectors];
+  if (soften_pairs<T>(w.scores, stop - start, factor, w.most + index * kPanel, w.total + index * kPanel, decay))
+    shrink(decay, o_depth<Mode>(a), ot);
+  const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
+  const int64_t keys = smaller_of(stop, a.kv_len) - start;
+  if (seen && memchr(seen, 0, (size_t)keys)) {
+    const T* from = tile.own_v + (start - tile.start) * tile.own_v_stride;
+    transpose_v(from, tile.own_v_stride, keys, a.v_dim, seen, kTile / kTileDepth, w.v_own);
+    v = w.v_own;
+  }
+  TileRows rows = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};
+  multiply_tiles<T, false>(rows, w.scores, (stop - start) / kTileDepth, o_depth<Mode>(a) / kTileRows, ot);
+}
+#endif
+
 // One panel against keys [start, stop) of a tile, all of which lie in one segment.
 template <class Mode>
 static void panel_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
@@ -454,10 +542,14 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   if (extras && !fill_extra(a, block, index * kPanel, p, start, stop, w.extra, seen)) return;
   float factor = (float)(a.scale * (double)kLog2E);
   // pairs of keys start at even keys: a key too many in front or behind gets the weight 0
-  int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
-  int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
+  int64_t front = Arith::kPairs && !Mode::kTiled ? start & 1 : 0, keys = stop - start;
+  int64_t back = Arith::kPairs && !Mode::kTiled ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
-  score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
+#if defined(UNDIVIDED_AMX)
+  if constexpr (Mode::kTiled) tiled_scores<Mode>(a, index, tile, start, stop, w);
+  else
+#endif
+    score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
                     tile.k_stride, q_depth<Mode>(a), keys, st);
   bool covered = (p.covered[0][0] <= start && stop <= p.covered[0][1]) ||
                  (p.covered[1][0] <= start && stop <= p.covered[1][1]);
@@ -473,6 +565,11 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
     for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
     for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   }
+#if defined(UNDIVIDED_AMX)
+  if constexpr (Mode::kTiled) return tiled_output<Mode>(a, index, tile, start, stop, extras ? seen : nullptr, factor, w);
+  else
+#endif
+  {
   Vec decay[kVectors];
   soften<Arith>(w.scores, front + keys + back, factor, w.most + index * kPanel, w.total + index * kPanel, decay);
 
@@ -492,10 +589,15 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   }
   weigh_tile<Arith>(w.scores, v, v_stride, Arith::kPairs ? (front + keys + back) / 2 : keys, a.v_dim, decay,
                     w.ot + index * a.v_dim * kPanel);
+  }
 }
 
 template <class Mode>
 static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
+#if defined(UNDIVIDED_AMX)
+  std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
+  (void)tiles;
+#endif
   Workspace w = carve<Mode>(a, block.rows, scratch);
   const int64_t panels = (block.rows + kPanel - 1) / kPanel;
   int64_t from = a.kv_len, to = 0;
@@ -508,7 +610,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
       transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
     }
   }
-  memset(w.ot, 0, (size_t)(panels * a.v_dim * kPanel) * 4);
+  memset(w.ot, 0, (size_t)(panels * o_depth<Mode>(a) * kPanel) * 4);
   memset(w.total, 0, (size_t)(panels * kPanel) * 4);
   for (int64_t i = 0; i < panels * kPanel; i++) w.most[i] = -kInfinity;
 
@@ -526,17 +628,22 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
       }
     }
     if (first >= last) continue;
+    first = round_down(first, kKeyStep<Mode>), last = round_up(last, kKeyStep<Mode>);
     Tile<Mode> tile = prepare_tile<Mode>(a, block, first, last, seen + (first - tile_start), w);
     for (int64_t i = 0; i < panels; i++) {
       const Panel& p = w.panels[i];
-      for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++)
-        panel_step<Mode>(a, block, i, tile, larger_of(p.segment[s].start, tile_start),
-                         smaller_of(p.segment[s].stop, tile_stop), w);
+      for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
+        const int64_t start = round_down(larger_of(p.segment[s].start, tile_start), kKeyStep<Mode>);
+        int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);
+        while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
+          stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
+        panel_step<Mode>(a, block, i, tile, start, stop, w);
+      }
     }
   }
   for (int64_t i = 0; i < panels; i++)
-    write_rows<typename Mode::T>(a, block, i * kPanel, w.panels[i].rows, w.ot + i * a.v_dim * kPanel, w.most + i * kPanel,
-                                 w.total + i * kPanel);
+    write_rows<Mode>(a, block, i * kPanel, w.panels[i].rows, w.ot + i * o_depth<Mode>(a) * kPanel, w.most + i * kPanel,
+                     w.total + i * kPanel);
 }
 
 }  // namespace

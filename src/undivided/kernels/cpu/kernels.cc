@@ -15,11 +15,21 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
+// The same for prefill, which AMX serves; decoding reads memory, and has no use for it.
+template <class F>
+INLINE auto with_block_mode(int64_t dtype, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kBFloat16) return f(Tiled<BFloat16>());
+  if (dtype == kFloat16 && has_fp16_tiles()) return f(Tiled<Float16>());
+#endif
+  return with_mode(dtype, f);
+}
+
 int64_t block_scratch(const Attention& a, int64_t rows) {
-  return with_mode(a.dtype, [&](auto mode) { return carve<decltype(mode)>(a, rows, nullptr).bytes; });
+  return with_block_mode(a.dtype, [&](auto mode) { return carve<decltype(mode)>(a, rows, nullptr).bytes; });
 }
 void block(const Attention& a, const RowBlock& b, char* scratch) {
-  with_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
+  with_block_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
 }
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   return with_mode(a.dtype, [&](auto mode) { return carve_few<typename decltype(mode)::T>(a, kv_heads, nullptr).bytes; });
@@ -62,7 +72,23 @@ double peak_of(int64_t repeats) {
   }
   return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
 }
+#if defined(UNDIVIDED_AMX)
+template <class T>
+double tile_peak_of(int64_t repeats) {
+  TileSetup setup;
+  for (int64_t n = 0; n < repeats; n++) {
+    tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+  }
+  return (double)repeats * 4 * kTileRows * kLanes * kTileDepth * 2;
+}
+#endif
+
 double peak(int64_t dtype, int64_t repeats) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kBFloat16) return tile_peak_of<BFloat16>(repeats);
+  if (dtype == kFloat16 && has_fp16_tiles()) return tile_peak_of<Float16>(repeats);
+#endif
 #if defined(__AVX512BF16__)
   if (dtype == kBFloat16) return peak_of<Dot>(repeats);
 #endif

@@ -1,0 +1,206 @@
+// The micro-kernel on AMX: the same two products as tile.h's (lanes are query rows), 16 x 16 outputs and 32 halves of the
+// contracted axis an instruction.
+//
+//     St[key][rows] += K[key][d]  * Qt[d / 2][rows][2]       A: 16 rows of K in place, B: pairs of Q, as tile.h keeps them
+//     Ot[d][rows]   += Vt[d][key] * Pt[key / 2][rows][2]     A: V transposed once a key tile, B: pairs of weights
+//
+// C is two panels of A by the two vectors of rows, so that four multiply-adds (64 cycles) need four loads of 16 lines. Sums
+// begin at what C holds: in 16-bit types a chain over all keys adds nothing to the rounding of the weights (2^-9, 2^-12).
+// TDPBF16PS takes subnormal bf16 as 0; TDPFP16PS takes subnormal fp16 as they are, and both flush subnormal fp32 sums.
+// Instructions are written in assembly: GCC 12 knows none for fp16, and its intrinsics do not say that they read memory.
+#pragma once
+
+#include "vec.h"
+
+#if defined(UNDIVIDED_AMX)
+
+#include <cpuid.h>
+
+namespace {
+
+constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and halves
+constexpr int64_t kTileBytes = 1024;
+
+template <int N>
+INLINE void tile_load(const char* p, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+INLINE void tile_store(char* p, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+INLINE void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(N));
+}
+template <int C, int A, int B>
+INLINE void tile_multiply(BFloat16) {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+INLINE void tile_multiply(Float16) {  // tdpfp16ps, which assemblers know later than the others
+  __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(3 | (15 - B) << 3), "i"(0xc0 | C << 3 | A));
+}
+
+INLINE bool has_fp16_tiles() {
+  static const bool found = [] {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1);
+  }();
+  return found;
+}
+
+// Tiles are set up for as long as an object of this lives: a thread that holds some pays for them at every switch.
+class TileSetup {
+ public:
+  TileSetup() {
+    alignas(64) uint8_t setup[64] = {1};
+    for (int i = 0; i < 8; i++) setup[16 + 2 * i] = 64, setup[48 + i] = kTileRows;
+    __asm__ volatile("ldtilecfg %0" : : "m"(setup));
+  }
+  ~TileSetup() { __asm__ volatile("tilerelease"); }
+};
+
+// Where A lies, in bytes: its rows, its steps along the contracted axis, its groups of kTileRows rows.
+struct TileRows {
+  const char* at;
+  int64_t row, step, group;
+};
+
+constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
+
+// `Groups` x kTileRows rows of C.
+template <class T, int Groups, bool kFromZero>
+INLINE void multiply_groups(const char* a, const TileRows& rows, const char* b, int64_t steps, char* c) {
+  static_assert(kVectors == 2 && kLanes == 16, "C is Groups x 2 tiles");
+  constexpr int64_t below = kTileRows * kPanelBytes;
+  if constexpr (kFromZero) {
+    tile_zero<0>(), tile_zero<1>();
+    if constexpr (Groups == 2) tile_zero<2>(), tile_zero<3>();
+  } else {
+    tile_load<0>(c, kPanelBytes), tile_load<1>(c + 64, kPanelBytes);
+    if constexpr (Groups == 2) tile_load<2>(c + below, kPanelBytes), tile_load<3>(c + below + 64, kPanelBytes);
+  }
+  for (int64_t s = 0; s < steps; s++, a += rows.step, b += below) {
+    tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
+    tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    if constexpr (Groups == 2) {
+      tile_load<5>(a + rows.group, rows.row);
+      tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+    }
+  }
+  tile_store<0>(c, kPanelBytes), tile_store<1>(c + 64, kPanelBytes);
+  if constexpr (Groups == 2) tile_store<2>(c + below, kPanelBytes), tile_store<3>(c + below + 64, kPanelBytes);
+}
+
+// C[groups * kTileRows][kPanel] = A * B, or += where not kFromZero; B holds `steps` x kTileDepth / 2 rows of pairs.
+template <class T, bool kFromZero>
+static __attribute__((noinline)) void multiply_tiles(const TileRows& rows, const float* b, int64_t steps, int64_t groups,
+                                                     float* c) {
+  const char* a = rows.at;
+  int64_t g = 0;
+  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kTileRows * kPanel)
+    multiply_groups<T, 2, kFromZero>(a, rows, (const char*)b, steps, (char*)c);
+  if (g < groups) multiply_groups<T, 1, kFromZero>(a, rows, (const char*)b, steps, (char*)c);
+}
+
+// ---- V as A
+
+// 16 pairs of keys (32 halves) by 16 columns to a tile of A: row d holds the keys in order. Unseen keys give zeros.
+template <class T>
+INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, char* tile) {
+  Vec x[kLanes];
+  for (int i = 0; i < kLanes; i++) {
+    UVec half[2] = {};
+    for (int odd = 0; odd < 2; odd++) {
+      const int64_t j = 2 * i + odd;
+      if (j >= keys || !seen[j]) continue;
+      HVec h;
+      if (columns >= kLanes) h = *(const UnalignedHVec*)(v + j * stride);
+      else {
+        h = HVec{};
+        memcpy(&h, v + j * stride, (size_t)columns * 2);
+      }
+      half[odd] = __builtin_convertvector(h, UVec);
+    }
+    x[i] = (Vec)(half[0] | half[1] << 16);
+  }
+  transpose(x);
+  for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[i]);
+}
+
+// V of `keys` keys, `capacity` steps of kTileDepth keys a group of columns, as multiply_tiles takes it.
+template <class T>
+static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity,
+                        char* to) {
+  for (int64_t j = 0; j < keys; j += kTileDepth)
+    for (int64_t d = 0; d < columns; d += kTileRows)
+      transpose_pairs(v + j * stride + d, stride, keys - j, columns - d, seen + j,
+                      to + (d / kTileRows * capacity + j / kTileDepth) * kTileBytes);
+}
+
+// ---- softmax
+
+// How far a row's scores may rise above its base, in powers of two, before its sums are rescaled: rarely after the first
+// tiles. Weights then reach 2^8; those of fp16 are scaled up, as far as its range allows, so that small ones keep their bits.
+constexpr float kHeadroom = 8;
+template <class T>
+constexpr int kWeightBits = 0;
+template <>
+constexpr int kWeightBits<Float16> = 7;
+
+INLINE Vec pair_weights(Vec even, Vec odd, BFloat16) {  // ties, one in 2^16, go up
+  UVec low = ((UVec)even + 0x8000) >> 16, high = (UVec)odd + 0x8000;
+  return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)low, (__m512i)high);
+}
+INLINE Vec pair_weights(Vec even, Vec odd, Float16) {
+  __m256i low = _mm512_cvtps_ph((__m512)even, _MM_FROUND_TO_NEAREST_INT);
+  __m256i high = _mm512_cvtps_ph((__m512)odd, _MM_FROUND_TO_NEAREST_INT);
+  return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
+// Scores become pairs of weights in place; keys is even. decay is what the sums so far shrink by; false: by nothing.
+template <class T>
+static __attribute__((noinline)) bool soften_pairs(float* st, int64_t keys, float factor, float* most, float* total,
+                                                   Vec* decay) {
+  Vec high[2][kVectors], sum[kVectors] = {}, base[kVectors];
+  for (int v = 0; v < kVectors; v++) high[0][v] = high[1][v] = splat(-kInfinity);
+  for (int64_t j = 0; j < keys; j += 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; v++) high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes), high[i][v]);
+  bool shrinks = false;
+  for (int v = 0; v < kVectors; v++) {
+    Vec before = load(most + v * kLanes), now = larger(high[0][v], high[1][v]) * factor;
+    now = now > before + kHeadroom ? now : before;
+    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
+    decay[v] = exp2_of_negative(before - base[v]);
+    shrinks |= _mm512_cmp_ps_mask((__m512)before, (__m512)now, _CMP_NEQ_UQ) != 0;
+    base[v] -= (float)kWeightBits<T>;
+    store(most + v * kLanes, now);
+  }
+  for (int64_t j = 0; j < keys; j += 2)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) {
+      const float* s = st + j * kPanel + v * kLanes;
+      Vec even = exp2_of_negative(load(s) * factor - base[v]), odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
+      sum[v] += even + odd;
+      store(st + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
+    }
+  for (int v = 0; v < kVectors; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
+  return shrinks;
+}
+
+// ot[i][rows] *= decay[rows] for i < count.
+static void shrink(const Vec* decay, int64_t count, float* ot) {
+  const Vec low = decay[0], high = decay[1];
+  for (int64_t i = 0; i < count; i++, ot += kPanel) {
+    store(ot, load(ot) * low);
+    store(ot + kLanes, load(ot + kLanes) * high);
+  }
+}
+
+}  // namespace
+
+#endif
