@@ -125,19 +125,12 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     mask = _opaque(pattern, sizes)
     if pattern.packed is not None:
         return mask & _documents(pattern, pattern.packed) & _band(pattern)
-    last = sizes.end if pattern.right == 0 else sizes.kv_len  # keys from there on are nobody's
     real = _real_keys(pattern.padding, sizes)
-    rows = _Rows.of(None if real is None else real[:, :last], sizes, last)
+    mask = mask & _real_lengths(real, sizes, pattern.right == 0, device)
     pattern = _without_idle_limits(pattern, sizes)
-    shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
-    if rows is not None:
-        mask = mask & rows.lengths(shaped, sizes, device)
-        if real is not None and rows.holes:
-            mask = mask & masks.dense(real[:, None, None, :])
     for chunk in pattern.chunks:
-        start = chunk.start.cpu() if rows is None or not shaped else chunk.start.cpu() - rows.first_query
-        offset = (sizes.q_offset - start).to(device)
-        mask = mask & masks.chunks(chunk.size, align="bottom_right", offset=offset)
+        offset = sizes.q_offset - chunk.start
+        mask = mask & masks.chunks(chunk.size, align="bottom_right", offset=offset.to(device))
     return mask & _band(pattern)
 
 
@@ -221,47 +214,26 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     return real
 
 
-class _Rows(NamedTuple):
-    """Where each sequence's real keys and queries lie, int64 ``[B]`` on the CPU."""
+def _real_lengths(real: Tensor | None, sizes: Sizes, causal: bool, device: torch.device) -> Mask:
+    """The real keys of each sequence, and lengths by which its last query stands on the key that it stands on here.
 
-    first_key: Tensor
-    end_key: Tensor
-    first_query: Tensor
-    end_query: Tensor
-    holes: bool
-    """Whether there are keys between the first and the last that are not real."""
-
-    @classmethod
-    def of(cls, real: Tensor | None, sizes: Sizes, last: int) -> _Rows | None:
-        """From the real keys before `last`; None where everything is real."""
-        if real is None:
-            if last >= sizes.kv_len:
-                return None
-            first, end = torch.zeros(sizes.batch, dtype=torch.int64), torch.full((sizes.batch,), last)
-            holes = False
-        else:
-            first, end, count = _span(real)
-            holes = bool((end - first != count).any())
-            if not holes and bool((count == sizes.kv_len).all()):
-                return None
-        end_query = (end - sizes.diagonal).clamp(0, sizes.q_len)
-        first_query = torch.minimum((first - sizes.diagonal).clamp(min=0), end_query)
-        return cls(first, end, first_query, end_query, holes)
-
-    def lengths(self, shaped: bool, sizes: Sizes, device: torch.device) -> Mask:
-        """The real keys; and the real queries, where the mask's diagonal depends on them."""
-        kv, kv_start = self.end_key - self.first_key, self.first_key
-        q, q_start = self.end_query - self.first_query, self.first_query
-        given = kv.to(device)
-        start = kv_start.to(device) if bool(kv_start.any()) else None
-        if not shaped or bool((q == sizes.q_len).all()):
-            return masks.lengths(given, kv_start=start)
-        same = torch.equal(q, kv) and torch.equal(
-            q_start, kv_start
-        )  # one object says so without a look at values
-        if same:
-            return masks.lengths(given, given, start, start)
-        return masks.lengths(given, q.to(device), start, q_start.to(device) if bool(q_start.any()) else None)
+    Those lengths count padding on the right too, for the queries there stand on it; a prefix takes it off the keys.
+    """
+    stop = sizes.end if causal else sizes.kv_len  # the last query sees no key from there on
+    mask = FULL
+    if real is None:
+        return (
+            mask if stop == sizes.kv_len else masks.lengths(torch.full((sizes.batch,), stop, device=device))
+        )
+    first, end, count = _span(real[:, :stop])
+    if bool(first.any()) or stop < sizes.kv_len:
+        start = first.to(device) if bool(first.any()) else None
+        mask = mask & masks.lengths((stop - first).to(device), kv_start=start)
+    if bool((end < stop).any()):
+        mask = mask & masks.prefix((end - first).to(device))
+    if bool((end - first != count).any()):
+        mask = mask & masks.dense(real[:, None, None, :])
+    return mask
 
 
 def _span(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:

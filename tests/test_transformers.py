@@ -1,0 +1,276 @@
+"""Models of Hugging Face Transformers give the same logits, gradients and tokens under "undivided" as under "eager"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+
+import transformers_models as models  # beside this file; it imports transformers
+from undivided.integrations.transformers import _attention, register
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
+
+Counter = Callable[[], int]
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """How many calls ran on Undivided so far: none would mean that eager was compared with itself."""
+    register()
+    count = 0
+    ours = _attention.attend
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return ours(*args, **options)
+
+    monkeypatch.setattr(_attention, "attend", counting)
+    yield lambda: count
+    assert count > 0
+
+
+def pair(name: str, **changes: Any) -> list[Any]:
+    return [models.build(name, implementation, **changes) for implementation in ("eager", "undivided")]
+
+
+def gradients(loss: Tensor, network: nn.Module) -> list[Tensor]:
+    weights = [weight for weight in network.parameters() if weight.requires_grad]
+    return [g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Sums in another order, through two layers and a loss: a millionth of the largest value, and float32's own bound."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1.3e-6, atol=1e-6 + 5e-6 * float(other.abs().max()))
+
+
+def text_step(network: Any, side: str, causal: bool = True, **options: Any) -> list[Tensor]:
+    """Logits of the real tokens, and gradients of the loss over them."""
+    text, real = models.tokens(), models.real_tokens(side)
+    first = real.cumsum(1) == 1  # the token before it is padding, and predicts nothing
+    ignored = (real == 0) | first if causal else real == 0
+    out = network(text, attention_mask=real, labels=text.masked_fill(ignored, -100), **options)
+    return [out.logits[real.bool()], *gradients(out.loss, network)]
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", models.DECODERS)
+def test_decoders_train_the_same(name: str, side: str) -> None:
+    eager, ours = pair(name)
+    assert_close(text_step(ours, side), text_step(eager, side))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", models.ENCODERS)
+def test_encoders_train_the_same(name: str, side: str) -> None:
+    eager, ours = pair(name)
+    assert_close(text_step(ours, side, causal=False), text_step(eager, side, causal=False))
+
+
+def inputs_of(name: str) -> dict[str, Tensor]:
+    if name == "whisper":
+        return {"input_features": torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(0))}
+    return {"input_ids": models.tokens(), "attention_mask": models.real_tokens("right")}
+
+
+@pytest.mark.parametrize("name", models.SEQ2SEQ)
+def test_sequence_to_sequence_models_train_the_same(name: str) -> None:
+    """Position biases and their gradients (T5), cross-attention to padded and to unpadded keys."""
+
+    def step(network: Any) -> list[Tensor]:
+        out = network(**inputs_of(name), labels=models.tokens(length=7, seed=1))
+        return [out.logits, *gradients(out.loss, network)]
+
+    eager, ours = pair(name)
+    assert_close(step(ours), step(eager))
+
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "dynamic-cache": {},
+    "static-cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+@pytest.mark.parametrize("name", [*models.DECODERS, *models.SEQ2SEQ])
+def test_the_same_20_tokens(name: str, options: dict[str, Any]) -> None:
+    """Left-padded prompts; windows and chunks are shorter than prompt and answer, so that caches forget and roll over."""
+    inputs = inputs_of(name)
+    if name in models.DECODERS:
+        inputs = {"input_ids": models.tokens(), "attention_mask": models.real_tokens("left")}
+
+    def generated(network: Any) -> Tensor:
+        text: Tensor = network.generate(
+            **inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0, **options
+        )
+        return text
+
+    eager, ours = (generated(network) for network in pair(name))
+    assert torch.equal(ours, eager)
+    assert len(ours.unique()) > 4, "a model that repeats itself shows little"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama-4"])
+def test_right_padded_prompts_leave_holes_in_the_cache(name: str) -> None:
+    """The answer begins after the padding: keys are real, then not, then real again."""
+    text, real = models.tokens(), models.real_tokens("right")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    eager, ours = (m.generate(text, attention_mask=real, **options) for m in pair(name))
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma-3", "llama-4"])
+def test_a_prompt_in_pieces_and_answers_of_several_tokens(name: str) -> None:
+    """Chunked prefill: the second piece meets a cache, and its queries begin in the middle."""
+    text, real = models.tokens(), models.real_tokens("left")
+
+    def logits(network: Any) -> Tensor:
+        past, found = None, []
+        for start, stop in ((0, 4), (4, 9), (9, 11)):
+            out = network(
+                text[:, start:stop], attention_mask=real[:, :stop], past_key_values=past, use_cache=True
+            )
+            past = out.past_key_values
+            found.append(out.logits)
+        return torch.cat(found, 1)[real.bool()]
+
+    eager, ours = (logits(network) for network in pair(name))
+    assert_close([ours], [eager])
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma-2", "phi-3", "llama-4"])
+def test_packed_documents_by_their_positions(name: str, batch: int) -> None:
+    """The same as eager, whose dense mask is made of the same positions; and as each document alone."""
+    text, positions = models.tokens(batch), POSITIONS[:batch]
+
+    def step(network: Any) -> list[Tensor]:
+        out = network(text, position_ids=positions, labels=text, use_cache=False)
+        return [out.logits, *gradients(out.loss, network)]
+
+    eager, ours = pair(name)
+    found = step(ours)
+    assert_close(found, step(eager))
+    assert_close([found[0][0, 4:]], [ours(text[:1, 4:]).logits[0]])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_packed_documents_by_cumulative_lengths(name: str) -> None:
+    """What a collator for flash attention gives. It holds where transformers does not look at positions: with a cache, and
+    in models that do not pass them on to their masks (GPT-OSS)."""
+    text, cu = models.tokens(1), torch.tensor([0, 4, 11], dtype=torch.int32)
+    _, ours = pair(name)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    for use_cache in (True, False):
+        found = ours(text, position_ids=POSITIONS[:1], use_cache=use_cache, **lengths).logits[0]
+        assert_close([found[:4], found[4:]], [ours(text[:, :4]).logits[0], ours(text[:, 4:]).logits[0]])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma-2", "t5"])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    """With dropout, recomputation drops the same entries: the same gradients as without checkpoints."""
+
+    def step(checkpoints: bool) -> list[Tensor]:
+        rates = {"dropout_rate": 0.3} if name == "t5" else {"attention_dropout": 0.3}
+        network = models.build(name, "undivided", **rates).train()
+        if checkpoints:
+            network.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(7)
+        out = network(**inputs_of("t5"), labels=models.tokens(length=11, seed=1), use_cache=False)
+        return [out.logits.detach(), *gradients_backward(out.loss, network)]
+
+    assert_close(step(checkpoints=True), step(checkpoints=False))
+
+
+def gradients_backward(loss: Tensor, network: nn.Module) -> list[Tensor]:
+    """By ``backward``, which reentrant checkpoints need."""
+    loss.backward()
+    return [weight.grad for weight in network.parameters() if weight.grad is not None]
+
+
+def test_attention_dropout_is_on_in_training_alone() -> None:
+    network = models.build("llama", "undivided", attention_dropout=0.5)
+    plain = models.build("llama", "undivided")
+    text = models.tokens()
+    assert_close([network(text).logits], [plain(text).logits])
+    network.train()
+    torch.manual_seed(0)
+    first, second = network(text).logits, network(text).logits
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(network(text).logits, first)
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("name", ["llama", "gemma-2", "gpt-oss", "bert", "t5"])
+def test_autocast_to_bfloat16(name: str, cache: bool) -> None:
+    """As close to the float32 model as eager is under autocast. (Rotation leaves queries and keys in float32 there.)"""
+    options: dict[str, Any] = inputs_of("t5")
+    if name == "t5":
+        options["labels"] = models.tokens(length=7, seed=1)
+    elif name != "bert":
+        options |= {"attention_mask": models.real_tokens("left"), "use_cache": cache}
+    real = slice(None) if name == "t5" else options["attention_mask"].bool()
+
+    def logits(network: Any, low: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+            found: Tensor = network(**options).logits[real].float()
+        return found
+
+    eager, ours = pair(name)
+    exact = logits(eager, low=False)
+    of_eager = (logits(eager, low=True) - exact).norm()
+    assert (logits(ours, low=True) - exact).norm() <= 2 * of_eager
+    assert of_eager < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma-2"])
+def test_models_in_bfloat16(name: str) -> None:
+    eager, ours = pair(name)
+    text, real = models.tokens(), models.real_tokens("left")
+    exact = eager(text, attention_mask=real).logits[real.bool()]
+    low = [
+        network.bfloat16()(text, attention_mask=real).logits[real.bool()].float() for network in (eager, ours)
+    ]
+    assert (low[1] - exact).norm() <= 2 * (low[0] - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma-2", "gpt-oss", "bert", "t5", "whisper"])
+def test_the_weights_on_request(name: str) -> None:
+    """``output_attentions=True``: eager's, in the rows of real tokens."""
+    inputs = inputs_of(name)
+    if name in models.SEQ2SEQ:
+        inputs["decoder_input_ids"] = models.tokens(length=5)
+    eager, ours = (network(**inputs, output_attentions=True) for network in pair(name))
+    names = [
+        key
+        for key in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+        if key in ours
+    ]
+    assert names
+    for key in names:
+        for found, expected in zip(ours[key], eager[key], strict=True):
+            rows = torch.ones(1) if found.shape[2] != 11 else inputs["attention_mask"][:, None, :, None]
+            assert_close([found * rows], [expected * rows])
+
+
+def test_switching_a_model_that_is_there() -> None:
+    network = models.build("llama", "eager")
+    text = models.tokens()
+    expected = network(text).logits
+    network.set_attn_implementation("undivided")
+    assert_close([network(text).logits], [expected])
