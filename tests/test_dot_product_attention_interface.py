@@ -227,7 +227,7 @@ BAD_CALLS = [
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [heads] = [4]", ""),
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be a float32 tensor", ""),
     # accepted at their defaults alone
-    ((Q, Q, Q), {"inference_params": object()}, "inference_params must be None", "not yet: a cache is not in this version"),
+    ((Q, Q, Q), {"inference_params": object()}, "inference_params must be an undivided.InferenceParams, got object", ""),
     ((Q, Q, Q), {"fp8_output": True}, "fp8_output must be False, got True", "there is no FP8 attention here"),
     ((Q, Q, Q), {"bf16_backward": True}, "bf16_backward must be False, got True", "there is no FP8 attention here"),
     ((Q, Q, Q), {"score_mod": max}, "score_mod must be None", "masks.predicate(fn)"),

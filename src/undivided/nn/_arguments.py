@@ -47,9 +47,6 @@ AT_CONSTRUCTION: dict[str, Refused] = {
     "cp_comm_type": Refused("p2p", _CONTEXT_PARALLEL),
 }
 AT_CALL: dict[str, Refused] = {
-    "inference_params": Refused(
-        None, "not yet: a cache is not in this version of DotProductAttention; pass all keys and a *_bottom_right mask type"
-    ),
     "fp8_output": Refused(False, _FP8),
     "bf16_backward": Refused(False, _FP8),
     "score_mod": Refused(None, _SCORE_MOD),
@@ -162,7 +159,7 @@ _NAMES = {
     "q": "query_layer", "k": "key_layer", "v": "value_layer", "layout": "qkv_format", "bias": "core_attention_bias",
     "sinks": "softmax_offset", "tensor": "attention_mask", "max_q": "max_seqlen_q", "max_kv": "max_seqlen_kv",
     "padded_q": "cu_seqlens_q_padded", "padded_kv": "cu_seqlens_kv_padded", "scale": "softmax_scale",
-    "dropout_p": "attention_dropout",
+    "dropout_p": "attention_dropout", "new_k": "key_layer", "new_v": "value_layer",
 }  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     format: Layout
+    cached: int | None = None
+    """keys of the longest sequence, where a cache has them"""
 
     @property
     def packed(self) -> bool:
@@ -55,7 +57,7 @@ class Inputs(NamedTuple):
 
     @property
     def kv_len(self) -> int:
-        return _layout.sizes(self.k.shape, self.format)[1]
+        return _layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
 
     def fits_other_format(self, batch: int) -> str:
         """A hint where `batch` sequences are what the other dense format would give; "" otherwise."""
@@ -193,7 +195,7 @@ def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
 
 
 def _check_lengths(inputs: Inputs) -> None:
-    q, k, v, format = inputs
+    q, k, v, format = inputs[:4]
     if k.shape[:-1] != v.shape[:-1]:
         raise InputError(
             "value_layer",

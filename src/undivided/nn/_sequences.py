@@ -180,7 +180,7 @@ def _sequences(given: Given, kind: MaskType, inputs: Inputs, attention_type: str
     if inputs.packed:
         return _packed(given)
     if kind.name == "arbitrary":
-        return _arbitrary(given.attention_mask, inputs)
+        return arbitrary(given.attention_mask, inputs)
     if not kind.padding:
         return None
     if given.attention_mask is not None and given.offsets:
@@ -310,7 +310,8 @@ def _has_holes(real: Tensor, length: Tensor) -> bool:
     return not torch.equal(real.sum(1).int(), length)
 
 
-def _arbitrary(attention_mask: object, inputs: Inputs) -> Mask:
+def arbitrary(attention_mask: object, inputs: Inputs) -> Mask:
+    """The pairs of a mask of pairs."""
     if attention_mask is None:
         hint = "bool, True = masked out, broadcastable to [b, h, sq, skv]"
         raise InputError("attention_mask", "be given with attn_mask_type='arbitrary'", None, hint=hint)

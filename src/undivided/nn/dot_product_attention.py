@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from undivided import _layout
+from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.nn import _formats, _sequences
+from undivided.nn import _cached, _formats, _sequences
 from undivided.nn._arguments import (
     AT_CALL,
     AT_CONSTRUCTION,
@@ -154,7 +155,7 @@ class DotProductAttention(Module):
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
         checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
-        inference_params: Any = None, pad_between_seqs: bool | None = None, fp8_output: bool = False,
+        inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, fp8_output: bool = False,
         bf16_backward: bool = False, num_splits: int | None = 1, score_mod: Any = None, score_mod_bprop: Any = None,
         score_mod_tensors: Any = None, score_mod_bprop_tensors: Any = None, qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
@@ -178,7 +179,9 @@ class DotProductAttention(Module):
             fast_zero_fill, num_splits: hints, without effect on the result.
             qkv_layer, kv_layer: q, k, v in one tensor instead, or k and v in one.
             qkv_interleave_dim: -3 where they are [.., 3, h, d], -2 where they are [.., h, 3, d] (2 for kv_layer).
-            inference_params, fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
+            inference_params: keys and values of earlier tokens, in the cache of `layer_number`: the new ones are put behind
+                them, and causal and windows are aligned bottom-right. Lengths come from it; cu_seqlens may be left out.
+            fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
                 score_mod_bprop_tensors: accepted at their defaults; anything else is an error with the reason.
 
         Returns:
@@ -190,7 +193,7 @@ class DotProductAttention(Module):
             NoBackendError: no allowed backend can run it.
         """
         check_refused(AT_CALL, {
-            "inference_params": inference_params, "fp8_output": fp8_output, "bf16_backward": bf16_backward,
+            "fp8_output": fp8_output, "bf16_backward": bf16_backward,
             "score_mod": score_mod, "score_mod_bprop": score_mod_bprop, "score_mod_tensors": score_mod_tensors,
             "score_mod_bprop_tensors": score_mod_bprop_tensors,
         })  # fmt: skip
@@ -202,16 +205,16 @@ class DotProductAttention(Module):
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv, pad_between_seqs,
         )  # fmt: skip
-        scores = added(
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            inputs,
-            self.softmax_scale,
-            self.softcap,
-        )
         try:
-            mask = self._mask(given, inputs, attn_mask_type, window_size, bottom_right_diagonal)
+            params = _cached.checked(inference_params)
+            if params is not None:
+                inputs = _cached.with_cached_keys(inputs, params)
+            scores = added(
+                core_attention_bias_type, core_attention_bias, alibi_slopes, inputs, self.softmax_scale, self.softcap
+            )  # fmt: skip
+            mask = self._mask(given, inputs, attn_mask_type, window_size, bottom_right_diagonal, params)
+            if params is not None:
+                return self._attend_cached(inputs, mask, scores, params)
             return self._attend(inputs, mask, scores, checkpoint_core_attention)
         except InputError as error:
             raise in_module_words(error) from None
@@ -228,24 +231,25 @@ class DotProductAttention(Module):
 
     def _mask(
         self, given: Given, inputs: Inputs, attn_mask_type: str | None, window_size: tuple[int, int] | None,
-        bottom_right_diagonal: bool | None,
+        bottom_right_diagonal: bool | None, params: InferenceParams | None,
     ) -> Mask:  # fmt: skip
         kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         window = self.window_size if window_size is None else checked_window(window_size)
         asked = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
-        diagonal = band(kind, window, self.bottom_right_diagonal if asked is None else asked)
+        bottom_right = self.bottom_right_diagonal if asked is None else asked
+        if params is not None:
+            return _cached.mask(given, kind, inputs, window, bottom_right, params)
+        diagonal = band(kind, window, bottom_right)
         _sequences.check(given, kind, inputs, self.attention_type)
         return _sequences.mask(given, kind, inputs, self.attention_type, diagonal)
 
     def _attend(
         self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        q, k, v, format = inputs
+        q, k, v, format = inputs[:4]
         core = functools.partial(
-            attention, layout=format, mask=mask, bias=scores.bias, scale=self.softmax_scale, softcap=self.softcap,
-            alibi_slopes=scores.alibi_slopes, sinks=self._sinks(q), backend=self.backend,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            deterministic=True if torch.are_deterministic_algorithms_enabled() else None,
+            attention, layout=format, mask=mask, dropout_p=self.attention_dropout if self.training else 0.0,
+            **self._options(q, scores),
         )  # fmt: skip
         out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)
         out = out.flatten(-2)
@@ -254,6 +258,24 @@ class DotProductAttention(Module):
         return out, max_logit(
             q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap
         )
+
+    def _attend_cached(self, inputs: Inputs, mask: Mask, scores: Added, params: InferenceParams) -> Tensor:
+        q, k, v, format = inputs[:4]
+        if self.training and self.attention_dropout:
+            must = "come in evaluation mode, or without attention_dropout"
+            raise InputError("inference_params", must, "training mode", hint="module.eval()")
+        if self.return_max_logit:
+            raise InputError("inference_params", "be None with return_max_logit", "a cache")
+        out = params.attend(self.layer_number, q, k, v, format, mask=mask, **self._options(q, scores))
+        assert isinstance(out, Tensor)
+        return out.flatten(-2)
+
+    def _options(self, q: Tensor, scores: Added) -> dict[str, Any]:
+        return {
+            "bias": scores.bias, "scale": self.softmax_scale, "softcap": self.softcap,
+            "alibi_slopes": scores.alibi_slopes, "sinks": self._sinks(q), "backend": self.backend,
+            "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
+        }  # fmt: skip
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
