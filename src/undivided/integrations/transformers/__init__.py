@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 
+import torch
+
 from undivided.errors import InputError
 from undivided.integrations.transformers._attention import attention
 from undivided.integrations.transformers._masks import ModelMask, model_mask
@@ -59,4 +61,6 @@ def register() -> None:
         )  # fmt: skip
     learn(masking_utils)
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, model_mask)
+    # a compiler cannot look into closures: it leaves its graph once for each kind of mask, and finds a Mask when it comes back
+    made_outside = torch.compiler.disable(model_mask, reason="masks are read from closures")
+    AttentionMaskInterface.register(NAME, made_outside)

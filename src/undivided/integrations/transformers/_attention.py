@@ -11,7 +11,7 @@ from undivided import masks
 from undivided._autograd import autocast
 from undivided.errors import InputError
 from undivided.functional import attention as attend
-from undivided.integrations.transformers._masks import ModelMask, Sizes
+from undivided.integrations.transformers._masks import ModelMask, packed_mask
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
 
@@ -70,14 +70,13 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
-        if not isinstance(attention_mask, ModelMask):
-            attention_mask = ModelMask(
-                masks.FULL,
-                Pattern(right=0 if causal else None),
-                Sizes(query.shape[0], query.shape[2], key.shape[2]),
-            )
         cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        mask = attention_mask.within(cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
+        documents = (cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
+        if isinstance(attention_mask, ModelMask):
+            mask = attention_mask.within(*documents)
+        else:
+            pattern = Pattern(right=0 if causal and attention_mask is None else None)
+            mask = packed_mask(pattern, *documents) & (mask if attention_mask is not None and mask else masks.FULL)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {

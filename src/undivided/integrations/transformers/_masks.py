@@ -69,6 +69,9 @@ class ModelMask:
         """The pattern inside documents packed into one row, remembered for the layers that ask with the same tensors."""
         if self._documents is None or self._documents[0] is not cu_q or self._documents[1] is not cu_kv:
             mask = packed_mask(self.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(self.pattern, self.sizes)
+            real = _real_keys(self.pattern.padding, self.sizes)
+            if real is not None and not bool(real.all()):
+                mask = mask & masks.dense(real[:, None, None, :])
             self._documents = cu_q, cu_kv, mask
         return self._documents[2]
 
@@ -125,9 +128,14 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     mask = _opaque(pattern, sizes)
     if pattern.packed is not None:
         return mask & _documents(pattern, pattern.packed) & _band(pattern)
-    real = _real_keys(pattern.padding, sizes)
-    mask = mask & _real_lengths(real, sizes, pattern.right == 0, device)
+    stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query sees no key from there on
     pattern = _without_idle_limits(pattern, sizes)
+    shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
+    real = _real_keys(pattern.padding, sizes)
+    if real is not None:
+        mask = mask & _padding(real, stop, shaped, device)
+    elif stop < sizes.kv_len:
+        mask = mask & masks.lengths(torch.full((sizes.batch,), stop, device=device))
     for chunk in pattern.chunks:
         offset = sizes.q_offset - chunk.start
         mask = mask & masks.chunks(chunk.size, align="bottom_right", offset=offset.to(device))
@@ -214,22 +222,19 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     return real
 
 
-def _real_lengths(real: Tensor | None, sizes: Sizes, causal: bool, device: torch.device) -> Mask:
-    """The real keys of each sequence, and lengths by which its last query stands on the key that it stands on here.
+def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mask:
+    """The real keys of each sequence before `stop`, from bool ``[B, Sk]``.
 
-    Those lengths count padding on the right too, for the queries there stand on it; a prefix takes it off the keys.
+    Where the mask has a diagonal its lengths count padding on the right, for there are queries there that stand on it, and a
+    prefix takes it off the keys. Keys that are not real between those that are stay a map of keys.
     """
-    stop = sizes.end if causal else sizes.kv_len  # the last query sees no key from there on
-    mask = FULL
-    if real is None:
-        return (
-            mask if stop == sizes.kv_len else masks.lengths(torch.full((sizes.batch,), stop, device=device))
-        )
     first, end, count = _span(real[:, :stop])
-    if bool(first.any()) or stop < sizes.kv_len:
+    last = end.new_full(end.shape, stop) if shaped else end
+    mask = FULL
+    if bool(first.any()) or bool((last < real.shape[1]).any()):
         start = first.to(device) if bool(first.any()) else None
-        mask = mask & masks.lengths((stop - first).to(device), kv_start=start)
-    if bool((end < stop).any()):
+        mask = mask & masks.lengths((last - first).to(device), kv_start=start)
+    if bool((end < last).any()):
         mask = mask & masks.prefix((end - first).to(device))
     if bool((end - first != count).any()):
         mask = mask & masks.dense(real[:, None, None, :])
