@@ -25,6 +25,10 @@ from undivided.masks import Mask
 CAUSAL = masks.causal(align="bottom_right")
 """What a cache means by no mask. One object, so that every cache with the same lengths finds the mask made for them."""
 
+EVERY = masks.window(None, None)
+"""The same for one query, which is the last token and sees all: less to work out at every step."""
+
+_AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
 _SEQUENCES = frozenset({"lengths", "documents"})
 _PER_KEY = frozenset({"dense", "document_ids"})
 _OF_PAIRS = _PER_KEY | {"predicate"}
@@ -51,15 +55,19 @@ def attend(
 
     q_counts: the real queries of each sequence (packed: all of them); None: every row is real.
     """
-    mask = CAUSAL if mask is None else checked_mask(mask)
-    if mask is not CAUSAL:
-        _check_mask(mask, layout)
+    if mask is None:
+        one_query = q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None
+        mask = EVERY if one_query else CAUSAL
+    else:
+        _check_mask(checked_mask(mask), layout)
     if layout == "thd":
         k, v, mask = _packed(held, q_counts or held.lengths, mask, options)
     elif held.pages is None:
         k, v, mask = _side_by_side(held, layout, q_counts, mask)
     else:
         k, v, mask = _paged(held, q_counts, mask, options)
+    if mask is EVERY:
+        mask = None  # less to look at, step by step
     out: Output = attention(q, k, v, layout=layout, mask=mask, pages=held.pages, **options)
     return out
 
@@ -72,7 +80,7 @@ def _side_by_side(
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
-        return k, v, _aligned(mask)
+        return k, v, mask if mask is EVERY else _aligned(mask)
     return k, v, _among_real(mask, lengths, q_counts, k.device)
 
 
@@ -115,7 +123,8 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
     with torch.inference_mode(False):
         kv = torch.tensor(lengths, dtype=torch.int32, device=device)
         q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
-        return _aligned(mask) & masks.lengths(kv, q)
+        mask = mask if mask is EVERY else _aligned(mask)
+        return mask & masks.lengths(kv, q)
 
 
 def _with_documents(

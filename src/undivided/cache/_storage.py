@@ -77,7 +77,6 @@ class Storage:
             self.v = torch.empty(*shape, heads.value_dim, dtype=heads.dtype, device=device)
             self._k_rows, self._v_rows = self.k.flatten(0, 1), self.v.flatten(0, 1)
 
-    @torch.no_grad()
     def fill(self, position: int, new: NewTokens) -> None:
         """Write the tokens of sequence b to page b from ``position`` on: all real, as many for every page."""
         k, v = new.k, new.v
@@ -86,14 +85,12 @@ class Storage:
         self.k[:, position : position + k.shape[1]] = k
         self.v[:, position : position + k.shape[1]] = v
 
-    @torch.no_grad()
     def write(self, rows: Tensor, new: NewTokens) -> None:
         """Write the real tokens to these rows of the flattened pools, int64 [T]."""
         k, v = new.rows()
         self._k_rows.index_copy_(0, rows, k.to(self.heads.dtype))
         self._v_rows.index_copy_(0, rows, v.to(self.heads.dtype))
 
-    @torch.no_grad()
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of one page to another for each pair (from, to), all at once."""
         if not pages or not rows:
