@@ -30,7 +30,7 @@ from undivided.nn._module import Init, Module, checked_dtype, checked_init
 from undivided.nn._normalization import L2Normalization, Norm, Normalization
 from undivided.nn._projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
 from undivided.nn.dot_product_attention import DotProductAttention
-from undivided.nn.rotary import rotate, turn
+from undivided.nn.rotary import Turn, rotate, turn
 
 _QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
@@ -237,9 +237,9 @@ class MultiheadAttention(Module):
         if self.qk_norm_before_rope:
             q, k = self._normalised(q, k)
         if rotary_pos_emb is not None:
-            offsets_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-            offsets_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            q, k = self._turned(q, k, rotary_pos_emb, offsets_q, offsets_kv, inference_params)
+            begins_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            begins_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            q, k = self._turned(q, k, rotary_pos_emb, begins_q, begins_kv, inference_params)
         if not self.qk_norm_before_rope:
             q, k = self._normalised(q, k)
         context = self.core_attention(
@@ -282,31 +282,32 @@ class MultiheadAttention(Module):
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def _turned(
-        self, q: Tensor, k: Tensor, rotary: RotaryPosEmb, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
+        self, q: Tensor, k: Tensor, rotary: RotaryPosEmb, begins_q: Tensor | None, begins_kv: Tensor | None,
         params: InferenceParams | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Queries and keys turned by their positions; what one Turn serves for both is worked out once."""
+        """Queries and keys turned by their positions. In self-attention these are the same: one Turn serves both."""
         of_q, of_k = rotary if isinstance(rotary, tuple | list) else (rotary, rotary)
         starts = None
         if params is not None:
-            starts = params.get_seqlens_pre_step()[: params.batch_size]
-            if self.qkv_format == "thd":
-                cu_seqlens_q = params.cu_seqlens_q[: params.batch_size + 1]
-        place = (
-            self.qkv_format,
-            starts,
-            self.rotary_pos_interleaved,
-            cu_seqlens_q,
-            self.cp_size,
-            self.cp_rank,
-        )
+            starts, begins_q = (
+                params.get_seqlens_pre_step()[: params.batch_size],
+                params.cu_seqlens_q[: params.batch_size + 1],
+            )
+        if self.qkv_format != "thd":
+            begins_q = begins_kv = (
+                None  # lengths of the batch's rows, each of which begins at its first position
+            )
+
+        def turn_at(t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None) -> Turn:
+            interleaved = self.rotary_pos_interleaved
+            return turn(t, freqs, self.qkv_format, start, interleaved, begins, self.cp_size, self.cp_rank)
+
         try:
-            turn_q = turn(q, of_q, *place)
-            if self.attention_type == "self":
-                turn_k = turn_q if of_k is of_q else turn(k, of_k, *place)
+            turn_q = turn_at(q, of_q, starts, begins_q)
+            if self.attention_type == "cross":
+                turn_k = turn_at(k, of_k, None, begins_kv)
             else:
-                place = (place[0], None, place[2], cu_seqlens_kv, self.cp_size, self.cp_rank)
-                turn_k = turn(k, of_k, *place)
+                turn_k = turn_q if of_k is of_q else turn_at(k, of_k, starts, begins_q)
         except InputError as error:
             raise renamed(error, {"freqs": "rotary_pos_emb"}) from None
         return rotate(q, turn_q), rotate(k, turn_k)
