@@ -32,12 +32,16 @@ class Heads(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def checked(kv_heads: int, head_dim: int, value_dim: int | None, dtype: object) -> Heads:
+    def checked(
+        kv_heads: int, head_dim: int, value_dim: int | None, dtype: object,
+        names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
+    ) -> Heads:  # fmt: skip
         """InputError where a size is not positive or the dtype is none that attention runs in."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
-        heads, dim = as_integer("kv_heads", kv_heads, 1), as_integer("head_dim", head_dim, 1)
-        return Heads(heads, dim, dim if value_dim is None else as_integer("value_dim", value_dim, 1), dtype)
+        sizes = (kv_heads, head_dim, head_dim if value_dim is None else value_dim)
+        heads, dim, of_values = (as_integer(name, size, 1) for name, size in zip(names, sizes, strict=True))
+        return Heads(heads, dim, of_values, dtype)
 
 
 class NewTokens(NamedTuple):

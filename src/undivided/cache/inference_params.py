@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held
+from undivided.cache._attend import Held, Output
+from undivided.cache._batch import Batch, Step
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Heads, Storage, checked_tokens
 from undivided.errors import InputError
@@ -21,17 +22,6 @@ from undivided.masks._parts import as_integer
 
 FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 assert set(FORMATS) < set(get_args(Layout))
-
-
-class _Step(NamedTuple):
-    """What `pre_step` was told, in the order of the batch: row r of the tensors is sequence r here."""
-
-    slots: Counts
-    counts: Counts
-    before: Counts
-    after: Counts
-    rows: list[int]
-    """Of each new token in the flattened pools."""
 
 
 class InferenceParams:
@@ -54,8 +44,9 @@ class InferenceParams:
         dtype: of the cached keys and values.
         head_dim_v: head size of values; head_dim_k if None.
         is_paged: whether sequences take pages from one pool as they grow.
-        total_num_pages: pages of the pool of each layer; None: as many as all sequences could need. May be fewer.
-        page_size: tokens of a page; needed where is_paged.
+        total_num_pages: where is_paged, pages of the pool of each layer; None: as many as all sequences could need. May be
+            fewer.
+        page_size: where is_paged, tokens of a page; to be given.
         max_ctx_len: accepted; new tokens are limited by max_sequence_length alone.
         qkv_format: "bshd", "sbhd" or "thd": of the tensors that layers pass, unless they say another.
         custom_cache_manager: only None.
@@ -78,8 +69,8 @@ class InferenceParams:
     (torch.Size([2, 4, 8, 16]), {'b': 4, 'c': 4})
     """
 
-    _ledger: Slots | Pages
-    _step: _Step | None
+    _batch: Batch
+    _step: Step | None
     _rows: Tensor | None  # those of the step, on the device
     _table: Tensor | None  # `page_table`, once it was asked for
 
@@ -98,7 +89,9 @@ class InferenceParams:
                 "custom_cache_manager", "be None: the caches are our own", type(custom_cache_manager).__name__
             )
         assert num_heads_kv is not None and head_dim_k is not None
-        self._heads = Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype)
+        self._heads = Heads.checked(
+            num_heads_kv, head_dim_k, head_dim_v, dtype, ("num_heads_kv", "head_dim_k", "head_dim_v")
+        )
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
         self.is_paged, self.qkv_format = bool(is_paged), _checked_format(qkv_format)
@@ -115,9 +108,6 @@ class InferenceParams:
     def _pool(self, page_size: int | None, total: int | None) -> tuple[int, int]:
         """(tokens of a page, pages); a cache that is not paged has one page for each sequence."""
         if not self.is_paged:
-            for name, value in (("page_size", page_size), ("total_num_pages", total)):
-                if value is not None:
-                    raise InputError(name, "be None without is_paged", value, hint="is_paged=True")
             return self.max_sequence_length, self.max_batch_size
         if page_size is None:
             raise InputError("page_size", "be given where is_paged", None, hint="16 to 256 tokens")
@@ -147,14 +137,13 @@ class InferenceParams:
 
     def reset(self) -> None:
         """Forget every sequence. The memory is kept."""
-        if self.is_paged:
-            self._ledger = Pages(self.total_num_pages, self.page_size, self.max_batch_size)
-        else:
-            self._ledger = Slots(self.max_batch_size, self.max_sequence_length)
-        self._slots: dict[Hashable, int] = {}
+        ledger = (
+            Pages(self.total_num_pages, self.page_size, self.max_batch_size)
+            if self.is_paged
+            else Slots(self.max_batch_size, self.max_sequence_length)
+        )
+        self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
         self._set_step(None)
-        self.sequences: OrderedDict[Hashable, int] = OrderedDict()
-        self.sequences_pre_step: OrderedDict[Hashable, int] = OrderedDict()
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer: now where the device is known, else when its first keys come. Repeating it is no harm.
@@ -181,48 +170,7 @@ class InferenceParams:
         Raises:
             InputError: too many sequences, one that gets too long, or no pages for all. Nothing has changed then.
         """
-        counts = self._checked_step(step_dict)
-        ended = [slot for name, slot in self._slots.items() if name not in counts]
-        ledger = self._ledger.copy() if ended else self._ledger
-        for slot in ended:
-            ledger.free(slot)
-        slots = {name: slot for name, slot in self._slots.items() if name in counts}
-        unused = iter(sorted(set(range(self.max_batch_size)) - set(slots.values())))
-        slots = {name: slots[name] if name in slots else next(unused) for name in counts}
-        new = [0] * self.max_batch_size
-        for name, slot in slots.items():
-            new[slot] = counts[name]
-        before = tuple([ledger.lengths[slot] for slot in slots.values()])
-        plan = ledger.plan(tuple(new), "step_dict")
-        for storage in self._storages.values():
-            storage.copy(plan.copies, self.page_size)
-        ledger.commit(plan)
-        self._ledger, self._slots = ledger, slots
-        rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
-        after = tuple([ledger.lengths[slot] for slot in slots.values()])
-        self._set_step(_Step(tuple(slots.values()), tuple(counts.values()), before, after, rows))
-        self.sequences = OrderedDict(zip(slots, after, strict=True))
-        self.sequences_pre_step = OrderedDict(zip(slots, before, strict=True))
-
-    def _checked_step(self, step_dict: object) -> dict[Hashable, int]:
-        if not isinstance(step_dict, Mapping):
-            raise InputError(
-                "step_dict", "map the id of each sequence to its new tokens", type(step_dict).__name__,
-                hint="OrderedDict(zip(seq_ids, new_tokens))",
-            )  # fmt: skip
-        counts = {name: as_integer(f"step_dict[{name!r}]", count, 0) for name, count in step_dict.items()}
-        if len(counts) > self.max_batch_size:
-            raise InputError(
-                "step_dict", f"hold at most max_batch_size={self.max_batch_size} sequences", len(counts)
-            )
-        for name, count in counts.items():
-            cached = self.sequences.get(name, 0)
-            if cached + count > self.max_sequence_length:
-                raise InputError(
-                    f"step_dict[{name!r}]", f"leave the sequence within max_sequence_length={self.max_sequence_length}",
-                    f"{count} new tokens after {cached}",
-                )  # fmt: skip
-        return counts
+        self._set_step(self._batch.step(step_dict, self._storages.values()))
 
     def step(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None
@@ -257,7 +205,7 @@ class InferenceParams:
     def attend(
         self, layer_number: int, q: Tensor, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None, *,
         mask: Mask | None = None, **options: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Output:  # fmt: skip
         """Put a layer's new tokens into its cache, and attend to everything that it holds of their sequences.
 
         Args:
@@ -275,22 +223,20 @@ class InferenceParams:
             NoBackendError: no allowed backend can run it.
         """
         format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
-        storage = self._write(layer_number, new_k, new_v, format)
         step = self._checked()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
-        if format == "thd":
-            expected, all_real = sum(step.counts), False
-        else:
-            expected, all_real = new_k.shape[format.index("s")], step.counts.count(q_len) == len(step.counts)
-        if q_len != expected:
-            raise InputError("q", f"have the tokens of new_k ({expected})", q_len)
+        axis = format.index("t" if format == "thd" else "s")
+        if isinstance(new_k, Tensor) and new_k.dim() == q.dim() and new_k.shape[axis] != q_len:
+            raise InputError("q", f"have the tokens of new_k ({new_k.shape[axis]})", q_len)
+        storage = self._write(layer_number, new_k, new_v, format)
+        all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
         counts = None if all_real else step.counts
         return _attend.attend(q, self._held(storage), format, counts, mask, **options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
         step = self._checked()
         if self.device is None and isinstance(new_k, Tensor):
-            self.device = new_k.device
+            self._move(new_k.device)
         self.allocate_memory(layer_number)
         storage = self._storages[layer_number]
         device = storage.k.device
@@ -304,7 +250,11 @@ class InferenceParams:
             storage.write(self._rows, tokens)
         return storage
 
-    def _checked(self) -> _Step:
+    def _move(self, device: torch.device) -> None:
+        self.device = device
+        self._set_step(self._step)
+
+    def _checked(self) -> Step:
         if self._step is None or not self._step.slots:
             raise InputError(
                 "inference_params", "be told of the sequences before the model runs", "no step",
@@ -312,9 +262,14 @@ class InferenceParams:
             )  # fmt: skip
         return self._step
 
-    def _set_step(self, step: _Step | None) -> None:
-        self._step = step
-        self._rows = self._table = None
+    def _set_step(self, step: Step | None) -> None:
+        """What is asked of a step in every layer is worked out once."""
+        before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
+        self._step, self._rows, self._table = step, None, None
+        self.sequences = self._batch.sequences
+        self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
+        self._seqlens_pre_step = self._padded(before)
+        self.cu_seqlens_q, self.cu_seqlens_kv = self._cumulative(counts), self._cumulative(after)
 
     def _held(self, storage: Storage) -> Held:
         step = self._checked()
@@ -331,8 +286,8 @@ class InferenceParams:
         if self._table is None:
             slots = self._step.slots if self._step is not None else ()
             tables: Sequence[Sequence[int]] = [[slot] for slot in slots]
-            if isinstance(self._ledger, Pages):
-                tables = [self._ledger.tables[slot] for slot in slots]
+            if isinstance(ledger := self._batch.ledger, Pages):
+                tables = [ledger.tables[slot] for slot in slots]
             self._table = _attend.table(tables, self.device or torch.device("cpu"))
         return self._table
 
@@ -341,24 +296,17 @@ class InferenceParams:
         """Sequences of the step."""
         return 0 if self._step is None else len(self._step.slots)
 
-    @property
-    def cu_seqlens_q(self) -> Tensor:
-        """Cumulative new tokens of the step, int32 [max_batch_size + 1]; the total repeats where there is no sequence."""
-        return self._cumulative(() if self._step is None else self._step.counts)
-
-    @property
-    def cu_seqlens_kv(self) -> Tensor:
-        """Cumulative cached tokens, those of the step included, int32 [max_batch_size + 1], as `cu_seqlens_q`."""
-        return self._cumulative(() if self._step is None else self._step.after)
-
     def get_seqlens_pre_step(self) -> Tensor:
         """Cached tokens of each sequence before the step, int32 [max_batch_size]: the position of its first new token."""
-        before = () if self._step is None else self._step.before
-        padded = [*before, *[0] * (self.max_batch_size - len(before))]
+        return self._seqlens_pre_step
+
+    def _padded(self, counts: Counts) -> Tensor:
+        padded = [*counts, *[0] * (self.max_batch_size - len(counts))]
         return torch.tensor(padded, dtype=torch.int32, device=self.device)
 
     def _cumulative(self, counts: Counts) -> Tensor:
-        offsets = [0, *accumulate([*counts, *[0] * (self.max_batch_size - len(counts))])]
+        offsets = [0, *accumulate(counts)]
+        offsets += offsets[-1:] * (self.max_batch_size - len(counts))
         return torch.tensor(offsets, dtype=torch.int32, device=self.device)
 
     def fork(self, src: Hashable, dst: Hashable) -> None:
@@ -367,19 +315,7 @@ class InferenceParams:
         Raises:
             InputError: src is not there, dst is, or there are max_batch_size sequences already. Nothing has changed then.
         """
-        slot = self._slot("src", src)
-        if dst in self._slots:
-            raise InputError("dst", "be the id of no sequence", repr(dst))
-        unused = sorted(set(range(self.max_batch_size)) - set(self._slots.values()))
-        if not unused:
-            raise InputError(
-                "dst", f"be one of at most max_batch_size={self.max_batch_size} sequences", repr(dst)
-            )
-        pairs = [(slot, unused[0])]
-        for storage in self._storages.values():
-            storage.copy(*self._ledger.forked(pairs))
-        self._ledger.fork(pairs)
-        self._slots[dst], self.sequences[dst] = unused[0], self.sequences[src]
+        self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
@@ -388,18 +324,8 @@ class InferenceParams:
         Raises:
             InputError: the sequence is not there, or has fewer tokens. Nothing has changed then.
         """
-        slot, cached = self._slot("seq_id", seq_id), self.sequences[seq_id]
-        if as_integer("length", length, 0) > cached:
-            raise InputError("length", f"be at most the {cached} cached tokens of {seq_id!r}", length)
-        lengths = self._ledger.lengths
-        self._ledger.truncate((*lengths[:slot], length, *lengths[slot + 1 :]))
-        self.sequences[seq_id] = length
+        self._batch.truncate(seq_id, length)
         self._set_step(None)
-
-    def _slot(self, argument: str, seq_id: Hashable) -> int:
-        if seq_id not in self._slots:
-            raise InputError(argument, "be the id of a sequence in the batch", repr(seq_id))
-        return self._slots[seq_id]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the batch as [b, tokens, g, d]: a copy. What is beyond a sequence's length is anything.
