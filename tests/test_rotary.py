@@ -229,7 +229,7 @@ def test_compiled_in_one_graph() -> None:
 
 def test_derivatives_of_higher_order() -> None:
     t = torch.randn(2, 3, 2, 8, dtype=torch.float64, requires_grad=True)
-    freqs = RotaryPositionEmbedding(8)(3).double().requires_grad_()
+    freqs = RotaryPositionEmbedding(8).cos_sin(3).double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda t, f: apply_rotary_pos_emb(t, f, "sbhd"), (t, freqs[:2]))
 
 
@@ -255,6 +255,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ({"start_positions": torch.tensor([0])}, "start_positions must have one position for each of 2 sequences, got [1]"),
         ({"start_positions": torch.tensor([0.0, 1])}, "start_positions must be an int32 or int64 tensor, got torch.float32"),
         ({"start_positions": torch.tensor([0, 0]), "freqs": FREQS.expand(5, 2, 1, 8)}, "start_positions must be None where freqs have a batch axis"),
+        ({"interleaved": True}, "freqs must have one angle for both channels of a pair with interleaved=True, got two\n  HINT: RotaryPositionEmbedding(..., interleaved=True), or its cos_sin"),
         ({"interleaved": 1}, "interleaved must be True or False, got 1"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must be None in tensor_format='bshd', got a tensor"),
         ({"cp_size": 2}, "t must have an even number of tokens (two chunks) with cp_size above 1, got 5"),
