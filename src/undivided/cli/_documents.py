@@ -30,7 +30,7 @@ def collect(count: int, shortest: int, longest: int) -> list[Document]:
         InputError: this Python keeps too few source files (an embedded one may keep none).
     """
     library = Path(sysconfig.get_path("stdlib"))
-    sizes = sorted((size, name) for name, size in _files(library) if shortest <= size)
+    sizes = sorted((size, name) for name, size in library_files() if shortest <= size)
     if len(sizes) < count:
         raise InputError(
             "documents", f"be found: {count} source files of Python's library", f"{len(sizes)} in {library}"
@@ -44,7 +44,9 @@ def collect(count: int, shortest: int, longest: int) -> list[Document]:
     return [Document(name, (library / name).read_bytes()[:longest]) for name in chosen]
 
 
-def _files(library: Path) -> Iterator[tuple[str, int]]:
+def library_files() -> Iterator[tuple[str, int]]:
+    """(name, bytes) of every source file of Python's library, tests left out."""
+    library = Path(sysconfig.get_path("stdlib"))
     for pattern in ("*.py", "*/*.py"):
         for path in library.glob(pattern):
             if path.parent.name not in _NOT_LIBRARY:

@@ -11,12 +11,15 @@ import torch
 import typer
 
 from undivided._selection import Decision
-from undivided.cli import _charts, _demo_text, _ways
+from undivided.cli import _charts, _demo_text, _training_demo, _ways
 from undivided.cli._batch import Batch, embed
 from undivided.cli._documents import Document, collect
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._terminal import console, decision_json, print_json, progress
+from undivided.cli._training_demo import train_and_generate
 from undivided.cli._training_step import FORMATS, training_steps
+from undivided.cli.byte_training import Recipe
+from undivided.errors import InputError
 from undivided.functional import explain
 from undivided.verification.budget import FACTOR
 
@@ -29,7 +32,10 @@ def demo(
     longest: Annotated[int, typer.Option(min=64, max=16384, help="Tokens of the longest document; a token is a byte.")] = 1024,
     rounds: Annotated[int, typer.Option(min=0, max=100, help="Rounds of timing; 0 for none.")] = 3,
     dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.")] = Dtype.fp32,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 documents of at most 256 tokens.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 short documents, 20 steps.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Then train a byte model on packed files, and generate text.")] = False,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steps of training.")] = Recipe.steps,
+    checkpoint: Annotated[Path | None, typer.Option(help="File that training writes, and continues if it is there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Attention over real documents, packed and padded: checked, counted, explained, timed.
@@ -37,7 +43,14 @@ def demo(
     The documents are files of Python's own library, of very different lengths. About half a minute on two cores.
     """
     if quick:
-        documents, longest, rounds = min(documents, 8), min(longest, 256), min(rounds, 1)
+        documents, longest, rounds, steps = (
+            min(documents, 8),
+            min(longest, 256),
+            min(rounds, 1),
+            min(steps, 20),
+        )
+    if checkpoint is not None and not train:
+        raise InputError("--checkpoint", "come with --train", str(checkpoint))
     begun = time.perf_counter()
     if out is not None:
         _charts.require()
@@ -53,7 +66,11 @@ def demo(
     report["seconds"] = round(time.perf_counter() - begun, 1)
     if screen:
         _demo_text.show(screen, report, _decide(batch))
-    else:
+    if train:
+        report["model"] = train_and_generate(Recipe(steps=steps), checkpoint, out, quiet=as_json)
+        if screen:
+            _training_demo.show(screen, report["model"])
+    if not screen:
         print_json(report)
     if not report["ok"]:
         raise typer.Exit(1)

@@ -1,0 +1,105 @@
+"""The second part of ``undivided demo``: a model trained on packed documents, then text from its paged caches."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from undivided.cli._terminal import progress, table
+from undivided.cli.byte_model import Size, generate
+from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, train
+
+Report = dict[str, Any]
+PROMPTS = (b"import ", b"def __init__(self", b"class ")
+CHECKPOINT_EVERY = 50
+MARGIN = 0.25
+"""Nats a byte by which the model must beat counting pairs of bytes, for the demo to call it trained."""
+
+
+def train_and_generate(recipe: Recipe, checkpoint: Path | None, out: Path | None, quiet: bool) -> Report:
+    """Train (or go on from the checkpoint), compare with bigrams on held-out files, generate."""
+    corpus = Corpus.of_library()
+    begun = time.perf_counter()
+    if checkpoint is not None and checkpoint.exists():
+        run = Training.load(checkpoint, corpus)
+    else:
+        run = Training(Size(), recipe, corpus)
+    resumed = run.done
+    with progress(run.recipe.steps - run.done + 2, quiet) as step:
+        step("counting pairs of bytes")
+        bigrams = bigram_loss(corpus)
+        train(
+            run, checkpoint, CHECKPOINT_EVERY,
+            lambda done, loss: step(f"step {done} of {run.recipe.steps}: loss {loss:.2f}, bigrams {bigrams:.2f}"),
+        )  # fmt: skip
+        step("the held-out files")
+        held_out = run.held_out_loss()
+    seconds = time.perf_counter() - begun
+    texts = generate(run.model, PROMPTS, 160, temperature=0.7, seed=0)
+    report: Report = {
+        "steps": run.done, "resumed_at": resumed, "tokens_per_step": run.recipe.tokens, "seconds": round(seconds, 1),
+        "parameters": sum(p.numel() for p in run.model.parameters()), "threads": torch.get_num_threads(),
+        "files": {"train": len(corpus.train), "held_out": len(corpus.held_out)},
+        "loss": {"held_out": held_out, "bigrams": bigrams, "first": run.losses[0], "last": run.losses[-1]},
+        "ok": held_out < bigrams - MARGIN,
+        "texts": [text.decode(errors="replace") for text in texts],
+    }  # fmt: skip
+    if out is not None:
+        report["picture"] = str(_draw(out / "training.png", run.losses, bigrams, held_out))
+    return report
+
+
+def _draw(path: Path, losses: list[float], bigrams: float, held_out: float) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        range(1, len(losses) + 1), losses, color="#1f5fa8", linewidth=1, label="a batch of training files"
+    )
+    axes.axhline(bigrams, color="#9aa3ad", linestyle="--", label=f"bigrams, held-out files: {bigrams:.2f}")
+    axes.plot(
+        [len(losses)], [held_out], "o", color="#c0392b", label=f"this model, held-out files: {held_out:.2f}"
+    )
+    axes.set(
+        title="Loss of a byte model on Python's library", xlabel="step", ylabel="nats a byte", ylim=(0, None)
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    return path
+
+
+def show(screen: Console, report: Report) -> None:
+    """What was trained, how well, and what it writes."""
+    loss = report["loss"]
+    screen.print()
+    screen.print(Text("A model trained on packed documents", "bold"))
+    begun = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
+    _say(
+        screen,
+        f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 heads on 2, a window of 64 "
+        f"in every other layer); {report['steps']} steps of {report['tokens_per_step']:,} packed bytes of "
+        f"{report['files']['train']} library files{begun}; {report['seconds']:.0f} s on {report['threads']} threads.",
+    )
+    made = table("nats a byte, held-out files", "loss", "", right=("loss",))
+    mark = Text("✓", "green") if report["ok"] else Text("✗", "bold red")
+    made.add_row("this model", f"{loss['held_out']:.3f}", mark)
+    made.add_row(Text("counting pairs of bytes", "dim"), f"{loss['bigrams']:.3f}")
+    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+    screen.print()
+    screen.print(Text("What it writes, all three together from one pool of pages", "bold"))
+    for text in report["texts"]:
+        screen.print(Padding(Text(text, "cyan"), (0, 2, 1, 2), expand=False))
+    if "picture" in report:
+        _say(screen, report["picture"])
+
+
+def _say(screen: Console, text: str) -> None:
+    screen.print(Padding(Text(text), (0, 2), expand=False))
