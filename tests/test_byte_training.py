@@ -28,7 +28,8 @@ def corpus() -> Corpus:
 def test_a_batch_is_full_and_every_piece_is_of_one_document(corpus: Corpus) -> None:
     tokens, offsets = pack(corpus.train, 48, 500, torch.Generator().manual_seed(3))
     assert tokens.numel() == 500 == int(offsets[-1])
-    assert 2 <= int(offsets.diff().min()) and int(offsets.diff().max()) <= 48
+    assert int(offsets.diff().min()) >= 2
+    assert int(offsets.diff().max()) <= 48
     whole = [bytes(document[1:-1].tolist()) for document in corpus.train]
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         piece = bytes(token for token in tokens[start:stop].tolist() if token != END)
