@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 
 import transformers_models as models  # beside this file; it imports transformers
-from undivided.integrations.transformers import _attention, register
+from undivided.integrations.transformers import _attention, register, speed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
 
@@ -274,3 +274,43 @@ def test_switching_a_model_that_is_there() -> None:
     expected = network(text).logits
     network.set_attn_implementation("undivided")
     assert_close([network(text).logits], [expected])
+
+
+def test_compiled_models_leave_their_graph_for_masks_alone() -> None:
+    """Masks are read from closures, which a compiler cannot; the attention of the layers is in the graphs."""
+    torch._dynamo.reset()
+    network = models.build("mistral", "undivided")
+    expected = text_step(network, "left")
+    compiled = torch.compile(network, backend="aot_eager")
+    text, real = models.tokens(), models.real_tokens("left")
+    out = compiled(text, attention_mask=real, labels=text.masked_fill(real.cumsum(1) <= 1, -100))
+    assert_close([out.logits[real.bool()], *gradients(out.loss, network)], expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="masks are read from closures"):
+        torch.compile(network, backend="aot_eager", fullgraph=True)(text)
+    torch._dynamo.reset()
+
+
+def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """No figure where a result is wrong; otherwise a row for each kind of work and dtype."""
+    small = [
+        "--turns",
+        "1",
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+        "--heads",
+        "4",
+        "--prefill",
+        "32",
+        "--cached",
+        "32",
+    ]
+    small += ["--steps", "2", "--training", "32"]
+    speed.main(small)
+    rows = capsys.readouterr().out.strip().splitlines()[3:]
+    assert [row.split(" | ")[0] for row in rows] == ["| prefill", "| decoding", "| training step"] * 2
+    ours = _attention.attend
+    monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.01 * ours(*args, **options))
+    with pytest.raises(RuntimeError, match="'undivided'\\] exceed twice eager's, so nothing is timed"):
+        speed.main(small)

@@ -76,7 +76,9 @@ def attention(
             mask = attention_mask.within(*documents)
         else:
             pattern = Pattern(right=0 if causal and attention_mask is None else None)
-            mask = packed_mask(pattern, *documents) & (mask if attention_mask is not None and mask else masks.FULL)
+            mask = packed_mask(pattern, *documents) & (
+                mask if attention_mask is not None and mask else masks.FULL
+            )
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {

@@ -132,7 +132,7 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     pattern = _without_idle_limits(pattern, sizes)
     shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
     real = _real_keys(pattern.padding, sizes)
-    if real is not None:
+    if real is not None and not bool(real[:, :stop].all()):
         mask = mask & _padding(real, stop, shaped, device)
     elif stop < sizes.kv_len:
         mask = mask & masks.lengths(torch.full((sizes.batch,), stop, device=device))
@@ -217,7 +217,8 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     real = None
     for given in padding:
         here = given[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
-        here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
+        if here.shape[1] < sizes.kv_len:
+            here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
         real = here if real is None else real & here
     return real
 

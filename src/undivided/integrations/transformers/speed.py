@@ -1,0 +1,197 @@
+"""How fast a whole model runs with each attention implementation: prefill, decoding and a training step.
+
+``python -m undivided.integrations.transformers.speed`` builds a Llama with random weights and times it with "eager", "sdpa"
+and "undivided", which take turns in one run. A figure is the least over the turns: what disturbs a shared machine only ever
+adds. Nothing is timed before the results of the three were compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.integrations.transformers import register
+
+IMPLEMENTATIONS = ("eager", "sdpa", "undivided")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model, and how much it is given."""
+
+    layers: int = 4
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    prefill: int = 4096
+    cached: int = 4096
+    steps: int = 16
+    training: int = 2048
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of work in one dtype: the least seconds of each implementation."""
+
+    work: str
+    dtype: str
+    seconds: dict[str, float]
+
+    def times(self, other: str) -> float:
+        """How many times faster undivided is than another implementation."""
+        return self.seconds[other] / self.seconds["undivided"]
+
+
+def measure(sizes: Sizes, turns: int, step: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Time prefill, decoding and a training step in fp32 and bf16.
+
+    Args:
+        sizes: of the model and of its texts.
+        turns: how often each implementation has its turn.
+        step: called with the name of each piece of work as its turn comes.
+
+    Raises:
+        RuntimeError: an implementation's results are too far from the exact ones; nothing is timed then.
+    """
+    register()
+    rows = []
+    for dtype in DTYPES:
+        model = _model(sizes, dtype)
+        _compare(model)
+        for work, make in {"prefill": _prefill, "decoding": _decoding, "training step": _training}.items():
+            name = str(dtype).removeprefix("torch.")
+            step(f"{work}, {name}")
+            rows.append(Row(work, name, _least_seconds(model, make(model, sizes), turns)))
+    return rows
+
+
+def _model(sizes: Sizes, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=sizes.hidden, intermediate_size=sizes.hidden * 11 // 4,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.cached + sizes.prefill,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def _text(length: int) -> Tensor:
+    return torch.randint(3, 4096, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _compare(model: Any) -> None:
+    """Each implementation's error against eager in float64 may be twice eager's own in the model's dtype."""
+    text, dtype = _text(256), model.dtype
+    results: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name in IMPLEMENTATIONS:
+            model.set_attn_implementation(name)
+            results[name] = model(text).logits.double()
+        model.set_attn_implementation("eager")
+        exact = model.double()(text).logits
+        model.to(dtype)
+    errors = {name: float((found - exact).norm() / exact.norm()) for name, found in results.items()}
+    wrong = [name for name, error in errors.items() if not error <= 2 * errors["eager"]]
+    if wrong:
+        raise RuntimeError(
+            f"errors of the logits {errors}: {wrong} exceed twice eager's, so nothing is timed"
+        )
+
+
+def _least_seconds(model: Any, work: Callable[[], object], turns: int) -> dict[str, float]:
+    """The least seconds of each implementation; they take turns."""
+    least = dict.fromkeys(IMPLEMENTATIONS, float("inf"))
+    for turn in range(turns + 1):
+        for name in IMPLEMENTATIONS:
+            model.set_attn_implementation(name)
+            start = time.perf_counter()
+            work()
+            if turn:  # the first fills caches and starts threads
+                least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
+    """A prompt goes through the model; the last token's logits come out."""
+    text = _text(sizes.prefill)
+
+    @torch.inference_mode()
+    def work() -> object:
+        return model(text, use_cache=True, logits_to_keep=1)
+
+    model.eval()
+    return work
+
+
+def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
+    """Token after token over a cache, which is cut back afterwards."""
+    model.eval()
+    with torch.inference_mode():
+        cache = model(_text(sizes.cached), use_cache=True, logits_to_keep=1).past_key_values
+    token = _text(1)
+
+    @torch.inference_mode()
+    def work() -> None:
+        for _ in range(sizes.steps):
+            model(token, past_key_values=cache, use_cache=True)
+        cache.crop(-sizes.steps)
+
+    return work
+
+
+def _training(model: Any, sizes: Sizes) -> Callable[[], object]:
+    """Forward and backward of a text; the optimizer is the same for all and left out."""
+    model.train()
+    text = _text(sizes.training)
+
+    def work() -> None:
+        model.zero_grad()
+        model(text, labels=text, use_cache=False).loss.backward()
+
+    return work
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a table in Markdown."""
+    lines = [
+        "| | dtype | eager, s | sdpa, s | undivided, s | times eager | times sdpa |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        seconds = " | ".join(f"{row.seconds[name]:.3f}" for name in IMPLEMENTATIONS)
+        lines.append(
+            f"| {row.work} | {row.dtype} | {seconds} | {row.times('eager'):.2f} | {row.times('sdpa'):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print the table. The defaults take some minutes on two cores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=5, help="turns of each implementation (5)")
+    for name, value in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"({value})")
+    options = vars(parser.parse_args(arguments))
+    turns = options.pop("turns")
+    sizes = Sizes(**options)
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}; {sizes}; least of {turns}"
+    )
+    print(table(measure(sizes, turns)))
+
+
+if __name__ == "__main__":
+    main()
