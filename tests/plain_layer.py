@@ -6,13 +6,13 @@ What the layers of the package are compared with. It shares no code with them: f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+State = Mapping[str, Tensor]
 
 
 def norm(state: State, prefix: str, x: Tensor, kind: str, eps: float, zero_centered: bool) -> Tensor:

@@ -53,7 +53,7 @@ def taken_apart(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tens
 
 
 def layer(format: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | options))  # type: ignore[arg-type]
+    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | options))
 
 
 def check(
@@ -97,7 +97,7 @@ def check(
     ours, theirs = (
         torch.autograd.grad(sum((o * w).sum() for o, w in zip(of, weights, strict=True)), inputs)
         for of in (outs, wanted)
-    )  # type: ignore[arg-type]
+    )
     close(list(ours), list(theirs), rotary)
 
 
@@ -333,7 +333,7 @@ def test_hidden_dropout_keeps_the_mean() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-        module.self_attention.proj.bias.fill_(1.0)  # type: ignore[union-attr]
+        module.self_attention.proj.bias.fill_(1.0)
     out = module(x)
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert 0.45 < (out == 0).double().mean() < 0.55
@@ -681,7 +681,7 @@ def test_what_the_constructor_says_of_a_wrong_argument(options: dict[str, Any], 
         "attn_input_format": "bshd",
     }
     with pytest.raises(InputError) as caught:
-        TransformerLayer(**(given | options))  # type: ignore[arg-type]
+        TransformerLayer(**(given | options))
     assert str(caught.value).startswith(said)
     assert caught.value.argument == said.split(" ")[0]
 
