@@ -56,10 +56,11 @@ def attend(
     q_counts: the real queries of each sequence (packed: all of them); None: every row is real.
     """
     if mask is None:
-        one_query = q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None
-        mask = EVERY if one_query else CAUSAL
+        mask = CAUSAL
     else:
         _check_mask(checked_mask(mask), layout)
+    if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and _is_causal(mask):
+        mask = EVERY
     if layout == "thd":
         k, v, mask = _packed(held, q_counts or held.lengths, mask, options)
     elif held.pages is None:
@@ -148,6 +149,10 @@ def _aligned(mask: Mask) -> Mask:
     if mask.align is not None:
         return mask
     return mask.remembered("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+
+
+def _is_causal(mask: Mask) -> bool:
+    return mask.left is None and mask.right == 0 and not mask.parts and mask.align != "top_left"
 
 
 def _check_mask(mask: Mask, layout: Layout) -> None:
