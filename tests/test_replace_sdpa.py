@@ -148,6 +148,86 @@ def test_a_model_of_the_transformers_library(padded: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
+class DiffusionBlock(nn.Module):
+    """As denoising networks are written: an image attends to itself, then to a text, with an additive mask for each head."""
+
+    def __init__(self, channels: int, context: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.image_norm = nn.LayerNorm(channels), nn.GroupNorm(2, channels)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
+        self.from_image = nn.Linear(channels, channels, bias=False)
+        self.text_k, self.text_v = (nn.Linear(context, channels, bias=False) for _ in range(2))
+        self.out = nn.Linear(channels, channels)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, _, inner = q.shape
+        q, k, v = (t.view(batch, -1, self.heads, inner // self.heads).transpose(1, 2) for t in (q, k, v))
+        if mask is not None:  # [B, keys] of 0 and -10000, once for each head
+            mask = mask[:, None, None].repeat_interleave(self.heads, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)
+        return out.transpose(1, 2).reshape(batch, -1, inner).to(q.dtype)
+
+    def forward(self, image: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        batch, channels, height, width = image.shape
+        x = self.image_norm(image).view(batch, channels, height * width).transpose(1, 2)
+        x = x + self.attend(self.to_q(x), self.to_k(x), self.to_v(x))
+        keys, values = self.text_k(text), self.text_v(text)
+        x = x + self.attend(self.from_image(self.norm(x)), keys, values, (1 - text_mask) * -10000.0)
+        return image + self.out(x).transpose(1, 2).view_as(image)
+
+
+def test_a_denoising_block_of_an_image_and_a_text() -> None:
+    text_mask = (~padding(2, 7)).float()
+    inputs = torch.randn(2, 16, 3, 5), torch.randn(2, 7, 12), text_mask
+    assert_the_same(DiffusionBlock(16, 12), 2, *inputs)
+    block = DiffusionBlock(16, 12)
+    with undivided.replace_sdpa():  # what the mask hides may be anything: a text's padding
+        other = inputs[1].masked_fill(text_mask[..., None] == 0, 1e3)
+        torch.testing.assert_close(block(inputs[0], other, text_mask), block(*inputs))
+
+
+class VisionBlock(nn.Module):
+    """As image classifiers are written: pre-norm, ``nn.MultiheadAttention`` asked for no weights, an MLP."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.attention = nn.MultiheadAttention(size, 4, dropout=0.0, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        x = image + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.mlp(self.second(x))
+
+
+class WindowedVisionBlock(nn.Module):
+    """As windowed image models are written: windows as batch, packed projections, a learned bias and a mask of windows."""
+
+    def __init__(self, size: int, heads: int = 4, window: int = 3) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.qkv, self.project = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.bias = nn.Parameter(torch.randn(heads, window**2, window**2))
+
+    def forward(self, image: Tensor) -> Tensor:
+        batch, height, width, size = image.shape
+        w = self.window
+        x = image.view(batch, height // w, w, width // w, w, size).transpose(2, 3).reshape(-1, w * w, size)
+        q, k, v = self.qkv(x).view(len(x), w * w, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        hidden = torch.zeros(len(x), 1, w * w, w * w)
+        hidden[-1, :, :, :4] = -100.0  # what was shifted around the edge
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias + hidden)
+        x = self.project(x.transpose(1, 2).reshape(len(x), w * w, size))
+        return x.view(batch, height // w, width // w, w, w, size).transpose(2, 3).reshape_as(image)
+
+
+def test_blocks_of_image_models() -> None:
+    assert_the_same(VisionBlock(16), 1, torch.randn(2, 10, 16))
+    assert_the_same(WindowedVisionBlock(16), 1, torch.randn(2, 6, 6, 16))
+
+
 def test_a_model_with_three_dimensions_and_a_learned_bias() -> None:
     assert_the_same(ImageBlock(), 1, torch.randn(4, 9, 8))
 
