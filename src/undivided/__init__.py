@@ -8,6 +8,7 @@ from undivided._policy import use_backends
 from undivided._result import merge
 from undivided._selection import Decision
 from undivided.cache import InferenceParams, KVCache, PagedKVCache
+from undivided.context_parallel import ContextParallel
 from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
@@ -27,6 +28,7 @@ else:  # the package of that name, which can be called: type checkers know of no
     from undivided import backends
 
 __all__ = [
+    "ContextParallel",
     "Decision",
     "DotProductAttention",
     "InferenceParams",

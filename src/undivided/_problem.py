@@ -109,6 +109,8 @@ FEATURES: dict[str, str] = {
     "value_dim": "a value head size other than the query's",
     "lse": "the log-sum-exp returned",
     "lse_grad": "the gradient through the log-sum-exp",
+    "partial": "the gradient of a part of the keys, from the whole's output and log-sum-exp",
+    "some_heads": "dropout for heads that do not start at the first",
     "paged": "paged keys and values",
     "flipped": "a scale of 0 or below",
     "strided": "a last axis whose stride is not 1",

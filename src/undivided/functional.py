@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from undivided._selection import Decision, decide, select
 from undivided.errors import InputError
 from undivided.masks import Mask
 
+if TYPE_CHECKING:
+    from undivided.context_parallel import ContextParallel
+
 __all__ = ["attention", "explain", "scaled_dot_product_attention"]
 
 
@@ -25,7 +28,7 @@ def attention(
     scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
     backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
-    pages: Tensor | None = ...,
+    pages: Tensor | None = ..., context_parallel: ContextParallel | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -35,7 +38,7 @@ def attention(
     scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
     backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
-    pages: Tensor | None = ...,
+    pages: Tensor | None = ..., context_parallel: ContextParallel | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -57,6 +60,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
 
@@ -85,6 +89,8 @@ def attention(
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32, differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
+        context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask and the
+            keys of the bias are the whole's, and dropout_seed must be given.
 
     Returns:
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
@@ -104,11 +110,13 @@ def attention(
     torch.Size([10, 8, 64])
     """
     q, k, v = _autograd.autocast(q, k, v)
-    if torch.compiler.is_compiling():
+    if context_parallel is not None or torch.compiler.is_compiling():
         arguments: dict[str, Any] = {
             "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
         }  # fmt: skip
+        if context_parallel is not None:
+            return _of(context_parallel).attention(q, k, v, arguments, backend, deterministic)
         return _compile.attention(q, k, v, arguments, backend, deterministic)
     problem, operands = _problem.normalise(
         q, k, v, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -126,6 +134,7 @@ def explain(
     machine: Machine | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    context_parallel: ContextParallel | None = None,
     **arguments: Any,
 ) -> Decision:
     """Which backend `attention` would run for these arguments, and why not the others. Runs nothing.
@@ -134,6 +143,7 @@ def explain(
         q, k, v, arguments: as for `attention`; tensors on the meta device will do.
         machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
         backend, deterministic: as for `attention`.
+        context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None where no backend can run it) and ``.reasons``.
@@ -162,10 +172,23 @@ def explain(
             "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout"
         )
     q, k, v = _autograd.autocast(q, k, v)
+    if context_parallel is not None:
+        given = dict.fromkeys(_EXPLAINED) | {"dropout_p": 0.0, "return_lse": False} | arguments
+        return _of(context_parallel).explain(q, k, v, given, machine, policy(backend, deterministic))
     problem, _ = _problem.normalise(q, k, v, device=device, **arguments)
     if machine is None:
         machine = Machine.this("cuda" if device == "cuda" else q.device)
     return decide(problem, machine, policy(backend, deterministic))
+
+
+def _of(context_parallel: object) -> ContextParallel:
+    """A ContextParallel, told by what it can do: nothing at or below this module knows process groups."""
+    if not hasattr(context_parallel, "traffic"):
+        raise InputError(
+            "context_parallel", "be an undivided.ContextParallel or None", type(context_parallel).__name__,
+            hint="undivided.ContextParallel(group).bind(q_len)",
+        )  # fmt: skip
+    return cast("ContextParallel", context_parallel)
 
 
 _EXPLAINED = frozenset(

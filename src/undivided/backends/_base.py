@@ -23,6 +23,8 @@ Gradients = Sequence[Tensor | None]
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
+ANY_PART = ALL_MASKS | {"ranges"}
+"""All masks, and what context parallelism makes of them: ranges for some rows, keys and heads (`NormalForm.shard`)."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -39,6 +41,7 @@ _MASK_WORDS = {
     "chunks": "chunked attention",
     "dense": "a dense boolean mask",
     "predicate": "a mask predicate",
+    "ranges": "row ranges of a part of the sequence",
 }
 
 
@@ -105,7 +108,10 @@ class Backend:
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        """Gradients by recomputation from (out, lse). grad_out has q's layout (any strides), grad_lse is [B, H, Sq]."""
+        """Gradients by recomputation from (out, lse). grad_out has q's layout (any strides), grad_lse is [B, H, Sq].
+
+        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are exp(score - lse).
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:

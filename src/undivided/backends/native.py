@@ -14,7 +14,7 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result
-from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.kernels import cpu
 from undivided.masks._intervals import DensePairs, NormalForm
 
@@ -54,7 +54,7 @@ class Native(Backend):
     limits = Limits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        masks=ALL_MASKS,
+        masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=frozenset(
             {"bias", "alibi", "softcap", "sinks", "gqa", "value_dim", "lse", "paged", "flipped"}

@@ -20,7 +20,7 @@ from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
 from undivided._validation import DTYPES
-from undivided.backends._base import ALL_FEATURES, ALL_MASKS, Backend, Gradients, Limits
+from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
 from undivided.backends._block import Block, distance, hide, row_slopes
 from undivided.kernels import philox
 from undivided.masks._intervals import NormalForm
@@ -136,7 +136,7 @@ def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
     normal = operands.normal_form(problem)
     assert operands.dropout_seed is not None
-    heads = torch.arange(block.heads.start, block.heads.stop, device=operands.q.device)
+    heads = torch.arange(block.heads.start, block.heads.stop, device=operands.q.device) + normal.first_head
     return philox.keep(
         operands.dropout_seed,
         block.of_rows(normal.q_sequence)[:, None, :, None],
@@ -268,7 +268,7 @@ class Reference(Backend):
     limits = Limits(
         devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
         dtypes=frozenset(DTYPES),
-        masks=ALL_MASKS,
+        masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES,
     )
@@ -297,11 +297,16 @@ class Reference(Backend):
             with torch.enable_grad():
                 leaves = _leaves(_slices(block, problem, operands), operands.needs)
                 out, lse = attend(block, problem, operands, leaves)
-            grad = grad_out_BHSD[block.batch, block.heads, block.rows].to(out.dtype)
-            outputs, grads = [out], [grad]
+            where = (block.batch, block.heads, block.rows)
+            outputs, grads = [out], [grad_out_BHSD[where].to(out.dtype)]
             if grad_lse is not None:
                 outputs.append(lse)
-                grads.append(grad_lse[block.batch, block.heads, block.rows].to(lse.dtype))
+                grads.append(grad_lse[where].to(lse.dtype))
+            if "partial" in problem.features:
+                whole = Result(
+                    result.out.transpose(1, 2)[where].to(out.dtype), result.lse[where].to(lse.dtype)
+                )
+                outputs, grads = [out, lse], _of_part(Result(out, lse), whole, grads)
             sums.add(block, gradients_of(outputs, grads, leaves))
         return sums.finish()
 
@@ -344,6 +349,18 @@ class Reference(Backend):
             if for_grad_lse is not None:
                 for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
+
+
+def _of_part(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a part's (out, lse) from those of the whole that it was merged into; out is [B, H, R, Dv].
+
+    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i - lse)``.
+    """
+    empty = part.lse == -torch.inf
+    share = torch.exp(part.lse.detach() - whole.lse).masked_fill(empty, 0.0)
+    along = (grads[0] * (part.out.detach() - whole.out)).sum(-1)
+    for_lse = along if len(grads) == 1 else along + grads[1]
+    return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
 
 
 def _or_zero(tensor: Tensor | None) -> Tensor | float:

@@ -27,7 +27,7 @@ from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided._validation import DTYPES
 from undivided.backends import _torch_flash_cuda
-from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends._block import Block, distance, hide, row_slopes
 from undivided.masks import Mask
 
@@ -62,9 +62,9 @@ class TorchFlash(Backend):
     limits = Limits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        masks=ALL_MASKS,
+        masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=frozenset({"backward", "bias", "alibi", "gqa", "lse", "flipped"}),
+        features=frozenset({"backward", "bias", "alibi", "gqa", "lse", "flipped", "partial"}),
         notes={
             "dropout": "PyTorch's CPU kernel has none",
             "lse_grad": "its backward has no term for it",

@@ -118,6 +118,28 @@ class PredicatePairs:
         return allowed.reshape(shape)
 
 
+@dataclass(frozen=True, eq=False)
+class SomePairs:
+    """Another extra for some of its rows, keys and heads: int64 indices, None for all."""
+
+    whole: Extra
+    rows: Tensor | None = None
+    keys: Tensor | None = None
+    first_head: int = 0
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        heads = slice(heads.start + self.first_head, heads.stop + self.first_head)
+        rows = rows if self.rows is None else self.rows[rows]
+        return self.whole.pairs(batch, heads, rows, keys if self.keys is None else self.keys[keys])
+
+
+def _some(extra: Extra, rows: Tensor, keys: Tensor, heads: slice) -> Extra:
+    """A dense tensor is cut out, since kernels read it in place; anything else is asked for these indices."""
+    if isinstance(extra, DensePairs):
+        return DensePairs(_at(_at(_narrow(extra.tensor, 1, heads), 2, rows), 3, keys))
+    return SomePairs(extra, rows, keys, heads.start)
+
+
 def all_pairs(extras: Sequence[Extra], batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
     allowed = extras[0].pairs(batch, heads, rows, keys)
     for extra in extras[1:]:
@@ -143,7 +165,8 @@ class NormalForm:
         extras: what the ranges do not say; each is a further condition on a pair.
         geometry: where the sequences lie; None: one that starts at 0.
         row_index, key_index: int64 raw indices of these rows and (sorted) keys, where they are some of a
-            longer sequence's (see ``shard``).
+            longer sequence's (see ``shard``); the geometry is that of the whole.
+        first_head: which head these heads start at, where they are some of more.
 
     >>> form = NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2)
     >>> form.allowed(slice(0, 1), slice(0, 2), slice(0, 2), slice(0, 1)).int().tolist()
@@ -158,6 +181,7 @@ class NormalForm:
     geometry: Geometry | None = None
     row_index: Tensor | None = None
     key_index: Tensor | None = None
+    first_head: int = 0
 
     @property
     def exact(self) -> bool:
@@ -179,9 +203,7 @@ class NormalForm:
         keys, heads = _bounded(keys, self.kv_len), _bounded(heads, self.heads)
         pairs = RangePairs(self.ranges).pairs(batch, heads, rows, keys)
         if self.extras:
-            raw_rows = rows if self.row_index is None else self.row_index[rows]
-            raw_keys = keys if self.key_index is None else self.key_index[keys]
-            pairs = pairs & all_pairs(self.extras, batch, heads, raw_rows, raw_keys)
+            pairs = pairs & all_pairs(self.extras, batch, heads, rows, keys)
         return pairs
 
     def hull(self, batch: slice, rows: slice) -> tuple[int, int]:
@@ -216,6 +238,20 @@ class NormalForm:
             return self.ranges[..., 1] > self.ranges[..., 0]
         blocks = [self.allowed(all_, rows, all_, all_).any(-1) for rows in self._row_blocks()]
         return torch.cat(blocks, -1) if blocks else self.ranges.new_zeros(1, 1, 0, dtype=torch.bool)
+
+    @cached_property
+    def keys_allowed(self) -> Tensor:
+        """Keys that any row of any batch element and head may attend to, bool ``[Sk]``."""
+        if self.exact:
+            edges = torch.zeros(self.kv_len + 1, dtype=torch.int64, device=self.ranges.device)
+            for side in range(self.ranges.shape[-1]):
+                ends = self.ranges[..., side].reshape(-1).to(torch.int64)
+                edges.scatter_add_(0, ends, torch.full_like(ends, -1 if side % 2 else 1))
+            return edges.cumsum(0)[:-1] > 0
+        found = torch.zeros(self.kv_len, dtype=torch.bool, device=self.ranges.device)
+        for rows in self._row_blocks():
+            found |= self.allowed(all_, rows, all_, all_).any((0, 1, 2))
+        return found
 
     def _row_blocks(self) -> Iterator[slice]:
         """Slices of rows whose exact pairs fit in a block, for all keys and all heads that differ."""
@@ -265,22 +301,12 @@ class NormalForm:
         return torch.cat(blocks, 2)
 
     def _rows(self, rows: slice) -> NormalForm:
-        index = self.row_index[rows] if self.row_index is not None else None
-        if index is None and self.extras:
-            index = torch.arange(rows.start, rows.stop, device=self.ranges.device)
-        return NormalForm(
-            self.ranges[:, rows],
-            self.kv_len,
-            self.batch,
-            self.heads,
-            self.extras,
-            None,
-            index,
-            self.key_index,
-        )
+        index = torch.arange(rows.start, rows.stop, device=self.ranges.device)
+        extras = tuple(SomePairs(extra, index) for extra in self.extras)
+        return NormalForm(self.ranges[:, rows], self.kv_len, self.batch, self.heads, extras)
 
-    def shard(self, rows: Tensor, keys: Tensor) -> NormalForm:
-        """The same mask for some rows and some keys: int64 indices, the keys ascending.
+    def shard(self, rows: Tensor, keys: Tensor, heads: slice | None = None) -> NormalForm:
+        """The same mask for some rows, keys and heads: int64 indices, the keys ascending; all heads if None.
 
         A range of all keys holds a range of the sorted local ones, so the result has as many columns.
 
@@ -288,18 +314,18 @@ class NormalForm:
         >>> form.shard(torch.tensor([0, 3]), torch.tensor([1, 2])).ranges.tolist()
         [[[0, 0], [0, 2]]]
         """
+        heads = slice(0, self.heads) if heads is None else heads
         local = torch.searchsorted(keys, self.ranges.index_select(1, rows).to(keys.dtype))
-        row_index = rows if self.row_index is None else self.row_index[rows]
-        key_index = keys if self.key_index is None else self.key_index[keys]
         return NormalForm(
             tidy(local),
             keys.numel(),
             self.batch,
-            self.heads,
-            self.extras,
+            heads.stop - heads.start,
+            tuple(_some(extra, rows, keys, heads) for extra in self.extras),
             self._geometry,
-            row_index,
-            key_index,
+            rows if self.row_index is None else self.row_index[rows],
+            keys if self.key_index is None else self.key_index[keys],
+            self.first_head + heads.start,
         )
 
     @cached_property

@@ -14,13 +14,16 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from undivided.errors import InputError
+
+if TYPE_CHECKING:
+    from undivided.masks._intervals import NormalForm
 
 Size = int | Tensor
 Field = int | Tensor | None
@@ -294,6 +297,21 @@ class Dense(Part):
                 call.argument, f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(want)}",
                 list(self.tensor.shape),
             )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges(Part):
+    """A normal form as it is: what is left of a mask for some rows and keys. Not for callers, and not for compiled graphs."""
+
+    name: ClassVar[str] = "ranges"
+    form: NormalForm
+
+    def fields(self) -> tuple[Field, ...]:
+        return ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.form.ranges,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from undivided.masks._parts import (
     Part,
     Predicate,
     Prefix,
+    Ranges,
     Size,
     readable,
 )
@@ -48,6 +49,9 @@ def build(
 ) -> NormalForm:
     """The normal form of an intersection of parts and a band, for sizes ``(batch, heads, q_len, kv_len)``."""
     batch, heads, q_len, kv_len = sizes
+    for part in parts:
+        if isinstance(part, Ranges):
+            return part.form
     geometry = Geometry.of(parts, bottom_right, batch, q_len, kv_len, device)
     keys: Range = (0, geometry.per_row(geometry.kv_size))
     base = _within(keys, *_band(geometry, *band))

@@ -1,0 +1,8 @@
+"""Sequences longer than one device: attention whose tokens are spread over ranks, for every mask."""
+
+from undivided.context_parallel.collectives import RankError, Traffic
+from undivided.context_parallel.context import ContextParallel
+from undivided.context_parallel.sharding import Placement
+from undivided.context_parallel.simulate import simulate
+
+__all__ = ["ContextParallel", "Placement", "RankError", "Traffic", "simulate"]

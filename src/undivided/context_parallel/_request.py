@@ -1,0 +1,198 @@
+"""From one rank's arguments to its part of a validated whole: the whole's Problem, its schedule, and who runs each piece."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import _layout, _problem
+from undivided._layout import Layout
+from undivided._machine import Machine
+from undivided._policy import Policy
+from undivided._problem import Operands, Problem
+from undivided._selection import select
+from undivided._validation import (
+    check_extras,
+    check_kinds,
+    check_layout,
+    check_ranks,
+    check_tensor,
+    checked_mask,
+)
+from undivided.context_parallel import _schedule
+from undivided.context_parallel._call import Run, piece_problem
+from undivided.context_parallel._handshake import mask_words
+from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
+from undivided.context_parallel.sharding import Placement, Side
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
+
+
+class Request(NamedTuple):
+    """problem, operands: of the whole; their tensors have sizes and no contents. parts: the problem of every round's pieces.
+
+    by_row: whether the bias has rows of its own for every rank's queries; None where this rank cannot tell.
+    """
+
+    problem: Problem
+    operands: Operands
+    placement: Placement
+    schedule: Schedule
+    parts: tuple[tuple[Problem, ...], ...]
+    by_row: bool | None
+
+    def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
+        """The backend of every piece, the same forward and backward; raises NoBackendError."""
+        return tuple(
+            tuple((select(part, machine, allowed).backend, part) for part in parts) for parts in self.parts
+        )
+
+
+def request(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], strategy: Strategy, mesh: Mesh, placement: Placement
+) -> Request:  # fmt: skip
+    """Check this rank's arguments as those of the whole.
+
+    Raises:
+        InputError: as `undivided.attention`'s; or a length that is not this rank's part of the placement.
+    """
+    layout, bias = arguments["layout"], arguments["bias"]
+    rank = mesh.ring * mesh.heads_world + mesh.heads
+    check_own(q, k, v, arguments)
+    rows = placement.q[rank].numel()
+    _check_length("q", q, layout, placement, "q", rank)
+    _check_length("k", k, layout, placement, "kv", rank)
+    by_row = _bias_has_rows(bias, rows, placement)
+    q_len, kv_len = placement.length("q"), placement.length("kv")
+    whole = [_whole(t, layout, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
+    given = dict(arguments)
+    for name in ("bias", "sinks", "alibi_slopes"):
+        if given[name] is not None:
+            given[name] = torch.empty_like(given[name], device="meta")
+    if bias is not None and by_row is not False:
+        given["bias"] = bias.new_empty(
+            (*bias.shape[:-2], placement.length("q"), bias.shape[-1]), device="meta"
+        )
+    inputs = (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"])
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
+    problem, operands = _problem.normalise(*whole, **given, device=q.device.type, needs=needs)
+    schedule = _schedule_of(problem, operands.mask, strategy, mesh, placement, q.device)
+    parts = tuple(
+        tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds
+    )
+    return Request(problem, operands, placement, schedule, parts, by_row)
+
+
+def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> None:
+    """What can be said of this rank's tensors before anything is known of the whole."""
+    layout = arguments["layout"]
+    check_layout(layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+    for name in ("bias", "sinks", "alibi_slopes"):
+        if arguments[name] is not None:
+            check_tensor(name, arguments[name])
+    checked_mask(arguments["mask"])
+    check_ranks(q, k, v, layout, None)
+    check_kinds(q, k, v)
+    heads = _layout.sizes(q.shape, layout)[2]
+    check_extras(q, arguments["bias"], arguments["sinks"], arguments["alibi_slopes"], heads)
+    if arguments["pages"] is not None:
+        raise InputError(
+            "pages", "be None under context parallelism", "a block table",
+            hint="decode with ContextParallel.attend_cache, whose caches may be paged",
+        )  # fmt: skip
+    if arguments["dropout_p"] and arguments["dropout_seed"] is None:
+        raise InputError(
+            "dropout_seed", "be given under context parallelism, the same on every rank", "None",
+            hint="dropout_seed=step: each rank would draw another one, and the pattern is a function of the seed",
+        )  # fmt: skip
+
+
+def _check_length(
+    name: str, tensor: Tensor, layout: Layout, placement: Placement, side: Side, rank: int
+) -> None:
+    length, wanted = tensor.shape[SEQUENCE_AXIS[layout]], placement.rows(side)[rank].numel()
+    if length != wanted:
+        raise InputError(
+            name, f"have rank {rank}'s {wanted} of {placement.length(side)} tokens", f"{length} in {list(tensor.shape)}",
+            hint=f"cp.bind(q_len, kv_len, mask), then {name} = cp.shard({name}, layout={layout!r}, of={side!r})",
+        )  # fmt: skip
+
+
+def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool | None:
+    """Whether its axis of queries is this rank's rows; None where one row may be that, or be meant for all ranks' rows."""
+    if bias is None or bias.dim() < 2:
+        return False
+    if bias.shape[-2] not in (1, rows):
+        raise InputError(
+            "bias", f"have 1 or this rank's {rows} query rows, and all keys", list(bias.shape),
+            hint="bias = cp.shard(bias, dim=-2): its rows are local, its keys global",
+        )  # fmt: skip
+    if bias.shape[-2] != 1:
+        return True
+    most = max(part.numel() for part in placement.q)
+    return None if rows == 1 < most else rows == most == 1
+
+
+def _whole(tensor: Tensor, layout: Layout, length: int) -> Tensor:
+    """A tensor without contents in the shape of the whole."""
+    shape = list(tensor.shape)
+    shape[SEQUENCE_AXIS[layout]] = length
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _schedule_of(
+    problem: Problem, mask: Mask, strategy: Strategy, mesh: Mesh, placement: Placement, device: torch.device
+) -> Schedule:
+    """The schedule, remembered by the mask."""
+    with_positions = bool(problem.features & {"alibi", "dropout"})
+    key = (
+        "schedule",
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        strategy,
+        mesh,
+        placement,
+        device,
+        with_positions,
+    )
+
+    def build() -> Schedule:
+        with torch.inference_mode(False), torch.no_grad():
+            form = mask.normal_form(problem.batch, problem.heads, problem.q_len, problem.kv_len, device)
+            return _schedule.build(
+                form, placement, strategy, mesh, problem.heads, problem.kv_heads, with_positions
+            )
+
+    return mask.remembered(key, build)
+
+
+def said(asked: Request, strategy: Strategy) -> dict[str, object]:
+    """What must be the same on every rank, by argument."""
+    problem, operands, placement = asked.problem, asked.operands, asked.placement
+    seed = operands.dropout_seed
+    return {
+        "q": (problem.layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
+        "k": (problem.kv_len, problem.kv_heads, problem.v_dim),
+        "mask": mask_words(operands.mask),
+        "strategy": strategy,
+        "placement": f"{placement.digest:x}",
+        "scale": operands.scale,
+        "softcap": operands.softcap,
+        "dropout_p": (operands.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
+        "requires_grad": dict(
+            zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)
+        ),
+        "bias": None
+        if problem.bias is None
+        else f"axes {problem.bias}"
+        if asked.by_row is not None
+        else "one row",
+        "features": sorted(problem.features),
+    }

@@ -1,0 +1,421 @@
+"""`ContextParallel`: who the ranks are, which strategy they follow, and which tokens each of them holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided._layout import Layout
+from undivided._machine import Machine
+from undivided._policy import Policy, policy
+from undivided._selection import Decision, decide
+from undivided._validation import check_layout, checked_mask
+from undivided.context_parallel import _run
+from undivided.context_parallel._call import Call, Run
+from undivided.context_parallel._handshake import shake_hands
+from undivided.context_parallel._request import SEQUENCE_AXIS, Request, check_own, request, said
+from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
+from undivided.context_parallel.collectives import (
+    Alone,
+    Communicator,
+    Counted,
+    ProcessGroup,
+    Traffic,
+    gather_all,
+    gather_rows,
+)
+from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, Side, document_edges
+from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.masks._parts import Dense, DocumentIds, Documents, Lengths
+
+_MOST_PLACEMENTS = 64
+
+
+class ContextParallel:
+    """Attention over sequences that are spread over ranks: every mask, every layout, with every strategy.
+
+    Each rank holds some tokens of every sequence (`shard`) and calls `undivided.attention` with its part of q, k and v and
+    the mask of the whole, in global positions. What it gets is its part of what one process would have computed.
+
+    Args:
+        group: who takes part: a `torch.distributed` process group, a `DeviceMesh` of one axis (two, [ring, heads], for
+            "ring+all_to_all"), TransformerEngine's pair (all-to-all group, ring group), a group of `simulate`, or None for
+            all processes. Not needed where rank and world are given: such an object shards and plans, and cannot attend.
+        strategy: "ring" (keys come a rank at a time, hidden behind work), "all_gather" (keys are brought together, some heads
+            at a time), "all_to_all" (rows are traded for heads), or "ring+all_to_all".
+        placement: which tokens a rank holds: "zigzag", "contiguous" or "balanced" (equal work for the mask of `bind`).
+        check: compare the arguments of all ranks before every call; a difference is then an error on every rank, and not a
+            wait for the group's timeout. One small gathering, without effect on results.
+        rank, world: in place of a group.
+
+    Raises:
+        InputError: an argument is wrong, or the group has another number of axes than the strategy.
+
+    >>> import undivided
+    >>> cp = undivided.ContextParallel(rank=1, world=2).bind(8)
+    >>> cp.positions().tolist()
+    [2, 3, 4, 5]
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        strategy: Strategy = "ring",
+        placement: PlacementName = "zigzag",
+        *,
+        check: bool = True,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}", repr(strategy))
+        if placement not in PLACEMENTS:
+            raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}", repr(placement))
+        self.strategy: Strategy = strategy
+        self.placement: PlacementName = placement
+        self.check = check
+        self.traffic = Traffic()
+        self._axes: tuple[Counted, Counted] | None = None
+        if rank is None and world is None:
+            ring, heads = _axes_of(group, strategy)
+            self._axes = Counted(ring, self.traffic), Counted(heads, self.traffic)
+            self.mesh = Mesh(ring.rank, heads.rank, ring.world, heads.world)
+        else:
+            self.mesh = _mesh_of(strategy, rank, world)
+        self.rank = self.mesh.ring * self.mesh.heads_world + self.mesh.heads
+        self.world = self.mesh.ring_world * self.mesh.heads_world
+        self.bound: Placement | None = None
+        self._documents: Mask | None = None
+        self._placements: dict[object, Placement] = {}
+
+    def __repr__(self) -> str:
+        bound = (
+            "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
+        )
+        return f"ContextParallel(rank {self.rank} of {self.world}, {self.strategy}, {self.placement}{bound})"
+
+    def bind(self, q_len: int, kv_len: int | None = None, mask: Mask | None = None) -> ContextParallel:
+        """The same ranks with one placement of tokens for every layer, whatever the layer's own mask.
+
+        Args:
+            q_len: tokens of the whole sequence; of all documents together, padding included, where they are packed.
+            kv_len: keys, where they are not the same tokens as the queries.
+            mask: "balanced" shares its work out evenly; its documents are what "zigzag" cuts. Another mask given to
+                `attention` is as right, and perhaps less even.
+
+        Raises:
+            InputError: a length is not a positive number, or the mask does not fit the lengths.
+
+        >>> import undivided
+        >>> from undivided import masks
+        >>> cp = undivided.ContextParallel(rank=0, world=2, placement="balanced")
+        >>> cp.bind(8, mask=masks.causal()).positions().tolist()
+        [0, 1, 6, 7]
+        """
+        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+            if length is not None and (not isinstance(length, int) or length < 0):
+                raise InputError(name, "be a number of tokens", repr(length))
+        mask = checked_mask(mask)
+        form = None
+        keys = q_len if kv_len is None else kv_len
+        batch, heads = _sizes_of(mask)
+        mask.check(batch, heads, q_len, keys, packed=False, device=torch.device("cpu"))
+        if self.placement == "balanced":
+            form = mask.normal_form(batch, heads, q_len, keys, "cpu")
+        bound = copy.copy(self)
+        bound.bound = Placement.of(self.placement, self.world, q_len, kv_len, mask, form)
+        bound._documents = mask
+        return bound
+
+    def positions(self, of: Side = "q", *, within_documents: bool = True) -> Tensor:
+        """Where this rank's tokens stand, int64 [local length]: for rotary embeddings, labels, and whatever depends on it.
+
+        Args:
+            of: "q" or "kv".
+            within_documents: count from the beginning of each document of the mask that was bound, where it has any.
+        """
+        rows = self._bound().rows(_side(of))[self.rank]
+        documents = None if self._documents is None else self._documents.take("documents")[0]
+        if not within_documents or not isinstance(documents, Documents):
+            return rows
+        starts = torch.tensor(document_edges(self._documents, of, self._bound().length(of)))
+        return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
+
+    def shard(
+        self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
+    ) -> Tensor:
+        """This rank's tokens of a tensor of the whole. Differentiable.
+
+        Args:
+            tensor: with all tokens along one axis.
+            layout: of q, k or v, which says the axis.
+            of: "kv" for keys and values.
+            dim: the axis itself, for token ids, hidden states, labels.
+
+        Raises:
+            InputError: neither or both of layout and dim, or a length that is not the bound one.
+
+        >>> import torch, undivided
+        >>> cp = undivided.ContextParallel(rank=0, world=2)
+        >>> cp.shard(torch.arange(8), dim=0).tolist()
+        [0, 1, 6, 7]
+        """
+        axis = _axis(tensor, layout, dim)
+        placement = self._placement_of_length(tensor.shape[axis], of, layout)
+        return tensor.index_select(axis, placement.rows(_side(of))[self.rank].to(tensor.device))
+
+    def unshard(
+        self, shards: Tensor | Sequence[Tensor], layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """The tensor of the whole, on every rank: the exact inverse of `shard`.
+
+        Args:
+            shards: this rank's part, gathered from all; or the parts of all ranks, for which no group is needed.
+            layout, of, dim: as for `shard`.
+
+        In the backward each rank takes its own part of the gradient: the loss is taken to be computed alike on every rank.
+
+        >>> import torch, undivided
+        >>> ranks = [undivided.ContextParallel(rank=r, world=3).bind(7) for r in range(3)]
+        >>> ranks[0].unshard([cp.shard(torch.arange(7), dim=0) for cp in ranks], dim=0).tolist()
+        [0, 1, 2, 3, 4, 5, 6]
+        """
+        first = shards if isinstance(shards, Tensor) else shards[0]
+        axis = _axis(first, layout, dim)
+        if isinstance(shards, Tensor):
+            placement = self.bound or self._placement_of_length(self.world * shards.shape[axis], of, layout)
+            parts = list(_Gathered.apply(self, placement, _side(of), axis, shards))  # type: ignore[no-untyped-call]
+        else:
+            parts = list(shards)
+            placement = self.bound or self._placement_of_length(sum(p.shape[axis] for p in parts), of, layout)
+        return torch.cat(parts, axis).index_select(axis, placement.order[_side(of)].to(first.device))
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], backend: str | None, deterministic: bool | None
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """What `undivided.attention` calls; ``arguments`` are its own, by name."""
+        if self._axes is None:
+            raise InputError(
+                "context_parallel", "have a group to attend with", repr(self),
+                hint="ContextParallel(group): rank and world alone are for sharding and planning",
+            )  # fmt: skip
+        ready, error = _attempted(lambda: self._ready(q, k, v, arguments, policy(backend, deterministic)))
+        if self.check:
+            shake_hands(self._axes, None if ready is None else ready.said, error)
+        if error is not None:
+            raise error
+        assert ready is not None
+        asked = ready.request
+        call = Call(
+            asked.problem, asked.operands, asked.schedule, ready.runs, *self._axes, self._by_row(asked)
+        )
+        bias = arguments["bias"]
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
+        out, lse = _run.run(call, (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"]))
+        return (out, lse) if arguments["return_lse"] else out
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        arguments: dict[str, Any],
+        machine: Machine | None,
+        allowed: Policy,
+    ) -> Decision:
+        """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
+        check_own(q, k, v, arguments)
+        asked = request(
+            q, k, v, arguments, self.strategy, self.mesh, self._placement_of_call(q, k, arguments)
+        )
+        found = [
+            (piece.pairs, part)
+            for round_, parts in zip(asked.schedule.rounds, asked.parts, strict=True)
+            for piece, part in zip(round_.pieces, parts, strict=True)
+        ]
+        problem = max(found, key=lambda pair: pair[0])[1] if found else asked.problem
+        return decide(problem, machine or Machine.this(q.device), allowed)
+
+    def _ready(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy) -> _Ready:
+        check_own(q, k, v, arguments)
+        asked = request(
+            q, k, v, arguments, self.strategy, self.mesh, self._placement_of_call(q, k, arguments)
+        )
+        return _Ready(asked, asked.runs(Machine.this(q.device), allowed), said(asked, self.strategy))
+
+    def _by_row(self, asked: Request) -> bool:
+        """Whether the bias has rows of its own; a rank with a single row asks the others."""
+        if asked.problem.bias is None or self.mesh.heads_world == 1:
+            return asked.by_row is not False
+        if min(rows.numel() for rows in asked.placement.q) != 1 or asked.by_row:
+            return bool(asked.by_row)
+        assert self._axes is not None
+        answers = gather_all(self._axes, torch.tensor([bool(asked.by_row)]))
+        return bool(torch.cat(answers).any())
+
+    def _bound(self) -> Placement:
+        if self.bound is None:
+            raise InputError(
+                "context_parallel", "be bound", repr(self), hint="cp = cp.bind(q_len, kv_len, mask)"
+            )
+        return self.bound
+
+    def _placement_of_call(self, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Placement:
+        """The bound placement, or that of as many tokens on every rank as on this one."""
+        if self.bound is not None:
+            return self.bound
+        axis = SEQUENCE_AXIS[arguments["layout"]]
+        return self._unbound(
+            self.world * q.shape[axis], self.world * k.shape[axis], checked_mask(arguments["mask"])
+        )
+
+    def _placement_of_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
+        """For sharding without a call: the bound placement, or one of this many tokens."""
+        if self.bound is not None:
+            if length != self.bound.length(_side(of)):
+                raise InputError("tensor", f"have the {self.bound.length(of)} tokens that were bound", length)
+            return self.bound
+        if length % self.world or layout == "thd":
+            raise InputError(
+                "context_parallel", f"be bound where {self.world} ranks do not divide {length} tokens, or they are packed",
+                repr(self), hint="cp = cp.bind(q_len, kv_len, mask)",
+            )  # fmt: skip
+        return self._unbound(length, length, masks.FULL)
+
+    def _unbound(self, q_len: int, kv_len: int, mask: Mask) -> Placement:
+        if self.placement == "balanced":
+            raise InputError(
+                "context_parallel",
+                "be bound for placement='balanced'",
+                repr(self),
+                hint="cp = cp.bind(q_len, kv_len, mask)",
+            )
+        edges = document_edges(mask, "q", q_len), document_edges(mask, "kv", kv_len)
+        key = (q_len, kv_len, *edges)
+        if key not in self._placements:
+            if len(self._placements) >= _MOST_PLACEMENTS:
+                self._placements.clear()
+            same = (q_len, edges[0]) == (kv_len, edges[1])
+            self._placements[key] = Placement.of(
+                self.placement, self.world, q_len, None if same else kv_len, mask
+            )
+        return self._placements[key]
+
+
+class _Ready(NamedTuple):
+    request: Request
+    runs: tuple[tuple[Run, ...], ...]
+    said: dict[str, object]
+
+
+T = TypeVar("T")
+
+
+def _attempted(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result, or what was raised: a rank that cannot go on must still tell the others."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's part of a tensor; in the backward, this rank's part of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cp: ContextParallel, placement: Placement, of: Side, axis: int, mine: Tensor
+    ) -> tuple[Tensor, ...]:
+        if cp._axes is None:
+            raise InputError("shards", "be those of all ranks where there is no group", "one tensor")
+        counts = [rows.numel() for rows in placement.rows(of)]
+        if mine.shape[axis] != counts[cp.rank]:
+            raise InputError("shards", f"have rank {cp.rank}'s {counts[cp.rank]} tokens", list(mine.shape))
+        ctx.rank, ctx.axis = cp.rank, axis
+        parts = gather_rows(cp._axes, mine.movedim(axis, 0).contiguous(), counts)
+        return tuple(part.movedim(0, axis) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, grads[ctx.rank]
+
+
+def _axis(tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
+    if (layout is None) == (dim is None):
+        raise InputError("layout", "be given, or dim in its place", f"layout={layout!r}, dim={dim!r}")
+    if dim is not None:
+        return dim % tensor.dim()
+    check_layout(layout)
+    return SEQUENCE_AXIS[str(layout)]
+
+
+def _side(of: Side) -> Side:
+    if of not in ("q", "kv"):
+        raise InputError("of", "be 'q' or 'kv'", repr(of))
+    return of
+
+
+def _sizes_of(mask: Mask) -> tuple[int, int]:
+    """Batch elements and heads that the mask tells apart."""
+    batch, heads = 1, 1
+    for part in mask.parts:
+        if isinstance(part, Lengths):
+            batch = max(batch, part.kv.shape[0])
+        elif isinstance(part, DocumentIds):
+            batch = max(batch, part.ids_q.shape[0])
+        elif isinstance(part, Dense):
+            batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
+        elif "documents" not in mask.kinds:
+            batch = max([batch, *(t.shape[0] for t in part.tensors if t.dim() == 1)])
+    return batch, heads
+
+
+def _mesh_of(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
+    """Of a rank without a group: enough to shard."""
+    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
+        raise InputError(
+            "rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}"
+        )
+    return Mesh.of(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
+
+
+def _axes_of(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:
+    """(ring, heads) of whatever describes a group."""
+    axes = list(_communicators(group))
+    wanted = 2 if strategy == "ring+all_to_all" else 1
+    if len(axes) != wanted:
+        raise InputError(
+            "group", f"have {wanted} {'axes [ring, heads]' if wanted == 2 else 'axis'} for strategy={strategy!r}", len(axes),
+            hint="torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
+            if wanted == 2 else "mesh['ring']",
+        )  # fmt: skip
+    if wanted == 2:
+        return axes[0], axes[1]
+    return (Alone(), axes[0]) if strategy == "all_to_all" else (axes[0], Alone())
+
+
+def _communicators(group: Any) -> Iterator[Communicator]:
+    if isinstance(group, SimulatedGroup):
+        yield from (group.axis(0), group.axis(1)) if group.is_mesh else (group,)
+        return
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "group", "be a process group, a DeviceMesh or a simulated group", repr(group),
+            hint="torch.distributed.init_process_group() first; or simulate(world, function); or rank= and world= to shard",
+        )  # fmt: skip
+    if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
+        yield from (ProcessGroup(part) for part in reversed(group))
+    elif hasattr(group, "mesh_dim_names"):
+        yield from (ProcessGroup(group.get_group(dim)) for dim in range(group.ndim))
+    else:
+        yield ProcessGroup(group)
