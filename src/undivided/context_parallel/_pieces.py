@@ -142,7 +142,7 @@ def in_simple_words(form: NormalForm) -> Mask:
     >>> whole = masks.causal().normal_form(1, 1, 8, 8, "cpu")
     >>> first, second = torch.arange(4), torch.arange(4, 8)
     >>> [in_simple_words(whole.shard(rows, keys)) for rows, keys in ((first, first), (second, first))]
-    [causal(align='bottom_right'), full()]
+    [causal(align='bottom_right'), every pair]
     """
     ranges = form.ranges
     as_they_are = Mask(parts=(Ranges(form),))

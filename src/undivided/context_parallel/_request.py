@@ -55,14 +55,13 @@ class Request(NamedTuple):
 def request(
     q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], strategy: Strategy, mesh: Mesh, placement: Placement
 ) -> Request:  # fmt: skip
-    """Check this rank's arguments as those of the whole.
+    """Check this rank's arguments, of which `check_own` has found nothing wrong, as those of the whole.
 
     Raises:
         InputError: as `undivided.attention`'s; or a length that is not this rank's part of the placement.
     """
     layout, bias = arguments["layout"], arguments["bias"]
     rank = mesh.ring * mesh.heads_world + mesh.heads
-    check_own(q, k, v, arguments)
     rows = placement.q[rank].numel()
     _check_length("q", q, layout, placement, "q", rank)
     _check_length("k", k, layout, placement, "kv", rank)
@@ -135,8 +134,15 @@ def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool
         )  # fmt: skip
     if bias.shape[-2] != 1:
         return True
-    most = max(part.numel() for part in placement.q)
-    return None if rows == 1 < most else rows == most == 1
+    if rows > 1:
+        return False
+    return None if one_row_among_more(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
+
+
+def one_row_among_more(placement: Placement) -> bool:
+    """Whether some ranks have one row and others more: one row of bias is then a rank's own, or meant for all."""
+    counts = {rows.numel() for rows in placement.q}
+    return 1 in counts and max(counts) > 1
 
 
 def _whole(tensor: Tensor, layout: Layout, length: int) -> Tensor:
@@ -173,6 +179,12 @@ def _schedule_of(
     return mask.remembered(key, build)
 
 
+def _axes_of_bias(asked: Request) -> str | None:
+    """Without that of queries where a rank may not know whether it has one."""
+    axes = asked.problem.bias
+    return axes if axes is None or not one_row_among_more(asked.placement) else axes[:2] + axes[3:]
+
+
 def said(asked: Request, strategy: Strategy) -> dict[str, object]:
     """What must be the same on every rank, by argument."""
     problem, operands, placement = asked.problem, asked.operands, asked.placement
@@ -189,10 +201,6 @@ def said(asked: Request, strategy: Strategy) -> dict[str, object]:
         "requires_grad": dict(
             zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)
         ),
-        "bias": None
-        if problem.bias is None
-        else f"axes {problem.bias}"
-        if asked.by_row is not None
-        else "one row",
+        "bias": _axes_of_bias(asked),
         "features": sorted(problem.features),
     }

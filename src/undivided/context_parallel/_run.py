@@ -27,7 +27,7 @@ from undivided.context_parallel._pieces import Piece
 def run(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank; inputs in the order of `differentiable`."""
     if any(call.operands.needs):
-        outputs: tuple[Tensor, Tensor] = _Attention.apply(call, *inputs)
+        outputs: tuple[Tensor, Tensor] = _Attention.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
     with torch.no_grad():
         return _forward(call, inputs)[0]
@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         _autograd._check_unchanged(ctx.call.operands, ctx.state)
         return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))

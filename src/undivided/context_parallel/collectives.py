@@ -123,7 +123,7 @@ class ProcessGroup:
         self._dist = dist
         self._group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._global = [dist.get_global_rank(self._group, rank) for rank in range(self.world)]
+        self._global = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
 
     def exchange(self, sends: Messages, receives: Messages) -> Wait:

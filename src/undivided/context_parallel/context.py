@@ -18,7 +18,14 @@ from undivided._validation import check_layout, checked_mask
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import Call, Run
 from undivided.context_parallel._handshake import shake_hands
-from undivided.context_parallel._request import SEQUENCE_AXIS, Request, check_own, request, said
+from undivided.context_parallel._request import (
+    SEQUENCE_AXIS,
+    Request,
+    check_own,
+    one_row_among_more,
+    request,
+    said,
+)
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel.collectives import (
     Alone,
@@ -255,7 +262,7 @@ class ContextParallel:
         """Whether the bias has rows of its own; a rank with a single row asks the others."""
         if asked.problem.bias is None or self.mesh.heads_world == 1:
             return asked.by_row is not False
-        if min(rows.numel() for rows in asked.placement.q) != 1 or asked.by_row:
+        if not one_row_among_more(asked.placement):
             return bool(asked.by_row)
         assert self._axes is not None
         answers = gather_all(self._axes, torch.tensor([bool(asked.by_row)]))
