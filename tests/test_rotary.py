@@ -200,7 +200,7 @@ def test_rows_may_be_each_sequences_own() -> None:
 
 
 def test_the_frequencies_stay_fp32_and_travel() -> None:
-    """bf16 frequencies give positions 256 and 257 the same angle; .to(bfloat16) of a model must not do that."""
+    """In bf16 positions 256 and 257 have the same angles; .to(bfloat16) of a model must not do that."""
     rope = RotaryPositionEmbedding(64, scaling=YARN)
     angles = rope(300)
     assert torch.equal(copy.deepcopy(rope).bfloat16()(300), angles)

@@ -287,16 +287,13 @@ class MultiheadAttention(Module):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Queries and keys turned by their positions. In self-attention these are the same: one Turn serves both."""
         of_q, of_k = rotary if isinstance(rotary, tuple | list) else (rotary, rotary)
-        starts = None
-        if params is not None:
-            starts, begins_q = (
-                params.get_seqlens_pre_step()[: params.batch_size],
-                params.cu_seqlens_q[: params.batch_size + 1],
-            )
+        starts = None if params is None else params.get_seqlens_pre_step()[: params.batch_size]
         if self.qkv_format != "thd":
             begins_q = begins_kv = (
                 None  # lengths of the batch's rows, each of which begins at its first position
             )
+        elif params is not None:
+            begins_q = params.cu_seqlens_q[: params.batch_size + 1]
 
         def turn_at(t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None) -> Turn:
             interleaved = self.rotary_pos_interleaved
