@@ -381,6 +381,30 @@ def test_layers_with_the_same_lengths_work_out_the_mask_once(
         assert len(built) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_is_not_compiled_again_for_every_length(kind: str) -> None:
+    """The cache stays outside of the graphs; what is around it is compiled for a prompt and for a token, and that is all."""
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k * 2, v * 2)
+        return cache.attend(q) + 1
+
+    torch.compiler.reset()
+    compiled, sequences = torch.compile(layer, backend=compiler), new_sequences((14, 14))
+    caches, made = (new_cache(kind, batch=2), new_cache(kind, batch=2)), []
+    with torch.no_grad():
+        for start, stop in [(0, 5), *((n, n + 1) for n in range(5, 14))]:
+            tokens = [torch.stack([s[n][start:stop] for s in sequences]) for n in range(3)]
+            torch.testing.assert_close(compiled(caches[0], *tokens), layer(caches[1], *tokens))
+            made.append(len(graphs))
+    assert made[-1] == made[2], made
+
+
 def test_under_autocast_new_tokens_are_cast_to_the_cache() -> None:
     cache = new_cache("contiguous", dtype=torch.bfloat16)
     (sequence,) = new_sequences((4,), torch.bfloat16)

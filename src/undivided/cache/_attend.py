@@ -6,9 +6,9 @@ Legend: B sequences, S tokens (Sq new queries, Sk of the longest sequence), N ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _la
 _SEQUENCES = frozenset({"lengths", "documents"})
 _PER_KEY = frozenset({"dense", "document_ids"})
 _OF_PAIRS = _PER_KEY | {"predicate"}
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_of_graphs(function: F) -> F:
+    """Leave a method out of torch.compile: lengths are numbers on the host, and a graph would be made anew for each."""
+    left_out: F = torch.compiler.disable(function, reason="the lengths of a cache live on the host")
+    return left_out
 
 
 Output = Tensor | tuple[Tensor, Tensor]

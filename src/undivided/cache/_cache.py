@@ -12,7 +12,7 @@ from torch import Tensor
 from undivided._layout import Layout
 from undivided._validation import check_layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held
+from undivided.cache._attend import Held, outside_of_graphs
 from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
@@ -53,6 +53,7 @@ class Cache(ABC):
         """Of keys and values."""
         return self._storage.heads.dtype
 
+    @outside_of_graphs
     def append(self, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> None:
         """Put new tokens behind those that are there.
 
@@ -102,6 +103,7 @@ class Cache(ABC):
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
+    @outside_of_graphs
     def attend(
         self, q: Tensor, mask: Mask | None = None, q_lengths: Lengths | None = None, *, bias: Tensor | None = None,
         scale: float | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,

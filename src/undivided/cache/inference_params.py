@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held, Output
+from undivided.cache._attend import Held, Output, outside_of_graphs
 from undivided.cache._batch import Batch, Step
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Heads, Storage, checked_tokens
@@ -160,6 +160,7 @@ class InferenceParams:
         """Whether `allocate_memory` was called for this layer, or it has been given keys."""
         return layer_number in self._layers
 
+    @outside_of_graphs
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Say what the next iteration brings, before the model runs.
 
@@ -172,6 +173,7 @@ class InferenceParams:
         """
         self._set_step(self._batch.step(step_dict, self._storages.values()))
 
+    @outside_of_graphs
     def step(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, str]:
@@ -202,6 +204,7 @@ class InferenceParams:
         output = "bshd" if format == "bshd" else f"{format}_2bshd"
         return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, output
 
+    @outside_of_graphs
     def attend(
         self, layer_number: int, q: Tensor, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None, *,
         mask: Mask | None = None, **options: Any,
