@@ -209,7 +209,7 @@ class Layer(torch.nn.Module):
     is_causal = False
 
 
-@pytest.mark.parametrize("argument", ["head_mask", "indices", "block_indices"])
+@pytest.mark.parametrize("argument", ["head_mask", "indices", "block_indices", "sinks", "cache"])
 def test_what_changes_the_result_and_is_not_supported_is_refused(argument: str) -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(InputError, match=f"{argument} must be None"):

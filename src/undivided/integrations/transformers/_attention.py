@@ -15,8 +15,9 @@ from undivided.integrations.transformers._masks import ModelMask, packed_mask
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
 
-UNKNOWN = ("head_mask", "indices", "block_indices")
-"""Keywords of some models that change the result and that we have nothing for: per-head factors, sparse key indices."""
+REFUSED = ("head_mask", "indices", "block_indices", "sinks", "cache")
+"""Keywords of some models that change the result and that we have nothing for: factors of heads, keys chosen by index, sinks
+of single tokens, the cache of continuous batching."""
 
 
 def attention(
@@ -62,10 +63,13 @@ def attention(
     Raises:
         InputError: an argument does not fit, or is one that changes the result and is not supported.
     """
-    for name in UNKNOWN:
+    for name in REFUSED:
         if others.get(name) is not None:
             raise InputError(
-                name, "be None", "a tensor", hint="attn_implementation='eager' computes this layer"
+                name,
+                "be None",
+                type(others[name]).__name__,
+                hint="attn_implementation='eager' computes this layer",
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
