@@ -53,7 +53,9 @@ def taken_apart(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tens
 
 
 def layer(format: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | options))
+    return TransformerLayer(
+        HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | {"layer_number": 1} | options)
+    )
 
 
 def check(
@@ -653,6 +655,7 @@ def step(**counts: int) -> InferenceParams:
         ({"qk_norm_type": "l2"}, "qk_norm_type must be one of 'L2Normalization', 'RMSNorm', 'LayerNorm', got 'l2'"),
         ({"softmax_type": "sink"}, "softmax_type must be one of 'vanilla', 'off-by-one', 'learnable', got 'sink'"),
         ({"init_method": 0.02}, "init_method must be a function of a weight, or None, got 0.02\n  HINT: functools.partial"),
+        ({"bias": None}, "bias must be True or False, got None"),
         ({"params_dtype": torch.int8}, "params_dtype must be a floating-point dtype or None, got torch.int8"),
         ({"seq_length": 0}, "seq_length must be at least 1, got 0"),
         ({"parallel_attention_mlp": 1}, "parallel_attention_mlp must be True or False, got 1"),
@@ -720,6 +723,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"attn_input_format": "sbhd"}, {"inference_params": step(a=5, b=5)}, "attn_input_format must agree with inference_params (2 sequences): in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2"),
     ({"layer_type": "decoder", "attn_input_format": "sbhd"}, {"encoder_output": torch.randn(2, 7, HIDDEN)}, "attn_input_format must agree with encoder_output [2, 7, 24]: in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2"),
     # a cache
+    ({"layer_number": None}, {"inference_params": step(a=5, b=5)}, "inference_params must come with a layer_number, got None\n  HINT: layer_number=1 at construction, 2 for the next layer"),
     ({}, {"inference_params": InferenceParams(3, 24, HEADS, 6, torch.float32)}, "inference_params must be told of the sequences before the model runs"),
     ({"attention_dropout": 0.1}, {"inference_params": step(a=5, b=5)}, "inference_params must come in evaluation mode, or without attention_dropout, got training mode\n  HINT: module.eval()"),
     ({}, {"inference_params": step(a=5, b=5), "cu_seqlens_q": cu(LENGTHS)}, "cu_seqlens_q must be those of inference_params, or None, got [0, 5, 8]\n  HINT: pre_step was told of [5, 5] new tokens"),
@@ -735,7 +739,10 @@ def test_what_a_call_says_of_a_wrong_argument(
     options: dict[str, Any], call: dict[str, Any], said: str
 ) -> None:
     module = TransformerLayer(
-        HIDDEN, FFN, HEADS, **({"attn_input_format": "bshd", "attention_dropout": 0.0} | options)
+        HIDDEN,
+        FFN,
+        HEADS,
+        **({"attn_input_format": "bshd", "attention_dropout": 0.0, "layer_number": 1} | options),
     )
     with torch.no_grad(), pytest.raises(InputError) as caught:
         module(**({"hidden_states": X} | call))

@@ -59,7 +59,8 @@ class DotProductAttention(Module):
         softmax_scale: of the scores; 1/sqrt(d of the keys) if None.
         softmax_type: "vanilla", "off-by-one" (one more in the denominator) or "learnable" (exp(softmax_offset) more).
         return_max_logit: return the largest score of each head as well (a second pass over q . k^T).
-        layer_number, name: accepted, for whoever reads them.
+        layer_number: names the cache in `inference_params`, which needs one.
+        name: kept.
         sequence_parallel, tp_size, get_rng_state_tracker, tp_group, cp_group, cp_global_ranks, cp_stream, cp_comm_type:
             accepted at their defaults; anything else is an error with the reason.
         backend: as in `undivided.attention`.
@@ -129,6 +130,7 @@ class DotProductAttention(Module):
             softcap = checked_number("softcap", softcap, 1e-30, 1e30, "a positive number or None")
         self.softcap = softcap
         self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 0)
+        self._is_numbered = layer_number is not None
 
     def reset_parameters(self) -> None:
         """Start a learnable `softmax_offset` at 0, where it is "off-by-one"."""
@@ -266,6 +268,9 @@ class DotProductAttention(Module):
             raise InputError("inference_params", must, "training mode", hint="module.eval()")
         if self.return_max_logit:
             raise InputError("inference_params", "be None with return_max_logit", "a cache")
+        if not self._is_numbered:
+            hint = "layer_number=1 at construction, 2 for the next layer: each finds its own keys and values by it"
+            raise InputError("inference_params", "come with a layer_number", None, hint=hint)
         out = params.attend(self.layer_number, q, k, v, format, mask=mask, **self._options(q, scores))
         assert isinstance(out, Tensor)
         return out.flatten(-2)

@@ -134,12 +134,13 @@ class MultiheadAttention(Module):
         self.cp_size, self.cp_rank = 1, 0
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
+        bias = checked_flag("bias", bias)
         self._make_projections(norm, checked_init("init_method", init_method), bias, device, dtype)
         self.q_norm, self.k_norm = _qk_norms(qk_norm_type, qk_norm_eps, self.heads.qk_dim, device, dtype)
         self.core_attention = DotProductAttention(
             num_attention_heads, kv_channels=(self.heads.qk_dim, self.heads.v_dim), num_gqa_groups=num_gqa_groups,
             attention_dropout=attention_dropout, qkv_format=qkv_format, attn_mask_type=attn_mask_type,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, layer_number=self.layer_number,
+            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, layer_number=layer_number,
             attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type, backend=backend,
             softcap=softcap, device=device,
         )  # fmt: skip
@@ -288,10 +289,8 @@ class MultiheadAttention(Module):
         """Queries and keys turned by their positions. In self-attention these are the same: one Turn serves both."""
         of_q, of_k = rotary if isinstance(rotary, tuple | list) else (rotary, rotary)
         starts = None if params is None else params.get_seqlens_pre_step()[: params.batch_size]
-        if self.qkv_format != "thd":
-            begins_q = begins_kv = (
-                None  # lengths of the batch's rows, each of which begins at its first position
-            )
+        if self.qkv_format != "thd":  # there they are lengths: every row begins at its first position
+            begins_q = begins_kv = None
         elif params is not None:
             begins_q = params.cu_seqlens_q[: params.batch_size + 1]
 
