@@ -142,6 +142,13 @@ class Flex(Backend):
         return gradients
 
 
+def prepared(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+    """FlexAttention alone: a call over inputs and a block mask that were built beforehand, -> [B, H, Sq, Dv]."""
+    form = operands.normal_form(problem)
+    tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
+    return lambda: _compiled()(*tensors, **settings)  # type: ignore[no-any-return]
+
+
 def _refused(feature: str) -> str:
     words = {"backward": "gradients", "lse": "the log-sum-exp returned"}
     return f"no support for {words[feature]} on the CPU ({_ON_CPU[feature]})"

@@ -1,11 +1,8 @@
-"""``undivided bench``: what a small call costs, interleaved with PyTorch's, verified first."""
+"""``undivided bench``: how fast, next to what else computes the same and to what the machine can do; verified first."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,81 +11,107 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
+from undivided.benchmarking.competitors import OTHERS
+from undivided.benchmarking.report import headline
+from undivided.benchmarking.runs import Settings
+from undivided.benchmarking.suites import QUICK
 from undivided.cli._terminal import complain, console, print_json, progress, table
+from undivided.errors import InputError
+
+TONES = {"good": "green", "bad": "red", "": ""}
 
 
 def bench(
-    turns: Annotated[
-        int, typer.Option(min=1, help="Turns of each competitor; a figure is the median over them.")
-    ] = 31,
-    calls: Annotated[int, typer.Option(min=1, help="Calls in a turn.")] = 200,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
-    """Time a repeated small call of attention against its own backend and against PyTorch's SDPA, on one thread.
+    suite: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be repeated. All if not said.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not said.")
+    ] = None,
+    filter: Annotated[str, typer.Option(help="Only what has this in suite/name, such as forward/bf16-d128.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs: about a minute.")] = False,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Also this backend of ours; may be repeated. native if not said.")
+    ] = None,
+    competitor: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not said."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of every competitor; PyTorch's number if not said.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
+    as_markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print the tables of this report as Markdown.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Time attention against PyTorch's, onnxruntime's and the machine's own limits; minutes for all of it.
 
-    Every problem is verified first; exit code 1, and no figures, if one is wrong.
+    Competitors take turns in one run. Every result is held against an fp64 oracle first, and no speed is shown where it is
+    wrong; exit code 1 if one of ours is. Probes of the machine run before and after each problem, which is repeated where
+    they say that something else was running.
     """
-    from undivided.benchmarking import BUDGET_MICROSECONDS, overhead
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads would wait for each other longer than these calls last
+    if as_markdown is not None:
+        typer.echo(markdown(_read(as_markdown)), nl=False)
+        return
+    if device != "cpu" and not torch.cuda.is_available():
+        raise InputError("--device", "be cpu (no CUDA device here)", repr(device))
+    suites = SUITES if not suite or "all" in suite else tuple(suite)
+    planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
+    settings = Settings(
+        backends=backend or ("native",), others=_others(competitor), device=device, **(QUICK if quick else {})
+    )  # type: ignore[arg-type]
+    to_stdout = as_json is not None and str(as_json) == "-"
     try:
-        with progress(6, quiet=as_json) as step:
-            rows = overhead(turns, calls, step)
+        with progress(planned.steps) as step:
+            report = execute(planned, settings, threads, step)
     except RuntimeError as error:
         complain(str(error))
         raise typer.Exit(1) from None
-    finally:
-        torch.set_num_threads(threads)
-    report = {
-        "machine": _machine(),
-        "commit": _commit(),
-        "turns": turns,
-        "calls": calls,
-        "budget_microseconds": BUDGET_MICROSECONDS,
-        "overhead": [dataclasses.asdict(row) | {"above_backend": row.above_backend} for row in rows],
-    }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
-    if as_json:
+    if as_json is not None and not to_stdout:
+        as_json.parent.mkdir(parents=True, exist_ok=True)
+        as_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if to_stdout:
         print_json(report)
     else:
         _show(report)
+    if _wrong(report):
+        raise typer.Exit(1)
+
+
+def _others(words: list[str] | None) -> tuple[str, ...]:
+    for word in words or ():
+        if word not in OTHERS:
+            raise InputError("--competitor", f"be one of {', '.join(OTHERS)}", repr(word))
+    return tuple(words) if words else tuple(name for name in OTHERS if name != "flex")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("--markdown", "be a report written by --json", f"{path} ({error})") from None
 
 
 def _show(report: dict[str, Any]) -> None:
-    right = ("call", "backend alone", "above it", "torch SDPA")
-    made = table("microseconds", *right, right=right)
-    for row in report["overhead"]:
-        above = Text(
-            f"{row['above_backend']:.1f}",
-            "green" if row["above_backend"] < report["budget_microseconds"] else "red",
-        )
-        sdpa = "" if row["sdpa"] is None else f"{row['sdpa']:.1f}"
-        made.add_row(row["problem"], f"{row['call']:.1f}", f"{row['backend_alone']:.1f}", above, sdpa)
     screen = console()
-    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
-    screen.print(Text(f"  Medians of {report['turns']} turns of {report['calls']} calls, one thread. Below "
-                      f"{report['budget_microseconds']:.0f} above the backend is green.", "dim"))  # fmt: skip
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": platform.machine(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _commit() -> str | None:
-    """The commit of a checkout, where this is one."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return None
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    for found in tables(report):
+        made = table(*found.columns, right=found.numbers, title=found.title)
+        for row in found.rows:
+            made.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
+        screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+        for note in found.notes:
+            screen.print(Padding(Text(note, "dim"), (0, 2, 0, 2)))
+    screen.print(
+        Padding(Text(f"{headline(report)}. x NAME: times the time of undivided.", "dim"), (1, 2, 0, 2))
     )
-    return done.stdout.strip() or None
+
+
+def _wrong(report: dict[str, Any]) -> bool:
+    """Whether the library gave a wrong answer anywhere."""
+    return any(
+        not entry["ok"]
+        for case in report["cases"]
+        for entry in case["entries"]
+        if entry["name"] not in OTHERS
+    )

@@ -25,7 +25,7 @@ from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided.kernels import philox
 
-__all__ = ["NAMES", "Upstream", "oracle", "plain", "unreachable"]
+__all__ = ["NAMES", "Piece", "Upstream", "kv_heads_of", "oracle", "oracle_of", "plain", "plain_of", "reachable_of", "unreachable"]  # fmt: skip
 
 PAIRS = 1 << 22
 """Scores worked on at once: 32 MiB in fp64, and about a dozen such tables live at a time."""
@@ -43,7 +43,12 @@ class Upstream(NamedTuple):
     lse: Tensor | None = None
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a problem that is right or wrong by itself: query rows of some heads of some sequences, and all of their keys.
+
+    heads are whole groups, or lie within one.
+    """
+
     batch: slice
     heads: slice
     rows: slice
@@ -75,15 +80,21 @@ def oracle(problem: Problem, operands: Operands, upstream: Upstream) -> Quantiti
     """
     totals = _zeros(problem, operands)
     for piece in _pieces(problem):
-        tables = _tables(piece, problem, operands)
-        with torch.enable_grad():
-            leaves = _leaves(piece, problem, operands, torch.float64)
-            out, lse = _attend(leaves, tables, operands)
-            grads = _autograd_of(
-                out, lse, leaves, *_upstream_of(piece, problem, upstream, tables, torch.float64)
-            )
-        _add(totals, piece, problem, operands, {"out": out.detach(), "lse": lse.detach(), **grads})
+        _add(totals, piece, problem, operands, oracle_of(piece, problem, operands, upstream))
     return totals
+
+
+def oracle_of(piece: Piece, problem: Problem, operands: Operands, upstream: Upstream | None) -> Quantities:
+    """The right answer for one piece: out, lse and, with an upstream, what its rows add to every gradient."""
+    tables = _tables(piece, problem, operands)
+    with torch.enable_grad():
+        leaves = _leaves(piece, problem, operands, torch.float64)
+        out, lse = _attend(leaves, tables, operands)
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if upstream is not None:
+            grads = _upstream_of(piece, problem, upstream, tables, torch.float64)
+            found |= _autograd_of(out, lse, leaves, *grads)
+    return found
 
 
 def plain(
@@ -95,16 +106,26 @@ def plain(
     """
     totals = _zeros(problem, operands)
     for piece in _pieces(problem):
-        tables = _tables(piece, problem, operands)
-        leaves = _leaves(piece, problem, operands, precision)
-        grad_out, grad_lse = _upstream_of(piece, problem, upstream, tables, precision)
-        shuffle = _Shuffle(order, leaves)
-        found = _recomputed(
-            shuffle.leaves(leaves), _Tables(*(shuffle.keys(t, -1) for t in tables)), operands,  # type: ignore[arg-type]
-            shuffle.values(grad_out), grad_lse,
-        )  # fmt: skip
-        _add(totals, piece, problem, operands, shuffle.undone(found))
+        found = plain_of(piece, problem, operands, upstream, precision, order)
+        _add(totals, piece, problem, operands, found)
     return totals
+
+
+def plain_of(
+    piece: Piece, problem: Problem, operands: Operands, upstream: Upstream | None, precision: torch.dtype, order: int = 0
+) -> Quantities:  # fmt: skip
+    """`plain` for one piece; without an upstream only out and lse."""
+    tables = _tables(piece, problem, operands)
+    leaves = _leaves(piece, problem, operands, precision)
+    shuffle = _Shuffle(order, leaves)
+    shuffled = shuffle.leaves(leaves)
+    tables = _Tables(*(shuffle.keys(t, -1) for t in tables))  # type: ignore[arg-type]
+    if upstream is None:
+        with torch.no_grad():
+            out, lse = _attend(shuffled, tables, operands)
+        return shuffle.undone({"out": out, "lse": lse})
+    grad_out, grad_lse = _upstream_of(piece, problem, upstream, tables, precision)
+    return shuffle.undone(_recomputed(shuffled, tables, operands, shuffle.values(grad_out), grad_lse))
 
 
 class _Shuffle:
@@ -146,8 +167,8 @@ class _Shuffle:
         }
         if "dbias" in found and found["dbias"].shape[-1] > 1:
             axes["dbias"] = [(-1, keys)]
-        for name, undo in axes.items():
-            for axis, indices in undo:
+        for name in axes.keys() & found.keys():
+            for axis, indices in axes[name]:
                 found[name] = found[name].index_select(axis, indices)
         return found
 
@@ -157,14 +178,19 @@ def unreachable(problem: Problem, operands: Operands) -> Mapping[str, Tensor]:
     biases without an allowed pair."""
     totals = _zeros(problem, operands)
     for piece in _pieces(problem):
-        allowed = _tables(piece, problem, operands).allowed
-        row = allowed.any(-1, keepdim=True).double()
-        key = _per_kv_head(allowed.any(-2).double(), piece, problem).unsqueeze(-1)
-        found = {"out": row, "lse": row.squeeze(-1), "dq": row, "dk": key, "dv": key}
-        if operands.bias is not None:
-            found["dbias"] = _summed_to(allowed.double(), operands.bias.shape)
-        _add(totals, piece, problem, operands, found)
+        _add(totals, piece, problem, operands, reachable_of(piece, problem, operands))
     return {name: total == 0 for name, total in totals.items() if name not in ("dsinks", "dalibi_slopes")}
+
+
+def reachable_of(piece: Piece, problem: Problem, operands: Operands) -> Quantities:
+    """How many pairs reach each row, key and bias of a piece, broadcastable to each quantity; 0 is what matters."""
+    allowed = _tables(piece, problem, operands).allowed
+    row = allowed.any(-1, keepdim=True).double()
+    key = _per_kv_head(allowed.any(-2).double(), piece, problem).unsqueeze(-1)
+    found = {"out": row, "lse": row.squeeze(-1), "dq": row, "dk": key, "dv": key}
+    if operands.bias is not None:
+        found["dbias"] = _summed_to(allowed.double(), operands.bias.shape)
+    return found
 
 
 def _attend(leaves: _Leaves, tables: _Tables, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -253,21 +279,21 @@ def _reachable(x: Tensor, tables: _Tables) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1).masked_fill(~tables.allowed.any(-2).unsqueeze(-1), 0.0)
 
 
-def _pieces(problem: Problem) -> Iterator[_Piece]:
+def _pieces(problem: Problem) -> Iterator[Piece]:
     """All rows at once where they fit; else one batch row and one head at a time, as many query rows as fit."""
     everything = problem.batch * problem.heads * problem.q_len * problem.kv_len
     if everything <= PAIRS:
-        yield _Piece(slice(0, problem.batch), slice(0, problem.heads), slice(0, problem.q_len))
+        yield Piece(slice(0, problem.batch), slice(0, problem.heads), slice(0, problem.q_len))
         return
     step = max(1, PAIRS // problem.kv_len)
     for b in range(problem.batch):
         for h in range(problem.heads):
             for start in range(0, problem.q_len, step):
                 rows = slice(start, min(start + step, problem.q_len))
-                yield _Piece(slice(b, b + 1), slice(h, h + 1), rows)
+                yield Piece(slice(b, b + 1), slice(h, h + 1), rows)
 
 
-def _tables(piece: _Piece, problem: Problem, operands: Operands) -> _Tables:
+def _tables(piece: Piece, problem: Problem, operands: Operands) -> _Tables:
     form = operands.normal_form(problem)
     keys = slice(0, problem.kv_len)
     shape = tuple(s.stop - s.start for s in (*piece, keys))
@@ -287,24 +313,25 @@ def _tables(piece: _Piece, problem: Problem, operands: Operands) -> _Tables:
     return _Tables(allowed, distance, kept)
 
 
-def _table(table: Tensor, piece: _Piece) -> Tensor:
+def _table(table: Tensor, piece: Piece) -> Tensor:
     return table[piece.batch if table.shape[0] > 1 else slice(None), piece.rows]
 
 
-def _where(tensor: Tensor, piece: _Piece) -> tuple[slice, ...]:
+def _where(tensor: Tensor, piece: Piece) -> tuple[slice, ...]:
     """Where a piece lies in a tensor that broadcasts to [B, H, Sq, Sk]."""
     spans = (*piece, slice(None))
     return tuple(s if size > 1 else slice(None) for s, size in zip(spans, tensor.shape, strict=True))
 
 
-def _kv_heads(piece: _Piece, problem: Problem) -> slice:
+def kv_heads_of(piece: Piece, problem: Problem) -> slice:
+    """The key/value heads that the query heads of a piece read."""
     group = problem.heads // problem.kv_heads
     return slice(piece.heads.start // group, (piece.heads.stop - 1) // group + 1)
 
 
-def _leaves(piece: _Piece, problem: Problem, operands: Operands, precision: torch.dtype) -> _Leaves:
+def _leaves(piece: Piece, problem: Problem, operands: Operands, precision: torch.dtype) -> _Leaves:
     q, k, v = operands.heads_first()
-    kv = (piece.batch, _kv_heads(piece, problem))
+    kv = (piece.batch, kv_heads_of(piece, problem))
     slopes, bias, sinks = operands.alibi_slopes, operands.bias, operands.sinks
     row_slopes = None
     if slopes is not None and slopes.dim() == 1:
@@ -324,7 +351,7 @@ def _leaves(piece: _Piece, problem: Problem, operands: Operands, precision: torc
     return _Leaves(leaf(q[piece], precision), leaf(k[kv], precision), leaf(v[kv], precision), *others)
 
 
-def _sequence(piece: _Piece, problem: Problem, operands: Operands) -> Tensor:
+def _sequence(piece: Piece, problem: Problem, operands: Operands) -> Tensor:
     """The sequence that each row belongs to, [B|1, R]."""
     assert operands.alibi_slopes is not None
     sequence = _table(operands.normal_form(problem).q_sequence, piece)
@@ -332,7 +359,7 @@ def _sequence(piece: _Piece, problem: Problem, operands: Operands) -> Tensor:
 
 
 def _upstream_of(
-    piece: _Piece, problem: Problem, upstream: Upstream, tables: _Tables, precision: torch.dtype
+    piece: Piece, problem: Problem, upstream: Upstream, tables: _Tables, precision: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the piece's out and lse; 0 for rows without a key, whose output is a constant."""
     empty = _empty(tables)
@@ -360,9 +387,9 @@ def _zeros(problem: Problem, operands: Operands) -> Quantities:
     }
 
 
-def _add(totals: Quantities, piece: _Piece, problem: Problem, operands: Operands, found: Quantities) -> None:
+def _add(totals: Quantities, piece: Piece, problem: Problem, operands: Operands, found: Quantities) -> None:
     """Add what a piece found to where it belongs."""
-    kv = (piece.batch, _kv_heads(piece, problem))
+    kv = (piece.batch, kv_heads_of(piece, problem))
     for name, value in found.items():
         total, value = totals[name], value.double()
         if name in ("out", "lse", "dq"):
@@ -379,8 +406,8 @@ def _add(totals: Quantities, piece: _Piece, problem: Problem, operands: Operands
             total[:, piece.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 
 
-def _per_kv_head(x_BHK: Tensor, piece: _Piece, problem: Problem) -> Tensor:
-    kv_heads = _kv_heads(piece, problem)
+def _per_kv_head(x_BHK: Tensor, piece: Piece, problem: Problem) -> Tensor:
+    kv_heads = kv_heads_of(piece, problem)
     summed: Tensor = x_BHK.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).sum(2)
     return summed
 

@@ -1,14 +1,8 @@
-"""Timing, interleaved and gated by verification: no speed is reported for a wrong answer.
-
-Competitors take turns in one run, so that what disturbs the machine disturbs them alike; a figure is the median over the
-turns. Machines are shared and noisy: compare figures of one run with each other, not with those of another.
-"""
+"""What a repeated small call of `attention` costs above its backend: normalising, selecting, recording, restoring."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,30 +13,12 @@ from undivided import _problem, masks
 from undivided._machine import Machine
 from undivided._policy import policy
 from undivided._selection import select
+from undivided.benchmarking.timing import interleaved
 from undivided.functional import attention
 from undivided.verification import verify
 
 BUDGET_MICROSECONDS = 15.0
 """What a repeated small call may cost above the backend's own time."""
-
-
-def interleaved(competitors: Mapping[str, Callable[[], object]], turns: int, calls: int) -> dict[str, float]:
-    """Median seconds of one call of each competitor; they take turns of `calls` calls each.
-
-    >>> times = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(10_000))}, turns=5, calls=20)
-    >>> times["a"] < times["b"]
-    True
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in competitors}
-    for function in competitors.values():
-        function()  # first calls fill caches and start threads
-    for _ in range(turns):
-        for name, function in competitors.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            seconds[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 @dataclass(frozen=True)

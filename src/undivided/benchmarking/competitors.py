@@ -1,0 +1,276 @@
+"""Who takes part in a benchmark: the library's choice, backends asked for, and what else computes the same.
+
+Every competitor is given the problem as it likes it best (its own layout, masks and block structures built beforehand), and
+offers a call to be timed and its results to be judged. What it cannot compute it is absent from, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from undivided import _layout
+from undivided._machine import Machine
+from undivided._policy import policy
+from undivided._problem import Operands, Problem, normalise
+from undivided._selection import decide
+from undivided.benchmarking.catalogue import Benchmark
+from undivided.functional import attention
+from undivided.verification.cases import Case
+from undivided.verification.inputs import Inputs, build
+
+__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare"]
+
+OTHERS = ("sdpa", "math", "onnxruntime", "flex")
+"""Competitors that are not backends of this library; "flex" compiles for seconds and takes part only when asked for."""
+
+MOST_SCORES = 1 << 30
+"""Bytes of scores that PyTorch's math path may hold; it holds a few such tables at a time."""
+
+
+class Absent(Exception):
+    """Why a competitor does not take part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Competitor:
+    """One that takes part.
+
+    label: what it is, exactly: a backend, a version. call: what is timed. results: "out" and, of a backward, "dq", "dk", "dv",
+    each as [B, heads, S, D].
+    """
+
+    name: str
+    label: str
+    call: Callable[[], object]
+    results: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A benchmark with its tensors."""
+
+    benchmark: Benchmark
+    inputs: Inputs
+    problem: Problem
+    operands: Operands
+
+    @property
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as [B, H, S, D], without history."""
+        q, k, v = (x.detach() for x in self.operands.heads_first())
+        return q, k, v
+
+    @property
+    def grad_out(self) -> Tensor:
+        """The gradient of the output as [B, H, S, D]."""
+        return _layout.heads_first(self.inputs.grad_out, self.problem.layout)
+
+
+def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
+    """Draw the tensors of a benchmark.
+
+    >>> from undivided.benchmarking.catalogue import benchmarks
+    >>> prepare(benchmarks("small")[0]).problem.q_len
+    1
+    """
+    inputs = build(benchmark.case, benchmark.dtype, device=device)
+    return Prepared(benchmark, inputs, *normalise(**inputs.arguments))
+
+
+def competitors(
+    prepared: Prepared,
+    backends: Sequence[str] = ("native",),
+    others: Sequence[str] = ("sdpa", "math", "onnxruntime"),
+) -> tuple[list[Competitor], dict[str, str]]:
+    """Those that take part, and why each of the rest does not.
+
+    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is not timed
+    twice.
+    """
+    found: list[Competitor] = []
+    absent: dict[str, str] = {}
+    makers: dict[str, Callable[[Prepared], Competitor]] = {"undivided": partial(_ours, backend=None)}
+    makers |= {name: partial(_ours, backend=name) for name in backends}
+    if prepared.benchmark.without is not None:
+        makers["without"] = partial(_without, case=prepared.benchmark.without)
+    makers |= {name: _MAKERS[name] for name in others}
+    for name, make in makers.items():
+        try:
+            made = make(prepared)
+        except Absent as why:
+            absent[name] = str(why)
+        else:
+            found.append(made)
+    return found, absent
+
+
+# the library
+
+
+def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> Competitor:
+    arguments = dict(prepared.inputs.arguments)
+    decision = decide(prepared.problem, Machine.this(arguments["q"].device), policy(backend))
+    if decision.chosen is None:
+        raise Absent("; ".join(decision.reasons.get(backend or "", ())) or "no backend can run it")
+    if (
+        backend is not None
+        and decision.chosen is decide(prepared.problem, decision.machine, policy(None)).chosen
+    ):
+        raise Absent("it is what undivided chose")
+    call = partial(attention, **arguments, backend=backend)
+    layout = prepared.problem.layout
+    leaves = tuple(arguments[x] for x in "qkv")
+    return _competitor(name or backend or "undivided", decision.chosen.name, call, leaves, prepared.inputs.grad_out,
+                       prepared.benchmark.backward, lambda x: _layout.heads_first(x, layout))  # fmt: skip
+
+
+def _without(prepared: Prepared, case: Case) -> Competitor:
+    """The same problem without what the case adds, by the same tensors; only its time is of interest."""
+    arguments = {**prepared.inputs.arguments, "mask": case.mask() if case.mask else None, "bias": None, "softcap": case.softcap,
+                 "alibi_slopes": None, "sinks": None, "dropout_p": case.dropout_p, "dropout_seed": None}  # fmt: skip
+    problem, operands = normalise(**arguments)
+    plain = Prepared(
+        prepared.benchmark, Inputs(case, arguments, prepared.inputs.grad_out, None), problem, operands
+    )
+    return _ours(plain, None, "without")
+
+
+def _competitor(
+    name: str, label: str, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Tensor, backward: bool,
+    heads_first: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Competitor:  # fmt: skip
+    """A competitor from its forward; the backward is timed alone, over a graph that is kept."""
+    if not backward:
+        return Competitor(name, label, forward, lambda: {"out": heads_first(forward())})
+    out = forward()
+    call = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+
+    def results() -> dict[str, Tensor]:
+        found = (out.detach(), *call())
+        return {key: heads_first(x) for key, x in zip(("out", "dq", "dk", "dv"), found, strict=True)}
+
+    return Competitor(name, label, call, results)
+
+
+# PyTorch
+
+
+def _torch(name: str, prepared: Prepared, forward: Callable[..., Tensor], label: str) -> Competitor:
+    """PyTorch's function on tensors of its own, [B, H, S, D] in memory as the case has them."""
+    backward = prepared.benchmark.backward
+    leaves = tuple(x.clone().requires_grad_(backward) for x in prepared.heads_first)
+    return _competitor(name, label, partial(forward, *leaves), leaves, prepared.grad_out, backward)
+
+
+def _sdpa(prepared: Prepared) -> Competitor:
+    forward = _documents(prepared) if prepared.problem.packed else partial(
+        scaled_dot_product_attention, **_sdpa_arguments(prepared)
+    )  # fmt: skip
+    label = "torch SDPA" + (", a document at a time" if prepared.problem.packed else "")
+    return _torch("sdpa", prepared, forward, label)
+
+
+def _math(prepared: Prepared) -> Competitor:
+    problem = prepared.problem
+    if prepared.problem.packed:
+        raise Absent("a document at a time it is as sdpa")
+    scores = problem.batch * problem.heads * problem.q_len * problem.kv_len * problem.dtype.itemsize
+    copies = problem.batch * problem.heads * problem.kv_len * problem.qk_dim * problem.dtype.itemsize
+    if problem.heads == problem.kv_heads:
+        copies = 0
+    if max(scores, copies) > MOST_SCORES:
+        raise Absent(f"its tables would take {max(scores, copies) / 2**30:.1f} GiB each")
+    arguments = _sdpa_arguments(prepared)
+
+    def forward(*tensors: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(*tensors, **arguments)
+
+    return _torch("math", prepared, forward, "torch SDPA, math")
+
+
+def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
+    """The problem in the words of PyTorch's function; masks and biases as one tensor, built here."""
+    problem, operands = prepared.problem, prepared.operands
+    if problem.page_size is not None:
+        raise Absent("it reads no pages")
+    if operands.softcap is not None:
+        raise Absent("it has no softcap")
+    if operands.dropout_p:
+        raise Absent("it draws a pattern of its own, which nothing can check")
+    arguments: dict[str, Any] = {"scale": operands.scale, "enable_gqa": problem.heads != problem.kv_heads}
+    if problem.mask.kinds == {"causal"} and problem.align != "bottom_right":
+        return arguments | {"is_causal": True}
+    if problem.mask.kinds:
+        allowed = operands.mask.to_dense(
+            problem.batch, problem.heads, problem.q_len, problem.kv_len, operands.q.device
+        )
+        arguments["attn_mask"] = allowed
+    bias = operands.bias
+    if operands.alibi_slopes is not None:
+        form = operands.normal_form(problem)
+        distance = ((form.q_position + form.shift)[:, :, None] - form.kv_position[:, None, :]).abs()
+        slopes = operands.alibi_slopes[None, :, None, None]
+        bias = (-slopes * distance[:, None]).to(problem.dtype)
+    if bias is not None:
+        if "attn_mask" in arguments:
+            bias = bias.masked_fill(~arguments["attn_mask"], -torch.inf)
+        arguments["attn_mask"] = bias.detach()
+    return arguments
+
+
+def _documents(prepared: Prepared) -> Callable[..., Tensor]:
+    """One call for each causal document of a packed batch: the strongest that PyTorch's function offers."""
+    form = prepared.operands.normal_form(prepared.problem)
+    lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
+
+    def forward(*tensors: Tensor) -> Tensor:
+        parts = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+        return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
+
+    return forward
+
+
+def _flex(prepared: Prepared) -> Competitor:
+    from undivided.backends import flex
+
+    if prepared.benchmark.backward and prepared.problem.device == "cpu":
+        raise Absent("FlexAttention has no backward on a CPU")
+    reasons = flex.BACKEND.reasons(prepared.problem, Machine.this(prepared.operands.q.device))
+    if reasons:
+        raise Absent("; ".join(reasons))
+    call = flex.prepared(prepared.problem, prepared.operands)
+    leaves = prepared.operands.heads_first()
+    return _competitor(
+        "flex", "FlexAttention, compiled", call, leaves, prepared.grad_out, prepared.benchmark.backward
+    )
+
+
+def _onnxruntime(prepared: Prepared) -> Competitor:
+    from undivided.benchmarking import onnx
+
+    problem = prepared.problem
+    if prepared.benchmark.backward:
+        raise Absent("it has no backward")
+    is_causal = problem.mask.kinds == {"causal"}
+    extras = problem.features - {"backward"}
+    if (problem.mask.kinds and not is_causal) or extras or problem.packed or problem.q_len != problem.kv_len:
+        raise Absent("its MultiHeadAttention is timed on plain and causal problems only")
+    try:
+        attend = onnx.multi_head_attention(problem, prepared.operands, is_causal)
+    except onnx.Unavailable as why:
+        raise Absent(str(why)) from None
+    return Competitor("onnxruntime", attend.label, attend.call, lambda: {"out": attend.out()})
+
+
+_MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {
+    "sdpa": _sdpa, "math": _math, "onnxruntime": _onnxruntime, "flex": _flex,
+}  # fmt: skip

@@ -1,0 +1,90 @@
+"""onnxruntime's MultiHeadAttention as a competitor: a model of one node, built when first needed.
+
+Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md, com.microsoft.MultiHeadAttention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided._problem import Operands, Problem
+
+__all__ = ["Attend", "Unavailable", "multi_head_attention"]
+
+OPSET = 17
+"""Of the standard operators; none is used, and every onnxruntime from 1.12 on knows it."""
+
+
+class Unavailable(Exception):
+    """Why onnxruntime cannot take part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """A session with its inputs bound: `call` runs it, `out` runs it and gives [B, H, S, Dv]."""
+
+    label: str
+    call: Callable[[], Any]
+    out: Callable[[], Tensor]
+
+
+def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) -> Attend:
+    """onnxruntime on the same numbers, in its own layout [B, S, H * D].
+
+    Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0): they would take the cores from whoever's turn
+    comes next.
+
+    Raises:
+        Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
+    """
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise Unavailable(f"{package} is not installed (pip install 'undivided[bench]')")
+    if problem.dtype != torch.float32 or problem.device != "cpu":
+        raise Unavailable(
+            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device} (it is timed in fp32 on a CPU)"
+        )
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    model = _model(problem.heads, operands.scale, is_causal)
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    feed = {
+        name: x.detach().transpose(1, 2).flatten(2).contiguous().numpy()
+        for name, x in zip(("query", "key", "value"), operands.heads_first(), strict=True)
+    }
+
+    def call() -> Any:
+        return session.run(None, feed)[0]
+
+    def out() -> Tensor:
+        return torch.from_numpy(call()).unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)
+
+    return Attend(f"onnxruntime {onnxruntime.__version__} MultiHeadAttention", call, out)
+
+
+def _model(heads: int, scale: float, is_causal: bool) -> bytes:
+    """The model, serialised."""
+    from onnx import TensorProto, helper
+
+    tensors = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", length, width])
+               for name, length, width in (("query", "q_len", "hidden"), ("key", "kv_len", "hidden"),
+                                           ("value", "kv_len", "v_hidden"), ("out", "q_len", "v_hidden"))}  # fmt: skip
+    inputs = ["query", "key", "value"]
+    node = helper.make_node(
+        "MultiHeadAttention", inputs, ["out"], domain="com.microsoft", num_heads=heads, scale=scale,
+        unidirectional=int(is_causal),
+    )  # fmt: skip
+    graph = helper.make_graph([node], "attention", [tensors[name] for name in inputs], [tensors["out"]])
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    serialised: bytes = model.SerializeToString()
+    return serialised

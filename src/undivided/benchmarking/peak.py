@@ -1,0 +1,113 @@
+"""What a machine can do at most, measured beside every figure, so that figures can be given as a fraction of it.
+
+- Multiply-adds (fp32, and fp16, which CPU kernels compute in fp32): independent multiply-adds in registers on every thread, at the
+  instruction set that the native kernel uses, so that `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
+- Matrix products (bf16 on a CPU; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in; where
+  the native library's own multiply-adds in bf16 are faster still, those.
+- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, so that what a cache
+  holds of one it holds of the other.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided.benchmarking.timing import Stopwatch, stopwatch
+from undivided.kernels import cpu
+
+BURSTS = 5
+BURST = 0.012
+"""Seconds of a burst of multiply-adds; a probe is the median of five."""
+
+SIDE = 2048
+"""Rows of the matrices of a product: 8 MiB each in half types, beyond which the rate no longer rises."""
+
+PATIENCE = 0.1
+"""Seconds after which no further product or read begins; there are at least two."""
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As the native library numbers them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One rate of this machine: what it is, in what unit ("FLOP/s" or "B/s"), and how to measure it now."""
+
+    what: str
+    unit: str
+    measure: Callable[[], float]
+
+
+def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
+    """The arithmetic peak that attention in this dtype is held against.
+
+    >>> arithmetic(torch.float32).unit
+    'FLOP/s'
+    """
+    name = str(dtype).removeprefix("torch.")
+    library = cpu.load()
+    if device != "cpu":
+        return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device))
+    if isinstance(library, str):
+        half = torch.float32 if dtype == torch.float16 else dtype
+        return Probe(
+            f"{str(half).removeprefix('torch.')} matrix product", "FLOP/s", lambda: matrix_product(half)
+        )
+    if dtype == torch.bfloat16 and "UNDIVIDED_ISA" not in os.environ:
+        return Probe("bfloat16 matrix product", "FLOP/s",
+                     lambda: max(matrix_product(dtype), multiply_adds(library, dtype)))  # fmt: skip
+    shown = "float32" if dtype == torch.float16 else name
+    return Probe(f"{shown} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype))
+
+
+def reading(size: int, device: str = "cpu") -> Probe:
+    """The rate at which a buffer of `size` bytes is read.
+
+    >>> reading(1 << 20).what
+    'read of 1 MiB'
+    """
+    buffer = torch.ones(max(size // 4, 1), device=device)
+    return Probe(f"read of {round(size / 2**20)} MiB", "B/s", lambda: read(buffer))
+
+
+def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> float:
+    """Operations a second of independent multiply-adds on all of torch's threads; a multiply-add is two."""
+    code, threads = _DTYPES[dtype], torch.get_num_threads()
+    start, repeats = time.perf_counter(), 1 << 15
+    library.peak(code, repeats)
+    repeats = max(int(repeats * BURST / (time.perf_counter() - start)), 1)
+    rates = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(BURSTS):
+            start = time.perf_counter()
+            done = sum(pool.map(lambda _: library.peak(code, repeats), range(threads)))
+            rates.append(done / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def matrix_product(dtype: torch.dtype, device: str = "cpu") -> float:
+    """Operations a second of large matrix products."""
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+    return 2 * SIDE**3 / _seconds(lambda: torch.mm(a, b), stopwatch(device))
+
+
+def read(buffer: Tensor) -> float:
+    """Bytes a second of one pass over a buffer."""
+    return buffer.numel() * buffer.element_size() / _seconds(buffer.sum, stopwatch(buffer.device.type))
+
+
+def _seconds(call: Callable[[], object], watch: Stopwatch) -> float:
+    """Median seconds of a call; the first does not count."""
+    call()
+    times: list[float] = []
+    while len(times) < 2 or (sum(times) < PATIENCE and len(times) < 3 * BURSTS):
+        times.append(watch(call, 1))
+    return statistics.median(times)

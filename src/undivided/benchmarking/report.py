@@ -1,0 +1,274 @@
+"""A report as tables: for the terminal, and as Markdown for a page. Both show the same cells."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from undivided.benchmarking.suites import SCHEMA
+from undivided.errors import InputError
+
+__all__ = ["Cell", "Table", "markdown", "tables"]
+
+Report = Mapping[str, Any]
+Case = Mapping[str, Any]
+
+TITLES = {
+    "forward": "Forward", "backward": "Backward alone", "mask": "Masks and scores", "decode": "Decoding",
+    "small": "Small problems", "overhead": "Overhead of a call", "memory": "Memory",
+}  # fmt: skip
+
+WORST = 8
+"""Small problems over their goal that are named."""
+
+
+class Cell(NamedTuple):
+    """A text, and whether it is "good", "bad" or neither."""
+
+    text: str
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One suite. The first column is text, and so is the last where it is called goal; the rest are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The columns that hold numbers."""
+        return tuple(name for name in self.columns[1:] if name not in ("goal", "worst"))
+
+
+def tables(report: Report) -> list[Table]:
+    """The tables of a report, one for every suite in it.
+
+    Raises:
+        InputError: it is no report, or one of another version.
+    """
+    if not isinstance(report, Mapping) or report.get("schema") != SCHEMA:
+        found = report.get("schema") if isinstance(report, Mapping) else type(report).__name__
+        raise InputError("report", f"be one of schema {SCHEMA}, written by this version's bench", repr(found))
+    suites = dict.fromkeys(case["suite"] for case in report["cases"])
+    made = [
+        (_small if suite == "small" else _of_cases)(
+            suite, [x for x in report["cases"] if x["suite"] == suite]
+        )
+        for suite in suites
+    ]
+    if "overhead" in report:
+        made.append(_overhead(report["overhead"]))
+    if "memory" in report:
+        made.append(_memory(report["memory"]))
+    return made
+
+
+def markdown(report: Report) -> str:
+    """The tables as Markdown, below a line that says where and when.
+
+    Raises:
+        InputError: as `tables`.
+    """
+    parts = [f"{headline(report)}\n"]
+    for table in tables(report):
+        lines = [f"**{table.title}**", "", _line(table.columns)]
+        lines.append(_line("--:" if name in table.numbers else "---" for name in table.columns))
+        lines += [
+            _line(f"**{cell.text}**" if cell.tone == "bad" else cell.text for cell in row)
+            for row in table.rows
+        ]
+        lines += ["", *table.notes] if table.notes else []
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def headline(report: Report) -> str:
+    """Where and when, in one line."""
+    machine = report["machine"]
+    isa = machine["native"] + (" (forced)" if machine["UNDIVIDED_ISA"] else "")
+    parts = [machine.get("gpu") or machine["processor"], f"{machine['threads']} threads", f"native at {isa}",
+             f"PyTorch {machine['torch']}"]  # fmt: skip
+    parts += [f"onnxruntime {machine['onnxruntime']}"] if machine["onnxruntime"] else []
+    parts += [f"commit {report['commit']}"] if report["commit"] else []
+    parts += ["a quick run"] if report["quick"] else []
+    return ", ".join([*parts, report["when"][:10]])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
+
+
+# suites of single problems
+
+
+def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
+    others = dict.fromkeys(
+        entry["name"] for case in cases for entry in case["entries"] if entry["name"] not in ("undivided", "without")
+    )  # fmt: skip
+    reads = any(case["bytes"] for case in cases)
+    columns = (
+        "case",
+        "time",
+        "rate",
+        "of reads" if reads else "of peak",
+        *(f"x {name}" for name in others),
+        "goal",
+    )
+    rows = tuple(_row(case, others) for case in cases)
+    peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
+    best = {
+        what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks
+    }
+    unit = "B/s" if reads else "FLOP/s"
+    notes = [f"Peaks: {', '.join(f'{what} {human(rate, unit)}' for what, rate in best.items())}."]
+    return Table(TITLES[suite], columns, rows, (*notes, *_contended_note(cases)))
+
+
+def _contended_note(cases: Sequence[Case]) -> list[str]:
+    if any(case["rate"]["contended"] for case in cases):
+        return ["~ the machine was busy with something else in every attempt."]
+    return []
+
+
+def _row(case: Case, others: Iterable[str]) -> tuple[Cell, ...]:
+    entries = {entry["name"]: entry for entry in case["entries"]}
+    name = case["name"] + (" ~" if case["rate"]["contended"] else "")
+    ours = entries.get("undivided", {})
+    if "seconds" not in ours:
+        figures = [Cell("WRONG", "bad") if ours else Cell("none"), Cell(""), Cell("")]
+    else:
+        unit = "B/s" if case["bytes"] else "FLOP/s"
+        figures = [
+            Cell(span(ours["seconds"])),
+            Cell(human(ours["per_second"], unit)),
+            Cell(f"{ours['fraction']:.2f}"),
+        ]
+    return (
+        Cell(name),
+        *figures,
+        *(_other(entries.get(name), "seconds" in ours) for name in others),
+        _goals(case),
+    )
+
+
+def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
+    """How many times our time another takes."""
+    if entry is None:
+        return Cell("")
+    if not entry["ok"]:
+        return Cell("WRONG", "bad")
+    return Cell(f"{entry['of_ours']:.2f}" if comparable else "")
+
+
+def _goals(case: Case) -> Cell:
+    words = [
+        f"{goal['wanted']:g} {goal['what']} {'met' if goal['met'] else missed(goal)}"
+        for goal in case.get("goals", ())
+    ]
+    good = all(goal["met"] for goal in case.get("goals", ()))
+    return Cell(", ".join(words), "" if not words else "good" if good else "bad")
+
+
+def missed(goal: Mapping[str, Any]) -> str:
+    """By how much a goal is missed.
+
+    >>> missed({"short": 0.12})
+    'missed by 12 %'
+    """
+    return f"missed by {100 * goal['short']:.0f} %"
+
+
+# the others
+
+
+def _small(suite: str, cases: Sequence[Case]) -> Table:
+    """A row for each dtype and direction; the problems furthest over their goal are named."""
+    groups: dict[tuple[str, bool], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case["name"].partition("-")[0], case["backward"]), []).append(case)
+    rows = []
+    for (dtype, backward), group in groups.items():
+        goals = [goal for case in group for goal in case.get("goals", ())]
+        met = sum(goal["met"] for goal in goals)
+        ratios = [entry["of_ours"] for case in group for entry in case["entries"]
+                  if entry["name"] == "sdpa" and entry.get("of_ours")]  # fmt: skip
+        wrong = [case["name"] for case in group if not all(entry["ok"] for entry in case["entries"])]
+        median = f"{statistics.median(ratios):.2f}" if ratios else ""
+        rows.append((
+            Cell(f"{dtype} {'backward' if backward else 'forward'}"), Cell(str(len(group))),
+            Cell(f"{met} of {len(goals)}", "good" if met == len(goals) else "bad"), Cell(median),
+            Cell(f"{len(wrong)}", "bad" if wrong else ""),
+        ))  # fmt: skip
+    notes = ["Goal: at most 1.05 times PyTorch's SDPA plus 15 us; x sdpa is the median."]
+    over = [
+        (goal["found"] - goal["wanted"], case)
+        for case in cases
+        for goal in case.get("goals", ())
+        if not goal["met"]
+    ]
+    over.sort(key=lambda pair: pair[0], reverse=True)
+    if over:
+        notes.append(
+            "Furthest over it: "
+            + ", ".join(f"{case['name']} by {span(by)}" for by, case in over[:WORST])
+            + "."
+        )
+    return Table(TITLES[suite], ("problems", "count", "within goal", "x sdpa", "wrong"), tuple(rows),
+                 (*notes, *_contended_note(cases)))  # fmt: skip
+
+
+def _overhead(found: Mapping[str, Any]) -> Table:
+    limit = found["budget_microseconds"]
+    rows = tuple(
+        (
+            Cell(row["problem"]), Cell(f"{row['call']:.1f}"), Cell(f"{row['backend_alone']:.1f}"),
+            Cell(f"{row['above_backend']:.1f}", "good" if row["above_backend"] < limit else "bad"),
+            Cell("" if row["sdpa"] is None else f"{row['sdpa']:.1f}"),
+        )
+        for row in found["problems"]
+    )  # fmt: skip
+    note = f"Medians of {found['turns']} turns of {found['calls']} calls, one thread. Goal: below {limit:g} above the backend."
+    return Table(
+        TITLES["overhead"], ("microseconds", "call", "backend alone", "above it", "torch SDPA"), rows, (note,)
+    )
+
+
+def _memory(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for row in found:
+        growth = (
+            Cell("") if "growth" not in row else Cell(f"{row['growth']:.2f}", "good" if row["met"] else "bad")
+        )
+        rows.append(
+            (
+                Cell(f"{row['tokens']}"),
+                Cell(human(row["bytes"], "B")),
+                Cell(human(row["tensors"], "B")),
+                growth,
+            )
+        )
+    note = ("Forward and backward of one causal head, above what the process held before; q, k, v, the output and the gradients are "
+            "the tensors. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
+    return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
+
+
+def span(seconds: float) -> str:
+    """``span(0.00123)`` -> ``'1.23 ms'``."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def human(count: float, unit: str) -> str:
+    """``human(3.1e11, "FLOP/s")`` -> ``'310 GFLOP/s'``."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {prefix}{unit}"
+    return f"{count:.3g} {unit}"

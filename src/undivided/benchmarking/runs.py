@@ -1,0 +1,249 @@
+"""A benchmark, from its tensors to its figures: prepare, verify, time between probes, compare with the goal.
+
+A competitor whose results are outside the error budget is not timed. What comes out are plain values that JSON can hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.benchmarking import competitors as _competitors
+from undivided.benchmarking import peak, timing
+from undivided.benchmarking.catalogue import Benchmark
+from undivided.benchmarking.competitors import Competitor, Prepared
+from undivided.benchmarking.peak import Probe
+from undivided.benchmarking.timing import Steady, Stopwatch
+from undivided.masks._intervals import NormalForm
+from undivided.verification.sample import Sample, sample_of
+
+__all__ = ["Settings", "run", "run_small"]
+
+Entry = dict[str, Any]
+Case = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Settings:
+    """How to run.
+
+    backends: of ours, timed beside the chosen one. others: who else takes part. device: "cpu" or "cuda".
+    patience: seconds of timing for one benchmark, and for a small one. attempts: how often a disturbed run is made at most.
+    watch: takes the time. best: the largest that each probe has shown so far.
+    """
+
+    backends: Sequence[str] = ("native",)
+    others: Sequence[str] = ("sdpa", "math", "onnxruntime")
+    device: str = "cpu"
+    patience: float = 1.5
+    small_patience: float = 0.1
+    attempts: int = timing.ATTEMPTS
+    watch: Stopwatch | None = None
+    best: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """The given one, or that of the device."""
+        return self.watch or timing.stopwatch(self.device)
+
+
+def run(benchmark: Benchmark, settings: Settings) -> Case:
+    """Time one benchmark.
+
+    >>> from undivided.benchmarking.catalogue import benchmarks
+    >>> from undivided.benchmarking.runs import Settings
+    >>> found = run(benchmarks("small")[0], Settings(others=("sdpa",), patience=0.001, attempts=1))
+    >>> [entry["name"] for entry in found["entries"]], found["entries"][0]["ok"]
+    (['undivided', 'sdpa'], True)
+    """
+    prepared = _competitors.prepare(benchmark, settings.device)
+    found, absent = _competitors.competitors(prepared, settings.backends, settings.others)
+    entries, right = _verified(prepared, found)
+    probe = _probe(prepared, settings)
+    calls = {competitor.name: competitor.call for competitor in right}
+    timed = _steadily(lambda: timing.race(calls, settings.patience, settings.stopwatch), probe, settings)
+    seconds, turns = timed.value
+    rate = {"what": probe.what, "unit": probe.unit, "before": timed.before, "after": timed.after, "used": timed.peak,
+            "attempts": timed.attempts, "contended": timed.contended}  # fmt: skip
+    case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
+    _with_figures(case, seconds, benchmark)
+    return case
+
+
+def run_small(
+    group: Sequence[Benchmark], settings: Settings, step: Callable[[str], None] = lambda _: None
+) -> list[Case]:
+    """Time small benchmarks between one pair of probes: a probe takes longer than they do.
+
+    step: called with the name of each as its turn to be verified comes.
+    """
+    ready = []
+    for benchmark in group:
+        step(f"{benchmark.suite}: {benchmark.name}")
+        prepared = _competitors.prepare(benchmark, settings.device)
+        found, absent = _competitors.competitors(prepared, (), ("sdpa",))
+        entries, right = _verified(prepared, found)
+        ready.append((_described(prepared) | {"entries": entries, "absent": absent},
+                      {competitor.name: competitor.call for competitor in right}))  # fmt: skip
+
+    def all_of_them() -> list[tuple[dict[str, float], int]]:
+        return [timing.race(calls, settings.small_patience, settings.stopwatch) for _, calls in ready]
+
+    probe = peak.arithmetic(group[0].dtype, settings.device)
+    timed = _steadily(all_of_them, probe, settings)
+    for (case, _), (seconds, turns), benchmark in zip(ready, timed.value, group, strict=True):
+        case |= {"turns": turns, "rate": {"contended": timed.contended, "attempts": timed.attempts}}
+        _with_figures(case, seconds, benchmark)
+    return [case for case, _ in ready]
+
+
+def _steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:
+    found = timing.steady(measure, probe.measure, settings.best.get(probe.what, 0.0), settings.attempts)
+    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), found.before, found.after)
+    return found
+
+
+def _probe(prepared: Prepared, settings: Settings) -> Probe:
+    if prepared.benchmark.reads:
+        return peak.reading(_bytes_read(prepared), settings.device)
+    return peak.arithmetic(prepared.problem.dtype, settings.device)
+
+
+# verification
+
+
+def _verified(prepared: Prepared, found: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
+    """An entry for each competitor, and those whose results are right."""
+    grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
+    sample = sample_of(prepared.problem, prepared.operands, grad)
+    entries, right = [], []
+    for competitor in found:
+        entry: Entry = {
+            "name": competitor.name,
+            "label": competitor.label,
+            "ok": True,
+            "errors": {},
+            "note": "",
+        }
+        if (
+            competitor.name != "without"
+        ):  # another problem: only its time is of interest, and it is one of the plain ones
+            entry |= _judged(competitor, sample)
+        entries.append(entry)
+        if entry["ok"]:
+            right.append(competitor)
+    return entries, right
+
+
+def _judged(competitor: Competitor, sample: Sample) -> Entry:
+    try:
+        results = competitor.results()
+        far = {name: sample.error(name, value) for name, value in results.items()}
+    except Exception as error:  # whatever a kernel raises is a finding
+        return {"ok": False, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
+    errors = {
+        name: {"error": _finite(error), "budget": sample.allowed[name], "ok": error <= sample.allowed[name]}
+        for name, error in far.items()
+    }
+    return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
+
+
+# figures
+
+
+def _described(prepared: Prepared) -> Case:
+    benchmark, problem = prepared.benchmark, prepared.problem
+    return {
+        "suite": benchmark.suite,
+        "name": benchmark.name,
+        "problem": str(problem),
+        "backward": benchmark.backward,
+        "operations": operations(prepared),
+        "bytes": _bytes_read(prepared) if benchmark.reads else None,
+    }
+
+
+def operations(prepared: Prepared) -> float:
+    """What the allowed pairs cost: a multiply-add is two, and a backward multiplies five times where a forward does twice."""
+    problem = prepared.problem
+    pairs = _pairs(prepared) * problem.heads
+    if prepared.benchmark.backward:
+        return 2.0 * pairs * (3 * problem.qk_dim + 2 * problem.v_dim)
+    return 2.0 * pairs * (problem.qk_dim + problem.v_dim)
+
+
+def _pairs(prepared: Prepared) -> int:
+    """Allowed pairs of one head, over the batch. A dense mask counts whole: tiles of it are computed and then masked."""
+    problem, operands = prepared.problem, prepared.operands
+    if operands.mask.is_full:
+        return problem.batch * problem.q_len * problem.kv_len
+    form = operands.normal_form(problem)
+    return _in_ranges(form, problem.batch)
+
+
+def _in_ranges(form: NormalForm, batch: int) -> int:
+    starts_stops = form.ranges.long()
+    lengths: Tensor = (starts_stops[..., 1::2] - starts_stops[..., 0::2]).clamp(min=0)
+    return int(lengths.sum()) * (batch if form.ranges.shape[0] == 1 else 1)
+
+
+def _bytes_read(prepared: Prepared) -> int:
+    """The keys and values within the lengths, once."""
+    problem = prepared.problem
+    row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
+    return _pairs(prepared) // max(problem.q_len, 1) * row
+
+
+def _with_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark) -> None:
+    """Add to a case what was timed: seconds, rate, fraction of the peak, times ours; and how the goal fared."""
+    ours = seconds.get("undivided")
+    work = case["bytes"] or case["operations"]
+    for entry in case["entries"]:
+        if (time := seconds.get(entry["name"])) is None:
+            continue
+        entry |= {"seconds": time, "per_second": work / time, "of_ours": time / ours if ours else None}
+        if used := case["rate"].get("used"):
+            entry["fraction"] = work / time / used
+    case["goals"] = list(_goals(case, benchmark)) if ours else []
+
+
+def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
+    goal, found = benchmark.goal, []
+    entries = {entry["name"]: entry for entry in case["entries"] if "seconds" in entry}
+    ours = entries["undivided"]
+    if goal.fraction is not None:
+        what = "of the read rate" if benchmark.reads else "of the peak"
+        found.append(_goal(what, goal.fraction, ours["fraction"]))
+    for name, factor in goal.faster:
+        if name in entries:
+            found.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
+    if goal.within is not None and "without" in entries:
+        found.append(
+            _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
+        )
+    if goal.allowance is not None and "sdpa" in entries:
+        allowed = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
+        found.append(_goal("seconds", allowed, ours["seconds"], at_most=True))
+    return found
+
+
+def _goal(what: str, wanted: float, found: float, at_most: bool = False) -> dict[str, Any]:
+    """One goal; `short` is how far it is missed, relative to what was wanted."""
+    short = found / wanted - 1 if at_most else 1 - found / wanted
+    return {
+        "what": what,
+        "wanted": wanted,
+        "found": found,
+        "at_most": at_most,
+        "met": short <= 0,
+        "short": max(short, 0.0),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

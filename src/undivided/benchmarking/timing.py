@@ -1,0 +1,149 @@
+"""Timing: competitors take turns in one run, and a run that was disturbed is repeated.
+
+What disturbs a machine disturbs all competitors of a turn alike, so a figure is the median over the turns and is to be
+compared with figures of the same run. Whether it was disturbed is asked of the machine itself: a probe of what it can do at
+most runs before and after (`undivided.benchmarking.peak`), and where the two differ the run is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Stopwatch = Callable[[Call, int], float]
+"""Seconds that a number of calls, one after the other, took together."""
+
+T = TypeVar("T")
+
+DRIFT = 0.07
+"""How far apart the probes around a run may be: on an idle machine they differ by 1 to 3 %."""
+
+SHORTFALL = 0.2
+"""How far the probes around a run may stay below the best of the whole run: a machine may be busy from beginning to end. A processor
+that has warmed up is up to a tenth slower than a cold one."""
+
+ATTEMPTS = 3
+TURN = 0.004
+"""Seconds that a turn takes at least: short calls are repeated within it."""
+
+FEWEST_TURNS, MOST_TURNS = 3, 15
+
+
+def stopwatch(device: str = "cpu") -> Stopwatch:
+    """How time is taken: by the clock on a CPU, by events in the stream on a GPU.
+
+    >>> stopwatch()(lambda: sum(range(1000)), 10) > 0
+    True
+    """
+    return _by_events if device.startswith("cuda") else _by_clock
+
+
+def _by_clock(function: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return time.perf_counter() - start
+
+
+def _by_events(function: Call, calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def interleaved(
+    competitors: Mapping[str, Call], turns: int, calls: int | Mapping[str, int], watch: Stopwatch = _by_clock
+) -> dict[str, float]:
+    """Median seconds of one call of each competitor; they take turns of `calls` calls each.
+
+    >>> times = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(10_000))}, turns=5, calls=20)
+    >>> times["a"] < times["b"]
+    True
+    """
+    each = dict.fromkeys(competitors, calls) if isinstance(calls, int) else calls
+    seconds: dict[str, list[float]] = {name: [] for name in competitors}
+    for function in competitors.values():
+        function()  # first calls fill caches and start threads
+    for _ in range(turns):
+        for name, function in competitors.items():
+            seconds[name].append(watch(function, each[name]) / each[name])
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def race(
+    competitors: Mapping[str, Call], patience: float, watch: Stopwatch = _by_clock
+) -> tuple[dict[str, float], int]:
+    """`interleaved` with as many turns as fit into `patience` seconds, and never fewer than three: (medians, turns)."""
+    for function in competitors.values():
+        function()
+    once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
+    calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
+    a_turn = sum(calls[name] * once[name] for name in competitors)
+    turns = min(max(int(patience / a_turn), FEWEST_TURNS), MOST_TURNS)
+    return interleaved(competitors, turns, calls, watch), turns
+
+
+@dataclass(frozen=True)
+class Steady(Generic[T]):
+    """A measurement with what the machine could do at most right before and right after it.
+
+    contended: the probes differ by more than `DRIFT`, or stay `SHORTFALL` below the best seen, in every attempt.
+    """
+
+    value: T
+    before: float
+    after: float
+    attempts: int
+    contended: bool
+
+    @property
+    def peak(self) -> float:
+        """The larger of the probes: what a fraction is a fraction of."""
+        return max(self.before, self.after)
+
+
+def drift(before: float, after: float) -> float:
+    """How far apart two probes are, relative to the larger.
+
+    >>> drift(100.0, 90.0)
+    0.1
+    """
+    return 1 - min(before, after) / max(before, after)
+
+
+def steady(
+    measure: Callable[[], T], probe: Callable[[], float], best: float = 0.0, attempts: int = ATTEMPTS
+) -> Steady[T]:
+    """Measure between two probes, again where they say that the machine was disturbed; the calmest attempt counts.
+
+    Args:
+        measure: what is wanted. probe: what the machine can do at most, in any unit.
+        best: the largest that the probe has shown before.
+        attempts: how often to measure at most.
+
+    >>> rates = iter([100.0, 60.0, 99.0, 101.0])
+    >>> found = steady(lambda: "a time", lambda: next(rates))
+    >>> found.attempts, found.contended, found.peak
+    (2, False, 101.0)
+    """
+    found: list[tuple[float, Steady[T]]] = []
+    for attempt in range(1, attempts + 1):
+        before, value, after = probe(), measure(), probe()
+        best = max(best, before, after)
+        disturbed = max(drift(before, after) / DRIFT, drift(min(before, after), best) / SHORTFALL)
+        found.append((disturbed, Steady(value, before, after, attempt, disturbed > 1)))
+        if disturbed <= 1:
+            break
+    calmest = min(found, key=lambda one: one[0])[1]
+    return Steady(calmest.value, calmest.before, calmest.after, len(found), calmest.contended)
