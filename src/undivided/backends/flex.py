@@ -146,7 +146,7 @@ def prepared(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
     """FlexAttention alone: a call over inputs and a block mask that were built beforehand, -> [B, H, Sq, Dv]."""
     form = operands.normal_form(problem)
     tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
-    return lambda: _compiled()(*tensors, **settings)  # type: ignore[no-any-return]
+    return lambda: _compiled()(*tensors, **settings)
 
 
 def _refused(feature: str) -> str:

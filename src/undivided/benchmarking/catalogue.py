@@ -1,6 +1,6 @@
 """What is timed: problems by suite, and what each is meant to reach.
 
-A problem is a `Case` of the verification's catalogue, large instead of small, with a dtype, a direction and a goal. The goals are
+A problem is a `Case` as the verification's catalogue has them, but large, with a dtype, a direction and a goal. The goals are
 those that the native kernel was built to (two cores, AVX-512 with BF16); a fraction is of what the same run's probe of the
 machine shows (`undivided.benchmarking.peak`), a ratio is to a competitor in the same run.
 """

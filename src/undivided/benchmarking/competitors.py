@@ -31,6 +31,8 @@ __all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare
 OTHERS = ("sdpa", "math", "onnxruntime", "flex")
 """Competitors that are not backends of this library; "flex" compiles for seconds and takes part only when asked for."""
 
+_attend: Callable[..., Tensor] = scaled_dot_product_attention  # called with tuples and dictionaries
+
 MOST_SCORES = 1 << 30
 """Bytes of scores that PyTorch's math path may hold; it holds a few such tables at a time."""
 
@@ -92,8 +94,8 @@ def competitors(
 ) -> tuple[list[Competitor], dict[str, str]]:
     """Those that take part, and why each of the rest does not.
 
-    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is not timed
-    twice.
+    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is not
+    timed twice.
     """
     found: list[Competitor] = []
     absent: dict[str, str] = {}
@@ -171,28 +173,25 @@ def _torch(name: str, prepared: Prepared, forward: Callable[..., Tensor], label:
 
 
 def _sdpa(prepared: Prepared) -> Competitor:
-    forward = _documents(prepared) if prepared.problem.packed else partial(
-        scaled_dot_product_attention, **_sdpa_arguments(prepared)
-    )  # fmt: skip
-    label = "torch SDPA" + (", a document at a time" if prepared.problem.packed else "")
-    return _torch("sdpa", prepared, forward, label)
+    if prepared.problem.packed:
+        return _torch("sdpa", prepared, _documents(prepared), "torch SDPA, a document at a time")
+    return _torch("sdpa", prepared, partial(_attend, **_sdpa_arguments(prepared)), "torch SDPA")
 
 
 def _math(prepared: Prepared) -> Competitor:
     problem = prepared.problem
-    if prepared.problem.packed:
+    if problem.packed:
         raise Absent("a document at a time it is as sdpa")
-    scores = problem.batch * problem.heads * problem.q_len * problem.kv_len * problem.dtype.itemsize
-    copies = problem.batch * problem.heads * problem.kv_len * problem.qk_dim * problem.dtype.itemsize
-    if problem.heads == problem.kv_heads:
-        copies = 0
-    if max(scores, copies) > MOST_SCORES:
-        raise Absent(f"its tables would take {max(scores, copies) / 2**30:.1f} GiB each")
+    row = problem.batch * problem.heads * problem.kv_len * problem.dtype.itemsize
+    expanded = 0 if problem.heads == problem.kv_heads else row * problem.qk_dim
+    largest = max(row * problem.q_len, expanded)
+    if largest > MOST_SCORES:
+        raise Absent(f"its tables would take {largest / 2**30:.1f} GiB each")
     arguments = _sdpa_arguments(prepared)
 
     def forward(*tensors: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(*tensors, **arguments)
+            return _attend(*tensors, **arguments)
 
     return _torch("math", prepared, forward, "torch SDPA, math")
 
@@ -234,7 +233,7 @@ def _documents(prepared: Prepared) -> Callable[..., Tensor]:
 
     def forward(*tensors: Tensor) -> Tensor:
         parts = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-        return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
+        return torch.cat([_attend(*part, is_causal=True) for part in parts], dim=2)
 
     return forward
 

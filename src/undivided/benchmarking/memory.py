@@ -6,6 +6,7 @@ The output is checked against the fp64 oracle on a sample of its rows before the
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -36,10 +37,11 @@ def memory(
         RuntimeError: a process failed, or its output was wrong.
     """
     rows: list[dict[str, Any]] = []
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     for length in lengths:
         step(f"memory: {length} tokens")
         command = [sys.executable, "-m", "undivided.benchmarking.memory", str(length), dtype]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise RuntimeError(f"{length} tokens: {done.stderr.strip().splitlines()[-1]}")
         row = json.loads(done.stdout)
@@ -74,7 +76,8 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     tensors = 8 * length * HEAD_SIZE * out.element_size()
     backend = undivided.explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
     return {"tokens": length, "dtype": dtype, "backend": backend, "bytes": (after - before) * 1024,
-            "bytes_a_token": (after - before) * 1024 / length, "tensors": tensors, "error": error, "budget": budget}  # fmt: skip
+            "bytes_a_token": (after - before) * 1024 / length, "tensors": tensors,
+            "error": error, "budget": budget}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What a machine can do at most, measured beside every figure, so that figures can be given as a fraction of it.
 
-- Multiply-adds (fp32, and fp16, which CPU kernels compute in fp32): independent multiply-adds in registers on every thread, at the
-  instruction set that the native kernel uses, so that `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
-- Matrix products (bf16 on a CPU; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in; where
-  the native library's own multiply-adds in bf16 are faster still, those.
+- Multiply-adds (fp32, and fp16, which CPU kernels compute in fp32): independent multiply-adds in registers on every thread, at
+  the instruction set that the native kernel uses, so that `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
+- Matrix products (bf16 on a CPU; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in;
+  where the native library's own multiply-adds in bf16 are faster still, or where `UNDIVIDED_ISA` is set, those.
 - Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, so that what a cache
   holds of one it holds of the other.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided.benchmarking.timing import Stopwatch, stopwatch
+from undivided.benchmarking.timing import Reading, stopwatch
 from undivided.kernels import cpu
 
 BURSTS = 5
@@ -43,7 +43,7 @@ class Probe:
 
     what: str
     unit: str
-    measure: Callable[[], float]
+    measure: Callable[[], Reading]
 
 
 def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
@@ -78,7 +78,7 @@ def reading(size: int, device: str = "cpu") -> Probe:
     return Probe(f"read of {round(size / 2**20)} MiB", "B/s", lambda: read(buffer))
 
 
-def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> float:
+def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:
     """Operations a second of independent multiply-adds on all of torch's threads; a multiply-add is two."""
     code, threads = _DTYPES[dtype], torch.get_num_threads()
     start, repeats = time.perf_counter(), 1 << 15
@@ -86,28 +86,32 @@ def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> float:
     repeats = max(int(repeats * BURST / (time.perf_counter() - start)), 1)
     rates = []
     with ThreadPoolExecutor(threads) as pool:
+        used, begun = time.process_time(), time.perf_counter()
         for _ in range(BURSTS):
             start = time.perf_counter()
             done = sum(pool.map(lambda _: library.peak(code, repeats), range(threads)))
             rates.append(done / (time.perf_counter() - start))
-    return statistics.median(rates)
+        share = (time.process_time() - used) / (time.perf_counter() - begun) / threads
+    return Reading(statistics.median(rates), share)
 
 
-def matrix_product(dtype: torch.dtype, device: str = "cpu") -> float:
+def matrix_product(dtype: torch.dtype, device: str = "cpu") -> Reading:
     """Operations a second of large matrix products."""
     a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
-    return 2 * SIDE**3 / _seconds(lambda: torch.mm(a, b), stopwatch(device))
+    return _rate(2 * SIDE**3, lambda: torch.mm(a, b), device)
 
 
-def read(buffer: Tensor) -> float:
+def read(buffer: Tensor) -> Reading:
     """Bytes a second of one pass over a buffer."""
-    return buffer.numel() * buffer.element_size() / _seconds(buffer.sum, stopwatch(buffer.device.type))
+    return _rate(buffer.numel() * buffer.element_size(), buffer.sum, buffer.device.type)
 
 
-def _seconds(call: Callable[[], object], watch: Stopwatch) -> float:
-    """Median seconds of a call; the first does not count."""
+def _rate(work: float, call: Callable[[], object], device: str) -> Reading:
+    """Work a second by the median of a few calls; the first does not count."""
     call()
-    times: list[float] = []
+    watch, times = stopwatch(device), list[float]()
+    used, begun = time.process_time(), time.perf_counter()
     while len(times) < 2 or (sum(times) < PATIENCE and len(times) < 3 * BURSTS):
         times.append(watch(call, 1))
-    return statistics.median(times)
+    share = (time.process_time() - used) / (time.perf_counter() - begun) / torch.get_num_threads()
+    return Reading(work / statistics.median(times), share if device == "cpu" else 1.0)

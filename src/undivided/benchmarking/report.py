@@ -253,8 +253,8 @@ def _memory(found: Sequence[Mapping[str, Any]]) -> Table:
                 growth,
             )
         )
-    note = ("Forward and backward of one causal head, above what the process held before; q, k, v, the output and the gradients are "
-            "the tensors. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
+    note = ("Forward and backward of one causal head, above what the process held before; tensors: q, k, v, the output and "
+            "the gradients. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
     return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
 
 

@@ -5,12 +5,12 @@ A competitor whose results are outside the error budget is not timed. What comes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from undivided.benchmarking import competitors as _competitors
@@ -46,6 +46,10 @@ class Settings:
     watch: Stopwatch | None = None
     best: dict[str, float] = field(default_factory=dict)
 
+    def hurried(self) -> Settings:
+        """The same for a quick run."""
+        return dataclasses.replace(self, patience=0.3, small_patience=0.03, attempts=2)
+
     @property
     def stopwatch(self) -> Stopwatch:
         """The given one, or that of the device."""
@@ -68,7 +72,8 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     calls = {competitor.name: competitor.call for competitor in right}
     timed = _steadily(lambda: timing.race(calls, settings.patience, settings.stopwatch), probe, settings)
     seconds, turns = timed.value
-    rate = {"what": probe.what, "unit": probe.unit, "before": timed.before, "after": timed.after, "used": timed.peak,
+    rate = {"what": probe.what, "unit": probe.unit, "before": timed.before.rate, "after": timed.after.rate,
+            "share": min(timed.before.share, timed.after.share), "used": timed.peak,
             "attempts": timed.attempts, "contended": timed.contended}  # fmt: skip
     case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     _with_figures(case, seconds, benchmark)
@@ -104,7 +109,7 @@ def run_small(
 
 def _steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:
     found = timing.steady(measure, probe.measure, settings.best.get(probe.what, 0.0), settings.attempts)
-    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), found.before, found.after)
+    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), found.before.rate, found.after.rate)
     return found
 
 

@@ -29,9 +29,6 @@ __all__ = ["SCHEMA", "Plan", "execute", "plan"]
 SCHEMA = 1
 """Of the report; it changes when a reader of an older one would misunderstand it."""
 
-QUICK = {"patience": 0.3, "small_patience": 0.03, "attempts": 2}
-"""Settings of a quick run."""
-
 _OVERHEAD = {False: (31, 200), True: (5, 50)}
 """(turns, calls) of the study of the overhead; True is quick."""
 

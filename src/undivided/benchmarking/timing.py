@@ -11,8 +11,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -26,8 +26,12 @@ DRIFT = 0.07
 """How far apart the probes around a run may be: on an idle machine they differ by 1 to 3 %."""
 
 SHORTFALL = 0.2
-"""How far the probes around a run may stay below the best of the whole run: a machine may be busy from beginning to end. A processor
-that has warmed up is up to a tenth slower than a cold one."""
+"""How far a probe may stay below the best of the whole run: a machine may be busy from beginning to end. A processor that has
+warmed up is up to a tenth slower than a cold one."""
+
+SHARE = 0.85
+"""The part of its threads' time that a probe gets at least; the rest went to other processes. One that has the cores to itself
+gets 0.95 and more."""
 
 ATTEMPTS = 3
 TURN = 0.004
@@ -59,7 +63,7 @@ def _by_events(function: Call, calls: int) -> float:
         function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def interleaved(
@@ -94,56 +98,69 @@ def race(
     return interleaved(competitors, turns, calls, watch), turns
 
 
+class Reading(NamedTuple):
+    """What a probe saw: a rate, and the part of its threads' time in which they ran."""
+
+    rate: float
+    share: float = 1.0
+
+
 @dataclass(frozen=True)
 class Steady(Generic[T]):
     """A measurement with what the machine could do at most right before and right after it.
 
-    contended: the probes differ by more than `DRIFT`, or stay `SHORTFALL` below the best seen, in every attempt.
+    contended: in every attempt something else was running, see `disturbance`.
     """
 
     value: T
-    before: float
-    after: float
+    before: Reading
+    after: Reading
     attempts: int
     contended: bool
 
     @property
     def peak(self) -> float:
-        """The larger of the probes: what a fraction is a fraction of."""
-        return max(self.before, self.after)
+        """The larger of the probes' rates: what a fraction is a fraction of."""
+        return max(self.before.rate, self.after.rate)
 
 
-def drift(before: float, after: float) -> float:
-    """How far apart two probes are, relative to the larger.
+def disturbance(before: Reading, after: Reading, best: float) -> float:
+    """How much two probes say that the machine was disturbed; up to 1 it was not.
 
-    >>> drift(100.0, 90.0)
-    0.1
+    They differ by more than `DRIFT`, or one stays more than `SHORTFALL` below the best rate seen, or it got less than `SHARE` of its
+    threads' time.
+
+    >>> disturbance(Reading(100.0), Reading(96.5), 100.0)
+    0.5
     """
-    return 1 - min(before, after) / max(before, after)
+    low, high = sorted((before.rate, after.rate))
+    share = min(before.share, after.share)
+    signs = ((1 - low / high) / DRIFT, (1 - low / best) / SHORTFALL, (1 - share) / (1 - SHARE))
+    return round(max(signs), 6)
 
 
 def steady(
-    measure: Callable[[], T], probe: Callable[[], float], best: float = 0.0, attempts: int = ATTEMPTS
+    measure: Callable[[], T], probe: Callable[[], Reading], best: float = 0.0, attempts: int = ATTEMPTS
 ) -> Steady[T]:
     """Measure between two probes, again where they say that the machine was disturbed; the calmest attempt counts.
 
     Args:
         measure: what is wanted. probe: what the machine can do at most, in any unit.
-        best: the largest that the probe has shown before.
+        best: the largest rate that the probe has shown before.
         attempts: how often to measure at most.
 
     >>> rates = iter([100.0, 60.0, 99.0, 101.0])
-    >>> found = steady(lambda: "a time", lambda: next(rates))
+    >>> found = steady(lambda: "a time", lambda: Reading(next(rates)))
     >>> found.attempts, found.contended, found.peak
     (2, False, 101.0)
     """
     found: list[tuple[float, Steady[T]]] = []
     for attempt in range(1, attempts + 1):
         before, value, after = probe(), measure(), probe()
-        best = max(best, before, after)
-        disturbed = max(drift(before, after) / DRIFT, drift(min(before, after), best) / SHORTFALL)
+        best = max(best, before.rate, after.rate)
+        disturbed = disturbance(before, after, best)
         found.append((disturbed, Steady(value, before, after, attempt, disturbed > 1)))
         if disturbed <= 1:
             break
     calmest = min(found, key=lambda one: one[0])[1]
-    return Steady(calmest.value, calmest.before, calmest.after, len(found), calmest.contended)
+    return replace(calmest, attempts=len(found))

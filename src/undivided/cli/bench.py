@@ -15,7 +15,6 @@ from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tabl
 from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
-from undivided.benchmarking.suites import QUICK
 from undivided.cli._terminal import complain, console, print_json, progress, table
 from undivided.errors import InputError
 
@@ -42,7 +41,7 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
     as_markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print the tables of this report as Markdown.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown.")
     ] = None,
 ) -> None:  # fmt: skip
     """Time attention against PyTorch's, onnxruntime's and the machine's own limits; minutes for all of it.
@@ -58,9 +57,8 @@ def bench(
         raise InputError("--device", "be cpu (no CUDA device here)", repr(device))
     suites = SUITES if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
-    settings = Settings(
-        backends=backend or ("native",), others=_others(competitor), device=device, **(QUICK if quick else {})
-    )  # type: ignore[arg-type]
+    settings = Settings(backend or ("native",), _others(competitor), device)
+    settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
     try:
         with progress(planned.steps) as step:

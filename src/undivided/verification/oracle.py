@@ -25,7 +25,10 @@ from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided.kernels import philox
 
-__all__ = ["NAMES", "Piece", "Upstream", "kv_heads_of", "oracle", "oracle_of", "plain", "plain_of", "reachable_of", "unreachable"]  # fmt: skip
+__all__ = [
+    "NAMES", "Piece", "Upstream",
+    "kv_heads_of", "oracle", "oracle_of", "plain", "plain_of", "reachable_of", "unreachable",
+]  # fmt: skip
 
 PAIRS = 1 << 22
 """Scores worked on at once: 32 MiB in fp64, and about a dozen such tables live at a time."""
