@@ -66,7 +66,8 @@ def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) 
         return session.run(None, feed)[0]
 
     def out() -> Tensor:
-        return torch.from_numpy(call()).unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)
+        found: Tensor = torch.from_numpy(call())
+        return found.unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
     return Attend(f"onnxruntime {onnxruntime.__version__} MultiHeadAttention", call, out)
 

@@ -1,15 +1,16 @@
 """What a machine can do at most, measured beside every figure, so that figures can be given as a fraction of it.
 
-- Multiply-adds (fp32, and fp16, which CPU kernels compute in fp32): independent multiply-adds in registers on every thread, at
-  the instruction set that the native kernel uses, so that `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
-- Matrix products (bf16 on a CPU; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in;
-  where the native library's own multiply-adds in bf16 are faster still, or where `UNDIVIDED_ISA` is set, those.
+- Multiply-adds (fp32): independent multiply-adds in registers on every thread, by the instructions that the native kernel uses.
+  Where `UNDIVIDED_ISA` chooses them, half types too: `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
+- Matrix products (half types; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in, or
+  the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32.
 - Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, so that what a cache
   holds of one it holds of the other.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -52,20 +53,22 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
     >>> arithmetic(torch.float32).unit
     'FLOP/s'
     """
-    name = str(dtype).removeprefix("torch.")
-    library = cpu.load()
-    if device != "cpu":
+    name, library = str(dtype).removeprefix("torch."), cpu.load()
+    if device != "cpu" or isinstance(library, str):
         return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device))
-    if isinstance(library, str):
-        half = torch.float32 if dtype == torch.float16 else dtype
-        return Probe(
-            f"{str(half).removeprefix('torch.')} matrix product", "FLOP/s", lambda: matrix_product(half)
-        )
-    if dtype == torch.bfloat16 and "UNDIVIDED_ISA" not in os.environ:
-        return Probe("bfloat16 matrix product", "FLOP/s",
-                     lambda: max(matrix_product(dtype), multiply_adds(library, dtype)))  # fmt: skip
-    shown = "float32" if dtype == torch.float16 else name
-    return Probe(f"{shown} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype))
+    if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ and _products_matter(library, dtype):
+
+        def faster() -> Reading:
+            return max(matrix_product(dtype), multiply_adds(library, dtype))
+
+        return Probe(f"{name} matrix product or multiply-adds", "FLOP/s", faster)
+    return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype))
+
+
+@functools.cache
+def _products_matter(library: cpu.Library, dtype: torch.dtype) -> bool:
+    """Whether products are near the rate of multiply-adds: without instructions for the dtype they may take seconds."""
+    return matrix_product(dtype, side=512).rate > 0.3 * multiply_adds(library, dtype).rate
 
 
 def reading(size: int, device: str = "cpu") -> Probe:
@@ -95,10 +98,10 @@ def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:
     return Reading(statistics.median(rates), share)
 
 
-def matrix_product(dtype: torch.dtype, device: str = "cpu") -> Reading:
+def matrix_product(dtype: torch.dtype, device: str = "cpu", side: int = SIDE) -> Reading:
     """Operations a second of large matrix products."""
-    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
-    return _rate(2 * SIDE**3, lambda: torch.mm(a, b), device)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return _rate(2 * side**3, lambda: torch.mm(a, b), device)
 
 
 def read(buffer: Tensor) -> Reading:
