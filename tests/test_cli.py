@@ -342,30 +342,3 @@ def test_the_backends_package_is_a_function_too() -> None:
     described = {row.name: row for row in undivided.backends(machine=a100)}
     assert described["flash_attn"].available
     assert described["flash_attn"].version == "flash_attn 2.8.4"
-
-
-class TestBench:
-    def test_every_problem_is_timed_against_its_backend(self, tmp_path: Path) -> None:
-        report = answer(
-            "bench", "--turns", "1", "--calls", "2", "--out", str(tmp_path / "found" / "bench.json")
-        )
-        assert json.loads((tmp_path / "found" / "bench.json").read_text()) == report
-        assert len(report["overhead"]) == 6
-        for row in report["overhead"]:
-            assert row["call"] > 0
-            assert row["backend"] in {backend.name for backend in undivided.backends() if backend.available}
-            assert row["above_backend"] == pytest.approx(row["call"] - row["backend_alone"])
-
-    def test_the_table_names_its_unit(self) -> None:
-        done = run("bench", "--turns", "1", "--calls", "1")
-        assert done.exit_code == 0
-        assert "microseconds" in done.stdout
-
-    def test_nothing_is_timed_on_a_red_verification(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Red:
-            ok = False
-
-        monkeypatch.setattr("undivided.benchmarking.verify", lambda *tensors, **arguments: Red())
-        done = run("bench", "--turns", "1", "--calls", "1")
-        assert done.exit_code == 1
-        assert "verification is red" in done.stderr

@@ -11,9 +11,7 @@ Machines are shared and noisy: compare figures of one run with each other, not w
 from __future__ import annotations
 
 from undivided.benchmarking.catalogue import DTYPES, SUITES
-from undivided.benchmarking.overhead import overhead
 from undivided.benchmarking.report import markdown, tables
 from undivided.benchmarking.suites import Plan, execute, plan
-from undivided.benchmarking.timing import interleaved
 
-__all__ = ["DTYPES", "SUITES", "Plan", "execute", "interleaved", "markdown", "overhead", "plan", "tables"]
+__all__ = ["DTYPES", "SUITES", "Plan", "execute", "markdown", "plan", "tables"]

@@ -227,13 +227,17 @@ def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
 
 
 def _documents(prepared: Prepared) -> Callable[..., Tensor]:
-    """One call for each causal document of a packed batch: the strongest that PyTorch's function offers."""
+    """One call for each document of a packed batch: the strongest that PyTorch's function offers."""
+    kinds, features = prepared.problem.mask.kinds, prepared.problem.features - {"backward"}
+    if not kinds <= {"documents", "causal"} or features:
+        raise Absent("a document at a time it is timed on plain and causal documents only")
+    is_causal = "causal" in kinds
     form = prepared.operands.normal_form(prepared.problem)
     lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
 
     def forward(*tensors: Tensor) -> Tensor:
         parts = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-        return torch.cat([_attend(*part, is_causal=True) for part in parts], dim=2)
+        return torch.cat([_attend(*part, is_causal=is_causal) for part in parts], dim=2)
 
     return forward
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-import undivided
 from undivided import masks
 from undivided._problem import normalise
+from undivided.functional import attention, explain
 from undivided.verification.sample import sample_of
 
 __all__ = ["LENGTHS", "memory"]
@@ -60,7 +60,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
         q, k, v, grad = (torch.randn(1, 1, length, HEAD_SIZE).to(getattr(torch, dtype)) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        out = undivided.attention(*leaves, layout="bhsd", mask=masks.causal())
+        out = attention(*leaves, layout="bhsd", mask=masks.causal())
         found = torch.autograd.grad(out, leaves, grad)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return before, after, leaves, out.detach(), found
@@ -74,7 +74,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     if not error <= budget:
         raise RuntimeError(f"the output is wrong: error {error:.1e} where {budget:.1e} is allowed")
     tensors = 8 * length * HEAD_SIZE * out.element_size()
-    backend = undivided.explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
+    backend = explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
     return {"tokens": length, "dtype": dtype, "backend": backend, "bytes": (after - before) * 1024,
             "bytes_a_token": (after - before) * 1024 / length, "tensors": tensors,
             "error": error, "budget": budget}  # fmt: skip

@@ -61,7 +61,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
 
     >>> from undivided.benchmarking.catalogue import benchmarks
     >>> from undivided.benchmarking.runs import Settings
-    >>> found = run(benchmarks("small")[0], Settings(others=("sdpa",), patience=0.001, attempts=1))
+    >>> found = run(benchmarks("small")[0], Settings(backends=(), others=("sdpa",), patience=0.001, attempts=1))
     >>> [entry["name"] for entry in found["entries"]], found["entries"][0]["ok"]
     (['undivided', 'sdpa'], True)
     """

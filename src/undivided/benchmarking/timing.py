@@ -127,8 +127,8 @@ class Steady(Generic[T]):
 def disturbance(before: Reading, after: Reading, best: float) -> float:
     """How much two probes say that the machine was disturbed; up to 1 it was not.
 
-    They differ by more than `DRIFT`, or one stays more than `SHORTFALL` below the best rate seen, or one got less than `SHARE` of
-    its threads' time.
+    They differ by more than `DRIFT`, or one stays more than `SHORTFALL` below the best rate seen, or one got less than
+    `SHARE` of its threads' time.
 
     >>> disturbance(Reading(100.0), Reading(96.5), 100.0)
     0.5
