@@ -35,6 +35,8 @@ OPTIONAL = {
     "transformers",
     "cudnn",
     "xformers",
+    "onnx",
+    "onnxruntime",
     "hypothesis",
 }
 SLOW_PARTS_OF_TORCH = ("torch.distributed", "torch._dynamo", "torch._inductor", "torch.onnx")
