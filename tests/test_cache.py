@@ -466,6 +466,14 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "q-flat": (lambda c: c.attend(Q.flatten(2)), "q must have 4 axes"),
     "q-unlike-the-last-tokens": (lambda c: c.attend(torch.randn(3, 1, HEADS, DIM)), "q_lengths must be given"),
     "q_lengths-too-long": (lambda c: c.attend(Q, q_lengths=[1, 2, 3]), "q_lengths must be at most the queries in q"),
+    "bias-of-other-keys": (
+        lambda c: c.attend(Q, q_lengths=[2] * 3, bias=torch.zeros(1, 1, 2, 8)),
+        r"bias must (end with the 7 keys|be broadcastable to .* 7\])",
+    ),
+    "dense-of-other-keys": (
+        lambda c: c.attend(Q, masks.dense(torch.ones(2, 8) > 0), [2] * 3), r"mask must (end with the 7 keys|have dense)"
+    ),
+    "bias-a-number": (lambda c: c.attend(Q, q_lengths=[2] * 3, bias=1.0), "bias must be a torch.Tensor"),
     "mask-a-tensor": (lambda c: c.attend(Q, torch.ones(2, 2) > 0, [2] * 3), "mask must be an undivided.masks.Mask"),
     "mask-with-lengths": (lambda c: c.attend(Q, masks.lengths([1, 2, 3]), [2] * 3), "leave the lengths to the cache"),
     "truncate-up": (lambda c: c.truncate([3, 5, 2]), r"lengths\[1\] must be at most the 4 cached tokens of sequence 1"),

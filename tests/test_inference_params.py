@@ -270,7 +270,7 @@ def test_no_pages_and_nothing_changed() -> None:
     before = state(model.params)
     with pytest.raises(InputError, match="step_dict must fit into the 5 free pages of 11") as refusal:
         model.params.pre_step({"d": 3, "a": 1, "b": 40})
-    assert "free(i)" in str(refusal.value)
+    assert "total_num_pages" in str(refusal.value)
     assert state(model.params) == before
     model.step({"a": 1, "b": 2, "c": 0})
 

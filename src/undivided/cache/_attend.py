@@ -33,7 +33,7 @@ _SEQUENCES = frozenset({"lengths", "documents"})
 _PER_KEY = frozenset({"dense", "document_ids"})
 _OF_PAIRS = _PER_KEY | {"predicate"}
 
-
+Output = Tensor | tuple[Tensor, Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -41,9 +41,6 @@ def outside_of_graphs(function: F) -> F:
     """Leave a method out of torch.compile: lengths are numbers on the host, and a graph would be made anew for each."""
     left_out: F = torch.compiler.disable(function, reason="the lengths of a cache live on the host")
     return left_out
-
-
-Output = Tensor | tuple[Tensor, Tensor]
 
 
 class Held(NamedTuple):
@@ -71,7 +68,8 @@ def attend(
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and _is_causal(mask):
         mask = EVERY
     if layout == "thd":
-        k, v, mask = _packed(held, q_counts or held.lengths, mask, options)
+        assert q_counts is not None
+        k, v, mask = _packed(held, q_counts, mask, options)
     elif held.pages is None:
         k, v, mask = _side_by_side(held, layout, q_counts, mask)
     else:
@@ -104,8 +102,8 @@ def _paged(
     if longest != extent and mask.kinds & _PER_KEY:
         build = functools.partial(_widened, mask, longest, extent)
         mask = mask.remembered(("cache", longest, extent), build)
-    if options.get("bias") is not None:
-        options["bias"] = _padded(options["bias"], longest, extent, 0.0)
+    if isinstance(options.get("bias"), Tensor):
+        options["bias"] = _padded("bias", options["bias"], longest, extent, 0.0)
     return k, v, _among_real(mask, lengths, q_counts, k.device)
 
 
@@ -184,17 +182,22 @@ def _widened(mask: Mask, longest: int, extent: int) -> Mask:
     tensors, wide = mask.take("dense")
     ids, wide = wide.take("document_ids")
     for tensor in tensors or ():
-        wide = wide & masks.dense(_padded(tensor, longest, extent, False))
+        wide = wide & masks.dense(_padded("mask", tensor, longest, extent, False))
     for part in ids or ():
-        wide = wide & masks.document_ids(part.ids_q, _padded(part.ids_kv, longest, extent, -1))
+        wide = wide & masks.document_ids(part.ids_q, _padded("mask", part.ids_kv, longest, extent, -1))
     return wide
 
 
-def _padded(tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
-    """The tensor with its last axis, that of the keys, extended; broadcast axes stay."""
-    if tensor.shape[-1] == 1 != longest:
-        return tensor
-    return pad(tensor, (0, extent - tensor.shape[-1]), value=value)
+def _padded(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+    """The tensor with its last axis, that of the keys, extended; a broadcast axis stays."""
+    keys = tensor.shape[-1] if tensor.dim() else 1
+    if keys == longest:
+        return pad(tensor, (0, extent - longest), value=value)
+    if keys != 1:
+        raise InputError(
+            name, f"end with the {longest} keys of the longest sequence, or 1", list(tensor.shape)
+        )
+    return tensor
 
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:

@@ -12,6 +12,13 @@ from undivided.errors import InputError
 from undivided.masks._parts import as_integer
 
 
+class PagesOfBatch(Pages):
+    """Pages that a step takes."""
+
+    argument = "step_dict"
+    hint = "leave out a sequence that has ended, bring fewer tokens of a prompt at a time, or more total_num_pages"
+
+
 class Step(NamedTuple):
     """What an iteration brings. Row r of the tensors is sequence r here."""
 
@@ -49,7 +56,7 @@ class Batch:
         for name, slot in slots.items():
             new[slot] = counts[name]
         before = tuple([ledger.lengths[slot] for slot in slots.values()])
-        plan = ledger.plan(tuple(new), "step_dict")
+        plan = ledger.plan(tuple(new))
         for storage in storages:
             storage.copy(plan.copies, storage.k.shape[1])
         ledger.commit(plan)

@@ -44,6 +44,16 @@ class Cache(ABC):
         return torch.tensor(self._ledger.lengths, dtype=torch.int32, device=self.device)
 
     @property
+    def k(self) -> Tensor:
+        """The keys' memory, for kernels of one's own: [B, max_len, N, Dk], or pages [num_pages, page_size, N, Dk]."""
+        return self._storage.k
+
+    @property
+    def v(self) -> Tensor:
+        """The values' memory, as `k`."""
+        return self._storage.v
+
+    @property
     def device(self) -> torch.device:
         """Where keys and values lie."""
         return self._storage.k.device

@@ -37,8 +37,8 @@ class Ledger(Protocol):
         """The tokens of each sequence."""
         ...
 
-    def plan(self, counts: Counts, argument: str = "k") -> Plan:
-        """Room for so many new tokens of each sequence; InputError, blaming ``argument``, where there is none."""
+    def plan(self, counts: Counts) -> Plan:
+        """Room for so many new tokens of each sequence; InputError where there is none."""
         ...
 
     def commit(self, plan: Plan) -> None:
@@ -73,12 +73,12 @@ class Slots:
         self.lengths: Counts = (0,) * batch
         self.max_len = max_len
 
-    def plan(self, counts: Counts, argument: str = "k") -> Plan:
+    def plan(self, counts: Counts) -> Plan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         if max(lengths) > self.max_len:
             n = lengths.index(max(lengths))
             raise InputError(
-                argument, f"leave every sequence within max_len={self.max_len} tokens",
+                "k", f"leave every sequence within max_len={self.max_len} tokens",
                 f"{counts[n]} new after {self.lengths[n]} in sequence {n}",
                 hint="a larger max_len; free(i) a sequence that has ended; truncate(lengths)",
             )  # fmt: skip
@@ -115,7 +115,13 @@ class Slots:
 
 
 class Pages:
-    """A sequence is a list of pages; sequences that begin alike may share them, and copy one before they write to it."""
+    """A sequence is a list of pages; sequences that begin alike may share them, and copy one before they write to it.
+
+    argument, hint: what to blame where there are too few pages, and how to repair it.
+    """
+
+    argument = "k"
+    hint = "free(i) a sequence that has ended, truncate(lengths), or more num_pages"
 
     def __init__(self, num_pages: int, page_size: int, batch: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -125,15 +131,14 @@ class Pages:
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
         self.changes = 0  # counted, so that whoever mirrors the tables knows when to do it again
 
-    def plan(self, counts: Counts, argument: str = "k") -> Plan:
+    def plan(self, counts: Counts) -> Plan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         needs = self._needs(lengths, counts)
         wanted = sum(grow + copy for _, grow, copy in needs)
         if wanted > len(self.unused):
             raise InputError(
-                argument, f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
-                f"tokens that need {wanted}",
-                hint="free(i) a sequence that has ended, truncate(lengths), or more num_pages",
+                self.argument, f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
+                f"tokens that need {wanted}", hint=self.hint,
             )  # fmt: skip
         if not needs:
             return Plan(lengths)
@@ -230,7 +235,7 @@ class Pages:
 
     def copy(self) -> Pages:
         """Another ledger that says the same."""
-        twin = Pages(0, self.page_size, 0)
+        twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]
         twin.references, twin.unused = list(self.references), list(self.unused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
 from undivided.cache._attend import Held, Output, outside_of_graphs
-from undivided.cache._batch import Batch, Step
+from undivided.cache._batch import Batch, PagesOfBatch, Step
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Heads, Storage, checked_tokens
 from undivided.errors import InputError
@@ -21,7 +21,6 @@ from undivided.masks import Mask
 from undivided.masks._parts import as_integer
 
 FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
-assert set(FORMATS) < set(get_args(Layout))
 
 
 class InferenceParams:
@@ -138,7 +137,7 @@ class InferenceParams:
     def reset(self) -> None:
         """Forget every sequence. The memory is kept."""
         ledger = (
-            Pages(self.total_num_pages, self.page_size, self.max_batch_size)
+            PagesOfBatch(self.total_num_pages, self.page_size, self.max_batch_size)
             if self.is_paged
             else Slots(self.max_batch_size, self.max_sequence_length)
         )
@@ -188,9 +187,10 @@ class InferenceParams:
             qkv_format: "bshd", "sbhd" or "thd"; that of the constructor if None.
 
         Returns:
-            (k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, format): the caches are
-            [b, max_sequence_length, g, d] in the batch's order, or where paged the pools [pages, page_size, g, d], to
-            be read with `page_table`; format is "bshd", "sbhd_2bshd" or "thd_2bshd", as the queries are.
+            (k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, format). The caches are
+            [b, max_sequence_length, g, d] in the batch's order (a copy, once sequences have left or changed places), or
+            where paged the pools [pages, page_size, g, d], to be read with `page_table`. format is "bshd", "sbhd_2bshd"
+            or "thd_2bshd", as the queries are.
 
         Raises:
             InputError: tokens that do not fit what `pre_step` was told.
