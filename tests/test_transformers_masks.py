@@ -70,7 +70,7 @@ def test_the_same_pairs_as_the_dense_mask_of_transformers(
     options = {"batch_size": 3, "mask_function": FUNCTIONS[function](start), "attention_mask": real, **call}
     expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
     found = model_mask(**options)
-    assert torch.equal(found[:], expected)
+    assert torch.equal(found.to_dense(), expected)
     assert tuple(found.shape) == tuple(expected.shape)
 
 
@@ -130,7 +130,7 @@ def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) ->
     )
     expected = masking_utils.sdpa_mask(len(ids), 9, 9, mask_function=made, allow_is_causal_skip=False)
     found = model_mask(len(ids), 9, 9, mask_function=made)
-    assert torch.equal(found[:], expected)
+    assert torch.equal(found.to_dense(), expected)
     assert found.mask.kinds <= STRUCTURE
     assert ("documents" in found.mask.kinds) == (len(ids) == 1)
 
@@ -146,7 +146,7 @@ def test_what_is_not_known_is_asked_pair_by_pair() -> None:
             options = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5, "mask_function": made}
             found = model_mask(**options, attention_mask=real)
             expected = masking_utils.sdpa_mask(**options, attention_mask=real, allow_is_causal_skip=False)
-            assert torch.equal(found[:], expected)
+            assert torch.equal(found.to_dense(), expected)
             assert found.mask.kinds >= kinds
 
 
@@ -167,7 +167,7 @@ def test_functions_of_single_positions_are_vmapped() -> None:
         "use_vmap": True,
     }
     found = model_mask(**options)
-    assert torch.equal(found[:], masking_utils.sdpa_mask(**options, allow_is_causal_skip=False))
+    assert torch.equal(found.to_dense(), masking_utils.sdpa_mask(**options, allow_is_causal_skip=False))
 
 
 def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +187,12 @@ def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pyte
     assert _patterns.read(sliding_window_overlay(3)).rest
     mask = model_mask(1, 9, 9, mask_function=sliding_window_overlay(3))
     assert "predicate" in mask.mask.kinds
-    assert mask[0, 0].sum().item() == 9 * 9 - 5 * 6 // 2
+    assert mask.to_dense()[0, 0].sum().item() == 9 * 9 - 5 * 6 // 2
 
 
 def test_windows_of_nothing_and_masks_without_a_function() -> None:
     nothing = masking_utils.sliding_window_causal_mask_function(0)
-    assert not model_mask(1, 3, 3, mask_function=nothing)[:].any()
+    assert not model_mask(1, 3, 3, mask_function=nothing).to_dense().any()
     assert model_mask(1, 3, 3).mask.is_full
 
 
@@ -203,6 +203,22 @@ def test_a_mask_that_was_made_before_comes_back() -> None:
     assert mask.contiguous() is mask
     assert (mask.ndim, mask.shape) == (4, (2, 1, 1, 12))
     assert repr(mask) == "<ModelMask [2, 1, 1, 12]: lengths(kv=[9, 9])>"
+
+
+@pytest.mark.parametrize("compute", [
+    lambda mask: torch.zeros(1) + mask,
+    lambda mask: mask + torch.zeros(1),
+    lambda mask: mask[:, :, :, :2],
+    lambda mask: mask.dtype,
+    lambda mask: mask.size(),
+], ids=["added", "added-to", "sliced", "dtype", "size"])  # fmt: skip
+def test_models_that_compute_attention_themselves_are_told_so(compute: Callable[[Any], Any]) -> None:
+    """Bloom and some others add their mask to scores. A boolean there would be silently wrong."""
+    mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises(
+        (TypeError, AttributeError), match=r"computes attention itself .* attn_implementation='eager'"
+    ):
+        compute(mask)
 
 
 class Layer(torch.nn.Module):
@@ -256,8 +272,8 @@ def test_the_weights_are_those_of_the_output() -> None:
     )
     assert weights is not None
     assert tuple(weights.shape) == (2, 4, 6, 6)
-    assert not weights.masked_select(~mask[:]).any()
-    assert bool((weights.masked_select(mask[:]) == 0).any())
+    assert not weights.masked_select(~mask.to_dense()).any()
+    assert bool((weights.masked_select(mask.to_dense()) == 0).any())
     values = k.repeat_interleave(2, dim=1)
     torch.testing.assert_close((weights @ values).transpose(1, 2), out)
 
@@ -269,7 +285,7 @@ def test_documents_from_cumulative_lengths() -> None:
     made = masking_utils.sliding_window_causal_mask_function(2)
     mask: Any = model_mask(1, 9, 9, mask_function=made)
     document = torch.repeat_interleave(torch.arange(3), cu.diff())
-    allowed = mask[:] & (document[:, None] == document)
+    allowed = mask.to_dense() & (document[:, None] == document)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=allowed).transpose(1, 2)
     options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
     torch.testing.assert_close(attention(Layer(), q, q, q, mask, **options)[0], expected)

@@ -60,10 +60,10 @@ class ModelMask:
         """Itself: there is no memory to put in order."""
         return self
 
-    def __getitem__(self, index: Any) -> Tensor:
-        """Of the dense tensor, bool ``[B, 1, Sq, Sk]``: for a model that computes with its mask instead of passing it on."""
+    def to_dense(self) -> Tensor:
+        """Every pair, bool ``[B, 1, Sq, Sk]``, True = attend."""
         sizes = self.sizes
-        return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len)[index]
+        return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len)
 
     def within(self, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
         """The pattern inside documents packed into one row, remembered for the layers that ask with the same tensors."""
@@ -75,8 +75,23 @@ class ModelMask:
             self._documents = cu_q, cu_kv, mask
         return self._documents[2]
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else is asked: the model computes with its mask, in a convention of its own that we cannot know."""
+        raise AttributeError(f"{NOT_A_TENSOR}: it asked for its mask's {name!r}")
+
+    def _computed(self, *others: object) -> Any:
+        raise TypeError(NOT_A_TENSOR)
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __getitem__ = _computed
+
     def __repr__(self) -> str:
         return f"<ModelMask {list(self.shape)}: {self.mask!r}>"
+
+
+NOT_A_TENSOR = (
+    "this model computes attention itself instead of calling the one that is registered, so it cannot run on undivided; "
+    "attn_implementation='eager' runs it"
+)
 
 
 def model_mask(
