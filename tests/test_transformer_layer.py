@@ -507,28 +507,52 @@ def cache(paged: bool, groups: int = HEADS, sizes: tuple[int, int] = (6, 6)) -> 
 def test_tokens_step_by_step_are_those_of_one_pass(
     options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool
 ) -> None:
+    generate(options, steps, format, paged)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("format", ["bshd", "thd"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_arrangement_generates(options: dict[str, Any], format: str, paged: bool) -> None:
+    """A decoder layer caches its self-attention; its cross-attention sees all that the encoder gave, at every step."""
+    generate(options, STEPS["chunks"], format, paged)
+
+
+def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool) -> None:
     """Two layers share one InferenceParams; rotary positions go on where the cache ends."""
     options = {"self_attn_mask_type": "padding_causal"} | options
-    layers = [layer(format, layer_number=n, **options).eval() for n in (1, 2)]
+    layers = [layer(format, **(options | {"layer_number": n})).eval() for n in (1, 2)]
     for n, module in enumerate(layers):
         plain_layer.shaken(module, n)
-    rope = RotaryPositionEmbedding(6).cos_sin(12)
-    xs = [torch.randn(12, HIDDEN, dtype=torch.float64) for _ in range(2)]
     sizes = options.get("kv_channels", (6, 6))
+    sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+    rope = RotaryPositionEmbedding(sizes[0]).cos_sin(12)
+    xs = [torch.randn(12, HIDDEN, dtype=torch.float64) for _ in range(2)]
     params = cache(paged, options.get("num_gqa_groups", HEADS), sizes)
+    encoder: dict[str, Any] = {}
+    if options.get("layer_type") == "decoder":
+        encoders = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in ENCODER]
+        encoder = {
+            "encoder_output": laid_out(encoders, format),
+            "cu_seqlens_kv": cu(ENCODER),
+            "enc_dec_attn_mask_type": "padding",
+        }
 
-    def model(x: Tensor, **call: Any) -> Tensor:
+    def model(x: Tensor, counts: tuple[int, ...], **call: Any) -> Tensor:
+        if encoder or not call:
+            call["cu_seqlens_q"] = cu(counts)
         for module in layers:
-            x = module(x, rotary_pos_emb=rope, **call)
+            x = module(x, rotary_pos_emb=rope, **call, **encoder)
         return x
 
     with torch.inference_mode():
-        full = taken_apart(model(laid_out(xs, format), cu_seqlens_q=cu((12, 12))), (12, 12), format)
+        full = taken_apart(model(laid_out(xs, format), (12, 12)), (12, 12), format)
         found: list[list[Tensor]] = [[], []]
         start = 0
         for count in steps:
             params.pre_step(OrderedDict(a=count, b=count))
-            out = model(laid_out([x[start : start + count] for x in xs], format), inference_params=params)
+            new = laid_out([x[start : start + count] for x in xs], format)
+            out = model(new, (count, count), inference_params=params)
             for n, part in enumerate(taken_apart(out, (count, count), format)):
                 found[n].append(part)
             start += count
@@ -598,25 +622,6 @@ def test_a_cache_with_masks_of_pairs_and_slopes() -> None:
                 out = module(x[:, start:stop], inference_params=params, **call, **part)
                 torch.testing.assert_close(out, full[:, start:stop], rtol=1e-6, atol=1e-7)
                 start = stop
-
-
-def test_a_decoder_layer_generates() -> None:
-    """Its self-attention has the cache; its cross-attention sees all that the encoder gave, at every step."""
-    module = layer("bshd", layer_type="decoder").eval()
-    plain_layer.shaken(module)
-    x, encoder = (
-        torch.randn(2, 6, HIDDEN, dtype=torch.float64),
-        torch.randn(2, 4, HIDDEN, dtype=torch.float64),
-    )
-    rope, params = RotaryPositionEmbedding(6)(6), cache(False)
-    with torch.inference_mode():
-        full = module(x, encoder_output=encoder, rotary_pos_emb=rope)
-        for start, stop in ((0, 3), (3, 4), (4, 6)):
-            params.pre_step(OrderedDict(a=stop - start, b=stop - start))
-            out = module(
-                x[:, start:stop], encoder_output=encoder, rotary_pos_emb=rope, inference_params=params
-            )
-            torch.testing.assert_close(out, full[:, start:stop], rtol=1e-6, atol=1e-7)
 
 
 # ---- errors ----
@@ -757,3 +762,37 @@ def test_process_groups_have_their_place() -> None:
     module.set_tensor_parallel_group(None)
     with pytest.raises(InputError, match="tp_group must be None"):
         module.set_tensor_parallel_group(object())
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=["no-sequence", "no-token"])
+def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
+    x = torch.randn(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = layer("bshd", drop_path_rate=0.5)(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5))
+    out.sum().backward()
+    assert out.shape == x.shape
+
+
+def test_an_empty_document_and_a_tail_without_one() -> None:
+    """Tokens behind the last sequence attend to nothing; what a layer makes of them is finite."""
+    module = layer("thd", self_attn_mask_type="padding_causal")
+    plain_layer.shaken(module)
+    x = torch.randn(7, HIDDEN, dtype=torch.float64)
+    out = module(x, cu_seqlens_q=torch.tensor([0, 0, 5]), rotary_pos_emb=RotaryPositionEmbedding(6)(5))
+    alone = module(x[:5], cu_seqlens_q=torch.tensor([0, 5]), rotary_pos_emb=RotaryPositionEmbedding(6)(5))
+    torch.testing.assert_close(out[:5], alone)
+    assert out[5:].isfinite().all()
+
+
+def test_gradients_of_every_sample() -> None:
+    """torch.func: vmap over grad gives what a loop over samples does."""
+    module = layer("bshd", num_gqa_groups=2)
+    parameters = dict(module.named_parameters())
+    xs = torch.randn(3, 5, HIDDEN, dtype=torch.float64)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, (x[None],)).square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, xs)
+    for n, x in enumerate(xs):
+        for name, gradient in torch.func.grad(loss)(parameters, x).items():
+            torch.testing.assert_close(together[name][n], gradient)
