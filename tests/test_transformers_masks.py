@@ -135,6 +135,33 @@ def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) ->
     assert ("documents" in found.mask.kinds) == (len(ids) == 1)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_packed_documents_among_other_conditions(swapped: bool) -> None:
+    """Padding is a map of keys; chunks of the row, which do not begin with the documents, and other documents are asked."""
+    positions, others = (
+        torch.tensor([row]) for row in ([0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2, 3])
+    )
+
+    def packed(at: Tensor) -> Any:
+        ids = masking_utils.find_packed_sequence_indices(at)
+        return masking_utils.packed_sequence_compatibility_function(
+            masking_utils.causal_mask_function, at, ids
+        )
+
+    real = torch.tensor([[True] * 4 + [False] + [True] * 4])
+    beside = {
+        "padding": masking_utils.padding_mask_function(real),
+        "chunks": masking_utils.chunked_overlay(2, no_padding(1)),
+        "documents": packed(others),
+        "window": masking_utils.sliding_window_overlay(2),
+    }
+    for other in beside.values():
+        both = (other, packed(positions)) if swapped else (packed(positions), other)
+        made = masking_utils.and_masks(*both)
+        expected = masking_utils.sdpa_mask(1, 9, 9, mask_function=made, allow_is_causal_skip=False)
+        assert torch.equal(model_mask(1, 9, 9, mask_function=made).to_dense(), expected)
+
+
 def test_what_is_not_known_is_asked_pair_by_pair() -> None:
     """Image tokens that see each other: a union. The rest of an intersection keeps its structure."""
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]] * 2)
@@ -290,10 +317,15 @@ def test_documents_from_cumulative_lengths() -> None:
     options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
     torch.testing.assert_close(attention(Layer(), q, q, q, mask, **options)[0], expected)
     assert mask.within(cu, cu, 5, 5) is mask.within(cu, cu, 5, 5)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, q, q, attn_mask=document[:, None] == document
-    ).transpose(1, 2)
+    same = document[:, None] == document
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=same).transpose(1, 2)
     torch.testing.assert_close(attention(Layer(), q, q, q, None, **options)[0], expected)
+    mine = torch.rand(1, 1, 9, 9) > 0.2
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, q, q, attn_mask=(same & mine).masked_fill(~(same & mine).any(-1, keepdim=True), True)
+    ).transpose(1, 2)
+    rows = (same & mine).any(-1)[0, 0]
+    torch.testing.assert_close(attention(Layer(), q, q, q, mine, **options)[0][:, rows], expected[:, rows])
 
 
 def test_documents_in_chunks_from_cumulative_lengths() -> None:

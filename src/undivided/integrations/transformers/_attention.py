@@ -65,12 +65,8 @@ def attention(
     """
     for name in REFUSED:
         if others.get(name) is not None:
-            raise InputError(
-                name,
-                "be None",
-                type(others[name]).__name__,
-                hint="attn_implementation='eager' computes this layer",
-            )
+            hint = "attn_implementation='eager' computes this layer"
+            raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
@@ -78,11 +74,10 @@ def attention(
         documents = (cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
         if isinstance(attention_mask, ModelMask):
             mask = attention_mask.within(*documents)
+        elif attention_mask is None:
+            mask = packed_mask(Pattern(right=0 if causal else None), *documents)
         else:
-            pattern = Pattern(right=0 if causal and attention_mask is None else None)
-            mask = packed_mask(pattern, *documents) & (
-                mask if attention_mask is not None and mask else masks.FULL
-            )
+            mask = packed_mask(Pattern(), *documents) & (mask or masks.FULL)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {

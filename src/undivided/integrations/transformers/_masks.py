@@ -69,10 +69,7 @@ class ModelMask:
         """The pattern inside documents packed into one row, remembered for the layers that ask with the same tensors."""
         if self._documents is None or self._documents[0] is not cu_q or self._documents[1] is not cu_kv:
             mask = packed_mask(self.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(self.pattern, self.sizes)
-            real = _real_keys(self.pattern.padding, self.sizes)
-            if real is not None and not bool(real.all()):
-                mask = mask & masks.dense(real[:, None, None, :])
-            self._documents = cu_q, cu_kv, mask
+            self._documents = cu_q, cu_kv, mask & _key_map(self.pattern, self.sizes)
         return self._documents[2]
 
     def __getattr__(self, name: str) -> Any:
@@ -142,7 +139,7 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
         pattern = Pattern(padding=pattern.padding, rest=(dataclasses.replace(pattern, padding=()).allows,))
     mask = _opaque(pattern, sizes)
     if pattern.packed is not None:
-        return mask & _documents(pattern, pattern.packed) & _band(pattern)
+        return mask & _documents(pattern, pattern.packed) & _band(pattern) & _key_map(pattern, sizes)
     stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query sees no key from there on
     pattern = _without_idle_limits(pattern, sizes)
     shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
@@ -169,7 +166,8 @@ def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None
 def _fits(pattern: Pattern, sizes: Sizes) -> bool:
     """Whether lengths can put undivided's diagonal where the model's is, or nothing depends on it."""
     if pattern.packed is not None:
-        return tuple(pattern.packed.ids.shape) == (sizes.batch, sizes.q_len) and sizes.q_len == sizes.kv_len
+        batch, tokens = pattern.packed.ids.shape
+        return sizes == Sizes(batch, tokens, tokens)  # as many queries as keys, and none of either before them
     if pattern.left is None and pattern.right is None and not pattern.chunks:
         return True
     if pattern.right == 0:  # keys after the last query are hidden, and need not be among the real ones
@@ -236,6 +234,12 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
             here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
         real = here if real is None else real & here
     return real
+
+
+def _key_map(pattern: Pattern, sizes: Sizes) -> Mask:
+    """The real keys as a map of keys, for sequences whose lengths documents say."""
+    real = _real_keys(pattern.padding, sizes)
+    return FULL if real is None or bool(real.all()) else masks.dense(real[:, None, None, :])
 
 
 def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mask:

@@ -57,6 +57,12 @@ class Pattern:
     rest: tuple[MaskFunction, ...] = ()
 
     def __and__(self, other: Pattern) -> Pattern:
+        if self.packed is not None and (other.packed is not None or other.chunks):
+            other = Pattern(
+                rest=(other.allows,)
+            )  # documents in documents, or chunks that do not begin with them
+        elif other.packed is not None and self.chunks:
+            return other & self
         return Pattern(
             _least(self.left, other.left), _least(self.right, other.right), self.chunks + other.chunks,
             self.packed or other.packed, self.padding + other.padding, self.rest + other.rest,
