@@ -39,8 +39,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def outside_of_graphs(function: F) -> F:
     """Leave a method out of torch.compile: lengths are numbers on the host, and a graph would be made anew for each."""
-    left_out: F = torch.compiler.disable(function, reason="the lengths of a cache live on the host")
-    return left_out
+
+    @functools.wraps(function)
+    def method(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from undivided.cache import _outside
+
+            return _outside.call(function, arguments, options)
+        return function(*arguments, **options)
+
+    return method  # type: ignore[return-value]
 
 
 class Held(NamedTuple):

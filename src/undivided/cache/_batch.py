@@ -46,9 +46,8 @@ class Batch:
         """Let sequences leave, come and grow; pages that are shared and will be written to are copied in each storage."""
         counts = self._checked(step_dict)
         ended = [slot for name, slot in self.slots.items() if name not in counts]
-        ledger = (
-            self.ledger.copy() if ended else self.ledger
-        )  # which is replaced once there is room for everything
+        # a copy takes the ledger's place once there is room for everything
+        ledger = self.ledger.copy() if ended else self.ledger
         for slot in ended:
             ledger.free(slot)
         slots = self._assigned(counts)
