@@ -764,6 +764,15 @@ def test_process_groups_have_their_place() -> None:
         module.set_tensor_parallel_group(object())
 
 
+def test_a_refused_call_leaves_the_cache_alone() -> None:
+    """A decoder without its encoder's output is refused before its self-attention has put anything anywhere."""
+    module, params = layer("bshd", layer_type="decoder").eval(), cache(False)
+    params.pre_step(OrderedDict(a=5))
+    with torch.inference_mode(), pytest.raises(InputError, match="encoder_output must be"):
+        module(torch.randn(1, 5, HIDDEN, dtype=torch.float64), inference_params=params)
+    assert not params.has_memory(1)
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=["no-sequence", "no-token"])
 def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)

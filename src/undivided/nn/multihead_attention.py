@@ -226,7 +226,7 @@ class MultiheadAttention(Module):
             NoBackendError: no allowed backend can run it.
         """
         check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
-        self._check(hidden_states, encoder_output, inference_params)
+        self.check(hidden_states, encoder_output, inference_params)
         padding = checked_mask_type(
             self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         ).padding
@@ -255,7 +255,12 @@ class MultiheadAttention(Module):
         )  # fmt: skip
         return self._outputs(context, normalised)
 
-    def _check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None) -> None:
+    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None) -> None:
+        """Raise what a call would for these hidden states, encoder's output and cache.
+
+        Raises:
+            InputError: one of them is wrong.
+        """
         dtype, format = self.proj.weight.dtype, self.qkv_format
         _hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", dtype)
         if params is not None and not isinstance(params, InferenceParams):

@@ -239,6 +239,8 @@ class TransformerLayer(Module):
         }  # fmt: skip
         if self.layer_type == "encoder":
             _check_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
+        else:  # before the self-attention puts anything into a cache
+            _renaming(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         attended, residual = self._attended(
             "self", hidden_states, both, attention_mask=attention_mask, attn_mask_type=self_attn_mask_type,
@@ -284,8 +286,8 @@ class TransformerLayer(Module):
         if self.attn_input_format != "thd":
             return scale[None, :, None] if self.attn_input_format == "sbhd" else scale[:, None, None]
         assert cu_seqlens is not None
-        token = torch.arange(out.shape[0], device=out.device)
-        return scale[torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=count - 1)][:, None]
+        ends, token = cu_seqlens[1:].to(out.device).long(), torch.arange(out.shape[0], device=out.device)
+        return scale[torch.searchsorted(ends, token, right=True).clamp(max=count - 1)][:, None]
 
     def extra_repr(self) -> str:
         """What the parts do not say."""
