@@ -80,7 +80,7 @@ struct Kernels {
   void (*block)(const Attention&, const RowBlock&, char* scratch);
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   void (*chunk)(const Attention&, const KeyChunk&, float* partials, char* scratch);
-  void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
+  void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations
 };

@@ -16,7 +16,10 @@ namespace {
 using undivided::KeyChunk;
 
 constexpr int64_t kFewRows = 8;
-constexpr int64_t kStep = 64;  // keys a step: scores of 8 rows 2 KiB, K and V of D = 128 in fp32 64 KiB
+constexpr int64_t kStep = 64;        // keys a step at most: scores of 8 rows 2 KiB
+constexpr int64_t kTogether = 4;     // keys between two looks at what to prefetch
+constexpr int64_t kFirstStep = 16;   // keys of a chunk's first step, which nobody has prefetched
+constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
 constexpr int kRowsAPass = kLanes < 8 ? kLanes : 8;
 constexpr int kSums = kLanes < 16 ? 8 : 16;  // accumulators of the second product
 
@@ -27,7 +30,7 @@ INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 1
 INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 
 // One load, as kVecs vectors of fp32. Of bf16 these are the even elements and the odd ones: two operations, where widening
-// in order takes four. Queries are put into this order before, sums out of it afterwards.
+// in order takes four. Queries are put into this order before, sums out of it afterwards; a last single vector keeps its own.
 template <class T>
 struct Load {
   static constexpr int kVecs = 1;
@@ -42,26 +45,27 @@ struct Load<BFloat16> {
   }
 };
 
-// Place of element d among `dim` in that order; a last single vector of bf16 keeps its own.
-template <class T>
-INLINE int64_t shuffled(int64_t d, int64_t dim) {
-  constexpr int block = kLanes * Load<T>::kVecs;
-  if (block == kLanes || d >= dim / block * block) return d;
-  return d / block * block + d % 2 * kLanes + d % block / 2;
-}
-
-// What is read next, in the order of memory: `bytes` from each row's byte `first` on.
+// What is read next, in the order of memory: `bytes` of each row from `first` on, some lines of them at a time.
 struct Ahead {
   const char* const* row;
   const char* const* end;
-  int64_t first, stop, at;
+  int64_t first, bytes;
+  int64_t lines;  // for every key that is computed meanwhile
+  const char* at;
+  int64_t left;
 
-  INLINE void take(Ahead& ahead, int64_t bytes) {
-    for (; bytes > 0 && ahead.row != ahead.end; bytes -= 64) {
-      __builtin_prefetch(*ahead.row + ahead.at, 0, 2);
-      ahead.at += 64;
-      if (ahead.at >= ahead.stop) ahead.at = ahead.first, ahead.row++;
+  // A few lines beyond a row's end do no harm, a test for each line would.
+  INLINE void take(Ahead& ahead, int64_t keys) {
+    if (ahead.left <= 0) {
+      if (ahead.row == ahead.end) return;
+      ahead.at = *ahead.row++ + ahead.first, ahead.left = ahead.bytes;
     }
+    const int64_t count = keys * ahead.lines;
+    for (int64_t i = 0; i < count; i += 2) {
+      __builtin_prefetch(ahead.at + i * 64, 0, 2);
+      __builtin_prefetch(ahead.at + i * 64 + 64, 0, 2);
+    }
+    ahead.at += count * 64, ahead.left -= count * 64;
   }
 };
 
@@ -95,28 +99,31 @@ INLINE Vec few_scores(const float* q, int64_t q_stride, const T* const* k, int64
 // Scores of R rows and all keys of a step, scores[row][key]; the table of keys is filled up to a multiple of kLanes.
 template <int R, class T>
 static void few_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
-                           float* scores, Ahead& ahead) {
+                           float* scores, Ahead& shared) {
   constexpr int group = kLanes / R;
+  Ahead ahead = shared;
   for (int64_t j = 0; j < keys; j += group) {
-    Ahead::take(ahead, group * dim * (int64_t)sizeof(T));
+    Ahead::take(ahead, group);
     float found[kLanes];
     store(found, few_scores<R>(q, q_stride, k + j, offset, dim));
     for (int r = 0; r < R; r++) memcpy(scores + r * kStep + j, found + r * group, group * 4);
   }
+  shared = ahead;
 }
 
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
 template <int R, int Loads, class T>
 INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
-                              int64_t stride, Ahead& ahead) {
+                              int64_t stride, Ahead& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
+  Ahead ahead = shared;
   Vec acc[R][columns];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
-    Ahead::take(ahead, columns * kLanes * (int64_t)sizeof(T));
+    if (j % kTogether == 0) Ahead::take(ahead, kTogether);
     const T* row = v[j] + offset;
 #pragma GCC unroll 8
     for (int l = 0; l < Loads; l++) {
@@ -132,6 +139,7 @@ INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t o
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) store(sums_of + r * stride + c * kLanes, acc[r][c]);
+  shared = ahead;
 }
 
 template <int R, class T>
@@ -160,40 +168,49 @@ struct FewRows {
   int64_t partial_stride;
 };
 
-// Scores become weights; a row's sums shrink where its largest score grew.
+// Scores become weights; a row's sums shrink where its largest score grew. Row by row three times over, so that the
+// horizontal operations of one row do not wait for those of another.
 static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t key, int64_t keys, float* scores) {
   const float factor = (float)(a.scale * (double)kLog2E), cap = (float)a.softcap;
-  const int64_t most_at = a.v_dim, total_at = a.v_dim + 1;
+  const bool covered = keys % kLanes == 0 && p.covered[0][0] <= key && key + keys <= p.covered[0][1];
+  IVec lane;
+  for (int i = 0; i < kLanes; i++) lane[i] = i;
+  Vec high[kFewRows];
   for (int64_t r = 0; r < few.rows; r++) {
     float* s = scores + r * kStep;
-    Vec high = splat(-kInfinity);
-    IVec lane;
-    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
-      IVec at = lane + (int32_t)(key + j);
-      IVec allowed = ((at >= p.start[0][r]) & (at < p.stop[0][r])) | ((at >= p.start[1][r]) & (at < p.stop[1][r]));
-      allowed &= at < (int32_t)(key + keys);
       Vec x = load(s + j);
       x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * (cap * kLog2E) : x * factor;
-      x = allowed ? x : splat(-kInfinity);
+      if (!covered) {
+        IVec at = lane + (int32_t)(key + j);
+        IVec allowed = ((at >= p.start[0][r]) & (at < p.stop[0][r])) | ((at >= p.start[1][r]) & (at < p.stop[1][r]));
+        allowed &= at < (int32_t)(key + keys);
+        x = allowed ? x : splat(-kInfinity);
+      }
       store(s + j, x);
-      high = larger(x, high);
+      high[r] = larger(x, high[r]);
     }
-    float* partial = few.partial + r * few.partial_stride;
-    float most = max(high);
-    most = most > partial[most_at] ? most : partial[most_at];
-    const float base = most == -kInfinity ? 0 : most;
+  }
+  float decay[kFewRows], base[kFewRows];
+  for (int64_t r = 0; r < few.rows; r++) {
+    float* most = few.partial + r * few.partial_stride + a.v_dim;
+    const float now = max(high[r]), grown = now > *most ? now : *most;
+    base[r] = grown == -kInfinity ? 0 : grown;
+    decay[r] = exp2_of_negative(splat(*most - base[r]))[0];
+    *most = grown;
+  }
+  for (int64_t r = 0; r < few.rows; r++) {
+    float *s = scores + r * kStep, *partial = few.partial + r * few.partial_stride, *total_of = partial + a.v_dim + 1;
     Vec total = {};
     for (int64_t j = 0; j < keys; j += kLanes) {
-      Vec w = exp2_of_negative(load(s + j) - base);
+      Vec w = exp2_of_negative(load(s + j) - base[r]);
       total += w;
       store(s + j, w);
     }
-    const float decay = exp2_of_negative(splat(partial[most_at] - base))[0];
-    partial[most_at] = most;
-    partial[total_at] = partial[total_at] * decay + sum(total);
-    if (decay != 1.0f)
-      for (int64_t d = 0; d < a.v_dim; d += kLanes) store(partial + d, load(partial + d) * decay);
+    *total_of = *total_of * decay[r] + sum(total);
+    if (decay[r] != 1.0f)
+      for (int64_t d = 0; d < a.v_dim; d += kLanes) store(partial + d, load(partial + d) * decay[r]);
   }
 }
 
@@ -237,26 +254,29 @@ static void find_rows(const Rows<T>& rows, int64_t key, int64_t keys, const T** 
   for (; j < filled; j++) to[j] = to[keys - 1];
 }
 
-// Of head n of `heads`: its share of the whole rows where heads are side by side, else its own part of each.
+// Of head n of `heads`: its share of the whole rows where heads are side by side, else its own part of each; spread over
+// the keys of the step that is computed meanwhile.
 template <class T>
-INLINE Ahead ahead_of(const T* const* rows, int64_t count, int64_t n, int64_t heads, int64_t head_stride, int64_t dim) {
+INLINE Ahead ahead_of(const T* const* rows, int64_t count, int64_t n, int64_t heads, int64_t head_stride, int64_t dim,
+                      int64_t keys) {
   const char* const* row = (const char* const*)rows;
-  const int64_t size = (int64_t)sizeof(T);
-  if (head_stride == dim) return {row + count * n / heads, row + count * (n + 1) / heads, 0, heads * dim * size, 0};
-  return {row, row + count, n * head_stride * size, (n * head_stride + dim) * size, n * head_stride * size};
+  const int64_t size = dim * (int64_t)sizeof(T), lines = (count * size / 64 + keys - 1) / keys;
+  if (head_stride == dim)
+    return {row + count * n / heads, row + count * (n + 1) / heads, 0, heads * size, lines, nullptr, 0};
+  return {row, row + count, n * head_stride * (int64_t)sizeof(T), size, lines, nullptr, 0};
 }
 
 template <class T>
 static void few_step(const Attention& a, const Panel& p, const FewRows& few, const Step<T>& step, const Step<T>& next,
                      int64_t n, int64_t heads, float* scores) {
   const int64_t padded = padded_rows(few.rows), keys = step.keys, stride = few.partial_stride;
-  Ahead ahead = ahead_of(next.k, next.keys, n, heads, a.k_h, a.qk_dim);
+  Ahead ahead = ahead_of(next.k, next.keys, n, heads, a.k_h, a.qk_dim, keys);
   in_passes(padded, [&](auto count, int64_t r) {
     few_score_step<decltype(count)::value>(few.q + r * few.q_stride, few.q_stride, step.k, n * a.k_h, a.qk_dim, keys,
                                            scores + r * kStep, ahead);
   });
   few_soften(a, p, few, step.key, keys, scores);
-  ahead = ahead_of(next.v, next.keys, n, heads, a.v_h, a.v_dim);
+  ahead = ahead_of(next.v, next.keys, n, heads, a.v_h, a.v_dim, keys);
   in_passes(padded, [&](auto count, int64_t r) {
     few_weigh_step<decltype(count)::value>(scores + r * kStep, step.v, n * a.v_h, a.v_dim, keys, few.partial + r * stride,
                                            stride, ahead);
@@ -289,19 +309,39 @@ static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
   return space;
 }
 
+// `dim` elements as fp32, in the order of Load.
+template <class T>
+INLINE void load_row(const T* from, int64_t dim, float* to) {
+  constexpr int vecs = Load<T>::kVecs;
+  int64_t d = 0;
+  for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+    Vec x[vecs];
+    Load<T>::at(from + d, x);
+    for (int u = 0; u < vecs; u++) store(to + d + u * kLanes, x[u]);
+  }
+  if (d < dim) store(to + d, load_as_float(from + d));
+}
+
+// The reverse, of fp32.
+template <class T>
+INLINE void restore_order(const float* from, int64_t dim, float* to) {
+  constexpr int vecs = Load<T>::kVecs;
+  int64_t d = 0;
+  if constexpr (vecs == 2)
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
+      for (int i = 0; i < kLanes; i++) to[d + 2 * i] = from[d + i], to[d + 2 * i + 1] = from[d + kLanes + i];
+  memcpy(to + d, from + d, (size_t)(dim - d) * 4);
+}
+
 template <class T>
 static void load_queries(const Attention& a, const KeyChunk& chunk, int64_t padded, float* q) {
   const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len;
-  for (int64_t n = 0; n < chunk.kv_heads; n++)
-    for (int64_t r = 0; r < padded; r++, q += a.qk_dim) {
-      if (r >= rows) {
-        memset(q, 0, (size_t)a.qk_dim * 4);
-        continue;
-      }
-      const T* from = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + r / a.q_len) * a.q_h +
-                      r % a.q_len * a.q_s;
-      for (int64_t d = 0; d < a.qk_dim; d++) q[shuffled<T>(d, a.qk_dim)] = to_float(from[d]);
-    }
+  for (int64_t n = 0; n < chunk.kv_heads; n++) {
+    const T* head = (const T*)a.q + chunk.batch * a.q_b + (chunk.kv_head + n) * group * a.q_h;
+    for (int64_t h = 0; h < group; h++, head += a.q_h)
+      for (int64_t i = 0; i < a.q_len; i++, q += a.qk_dim) load_row(head + i * a.q_s, a.qk_dim, q);
+    for (int64_t r = rows; r < padded; r++, q += a.qk_dim) memset(q, 0, (size_t)a.qk_dim * 4);
+  }
 }
 
 template <class T>
@@ -317,17 +357,19 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials
   for (int64_t r = 0; r < chunk.kv_heads * padded; r++) space.partials[r * size + a.v_dim] = -kInfinity;
 
   const Rows<T> k = key_rows<T>(a, chunk.batch, chunk.kv_head), v = value_rows<T>(a, chunk.batch, chunk.kv_head);
+  const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
+  const int64_t most = larger_of(kFirstStep, smaller_of(kStep, kStepBytes / key_bytes / kFirstStep * kFirstStep));
   int s = 0;
-  int64_t key = chunk.key;
+  int64_t key = chunk.key, wanted = kFirstStep;
   auto find_next = [&](Step<T>& step) {
     step.keys = 0;
     for (; s < p.segments; s++) {
       const int64_t from = larger_of(p.segment[s].start, key), to = smaller_of(p.segment[s].stop, chunk.key + chunk.keys);
       if (from >= to) continue;
-      step.key = from, step.keys = smaller_of(kStep, to - from);
+      step.key = from, step.keys = smaller_of(wanted, to - from);
       find_rows(k, step.key, step.keys, step.k);
       find_rows(v, step.key, step.keys, step.v);
-      key = from + step.keys;
+      key = from + step.keys, wanted = most;
       return;
     }
   };
@@ -342,32 +384,39 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials
   for (int64_t n = 0; n < chunk.kv_heads; n++)
     for (int64_t r = 0; r < rows; r++, partials += size) {
       const float* from = space.partials + (n * padded + r) * size;
-      for (int64_t d = 0; d < a.v_dim; d++) partials[d] = from[shuffled<T>(d, a.v_dim)];
+      restore_order<T>(from, a.v_dim, partials);
       partials[a.v_dim] = from[a.v_dim], partials[a.v_dim + 1] = from[a.v_dim + 1];
     }
 }
 
-// One row's chunks, in order, into out and lse. `partials` is the row's first; the next chunk's lies `stride` further.
+// One row's chunks, in order, into out and lse. `partials` is the row's first, which becomes their sum; the next chunk's lies
+// `stride` further.
 template <class T>
-static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
+static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                       int64_t stride) {
   const float *mosts = partials + a.v_dim, *totals = mosts + 1;
   float most = -kInfinity;
   for (int64_t c = 0; c < count; c++) most = mosts[c * stride] > most ? mosts[c * stride] : most;
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
-  const bool empty = most == -kInfinity;
-  float total = 0;
-  for (int64_t c = 0; c < count; c++) total += totals[c * stride] * exp2f(mosts[c * stride] - (empty ? 0 : most));
-  if (a.lse) a.lse[batch * a.lse_b + head * a.lse_h + row] = empty ? most : most * kLn2 + logf(total);
-  const float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - most) : 0.0f;
-  const float inverse = empty ? 0.0f : 1.0f / (total + sink);
-  for (int64_t d = 0; d < a.v_dim; d += kLanes) {
-    Vec x = {};
-    for (int64_t c = 0; c < count; c++)
-      if (mosts[c * stride] != -kInfinity)
-        x += load(partials + c * stride + d) * (exp2f(mosts[c * stride] - most) * inverse);
-    store_from_float(out + d, x);
+  float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
+  if (most == -kInfinity) {
+    if (lse) *lse = most;
+    memset(out, 0, (size_t)a.v_dim * sizeof(T));
+    return;
   }
+  float total = 0;
+  for (int64_t c = 0; c < count; c++) {
+    const float weight = exp2f(mosts[c * stride] - most);
+    const bool first = c == 0;
+    if (weight == 0 && !first) continue;
+    total += totals[c * stride] * weight;
+    const float* from = partials + c * stride;
+    for (int64_t d = 0; d < a.v_dim; d += kLanes)
+      store(partials + d, first ? load(from + d) * weight : load(partials + d) + load(from + d) * weight);
+  }
+  if (lse) *lse = most * kLn2 + logf(total);
+  const float inverse = 1.0f / (total + (a.sinks ? exp2f(a.sinks[head] * kLog2E - most) : 0.0f));
+  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(partials + d) * inverse);
 }
 
 }  // namespace

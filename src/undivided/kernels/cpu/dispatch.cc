@@ -251,12 +251,12 @@ Chunks cut_into_chunks(const Attention& a, int64_t heads) {
   return chunks;
 }
 
-void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64_t row_size, const float* partials) {
+void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64_t row_size, float* partials) {
   const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, per_chunk = heads * rows * row_size;
   for (int64_t b = 0; b < a.batch; b++) {
     const int64_t count = chunks.of_sequence[(size_t)b];
     for (int64_t n = 0; n < a.kv_heads; n++) {
-      const float* first = partials + n % heads * rows * row_size;
+      float* first = partials + n % heads * rows * row_size;
       for (int64_t r = 0; r < rows; r++, first += row_size)
         kernels().merge(a, b, n * group + r / a.q_len, r % a.q_len, first, count, per_chunk);
       if (n % heads == heads - 1) partials += count * per_chunk;

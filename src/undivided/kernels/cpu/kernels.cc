@@ -37,8 +37,7 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
 void chunk(const Attention& a, const KeyChunk& c, float* partials, char* scratch) {
   with_mode(a.dtype, [&](auto mode) { run_chunk<typename decltype(mode)::T>(a, c, partials, scratch); });
 }
-void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count,
-           int64_t stride) {
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
   with_mode(a.dtype, [&](auto mode) {
     merge_row<typename decltype(mode)::T>(a, batch, head, row, partials, count, stride);
   });

@@ -202,15 +202,21 @@ INLINE Vec sums(Vec (&x)[kLanes]) {
   return x[0];
 }
 
+template <int Step, int... I>
+INLINE Vec turned(Vec x, std::integer_sequence<int, I...>) {
+  return pick<((I + Step) % kLanes)...>(x, x);
+}
 INLINE float sum(Vec x) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += x[i];
-  return total;
+  if constexpr (kLanes > 8) x += turned<8 % kLanes>(x, Lanes{});
+  if constexpr (kLanes > 4) x += turned<4 % kLanes>(x, Lanes{});
+  x += turned<2>(x, Lanes{});
+  return (x + turned<1>(x, Lanes{}))[0];
 }
 INLINE float max(Vec x) {
-  float most = x[0];
-  for (int i = 1; i < kLanes; i++) most = x[i] > most ? x[i] : most;
-  return most;
+  if constexpr (kLanes > 8) x = larger(x, turned<8 % kLanes>(x, Lanes{}));
+  if constexpr (kLanes > 4) x = larger(x, turned<4 % kLanes>(x, Lanes{}));
+  x = larger(x, turned<2>(x, Lanes{}));
+  return larger(x, turned<1>(x, Lanes{}))[0];
 }
 
 // ---- functions
