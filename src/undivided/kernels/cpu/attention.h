@@ -74,10 +74,9 @@ struct KeyChunk {
 struct Kernels {
   const char* name;
   int64_t panel;       // query rows that one micro-kernel call covers
-  int64_t lanes;       // decoding needs both head sizes to be multiples of this
-  int64_t few_rows;    // decoding takes this many virtual rows at most
   int64_t (*block_scratch)(const Attention&, int64_t rows);
   void (*block)(const Attention&, const RowBlock&, char* scratch);
+  bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   void (*chunk)(const Attention&, const KeyChunk&, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,

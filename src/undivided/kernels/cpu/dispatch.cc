@@ -34,7 +34,7 @@ constexpr int64_t kShareHeadsBelow = 64;
 constexpr int64_t kSerialBelow = 1 << 18;
 // Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds. A chunk of all heads (bshd) is
 // smaller, so that the last one does not keep others waiting.
-constexpr int64_t kChunks = 64, kFewestChunkKeys = 128, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 256;
+constexpr int64_t kChunks = 64, kFewestChunkKeys = 128, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 512;
 // Scratch that a calling thread keeps for its next call, at most.
 constexpr int64_t kMostKeptBytes = 4 << 20;
 
@@ -202,11 +202,7 @@ int run_blocks(const Attention& a) {
 
 // ---- decoding
 
-bool is_decoding(const Attention& a) {
-  const Kernels& k = kernels();
-  return a.heads / a.kv_heads * a.q_len <= k.few_rows && a.qk_dim % k.lanes == 0 && a.v_dim % k.lanes == 0 && !a.bias &&
-         !a.dense && !a.slopes;
-}
+bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && kernels().decodes(a); }
 
 // From the first key that some row of a sequence sees to the last.
 struct Reach {

@@ -15,7 +15,7 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill, which AMX serves; decoding reads memory, and has no use for it.
+// The same for prefill, which AMX serves.
 template <class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
@@ -25,21 +25,41 @@ INLINE auto with_block_mode(int64_t dtype, F f) {
   return with_mode(dtype, f);
 }
 
+template <class T>
+struct Is {
+  typedef T type;
+};
+
+// Call `f` with what decodes this problem.
+template <class F>
+INLINE auto with_engine(const Attention& a, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kBFloat16 && Tiles<BFloat16>::fits(a)) return f(Is<Tiles<BFloat16>>());
+  if (a.dtype == kFloat16 && Tiles<Float16>::fits(a) && has_fp16_tiles()) return f(Is<Tiles<Float16>>());
+#endif
+  if (a.dtype == kBFloat16) return f(Is<Vectors<BFloat16>>());
+  if (a.dtype == kFloat16) return f(Is<Vectors<Float16>>());
+  return f(Is<Vectors<float>>());
+}
+
 int64_t block_scratch(const Attention& a, int64_t rows) {
   return with_block_mode(a.dtype, [&](auto mode) { return carve<decltype(mode)>(a, rows, nullptr).bytes; });
 }
 void block(const Attention& a, const RowBlock& b, char* scratch) {
   with_block_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
 }
+bool decodes(const Attention& a) {
+  return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine(a, [&](auto e) { return decltype(e)::type::fits(a); });
+}
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
-  return with_mode(a.dtype, [&](auto mode) { return carve_few<typename decltype(mode)::T>(a, kv_heads, nullptr).bytes; });
+  return with_engine(a, [&](auto e) { return carve_few<typename decltype(e)::type>(a, kv_heads, nullptr).bytes; });
 }
 void chunk(const Attention& a, const KeyChunk& c, float* partials, char* scratch) {
-  with_mode(a.dtype, [&](auto mode) { run_chunk<typename decltype(mode)::T>(a, c, partials, scratch); });
+  with_engine(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, partials, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
-  with_mode(a.dtype, [&](auto mode) {
-    merge_row<typename decltype(mode)::T>(a, batch, head, row, partials, count, stride);
+  with_engine(a, [&](auto e) {
+    merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride);
   });
 }
 
@@ -105,7 +125,6 @@ double peak(int64_t dtype, int64_t repeats) {
 namespace undivided {
 extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), kPanel, kLanes, kFewRows,
-    block_scratch, block, chunk_scratch, chunk, merge, peak,
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), kPanel, block_scratch, block, decodes, chunk_scratch, chunk, merge, peak,
 };
 }  // namespace undivided
