@@ -78,7 +78,8 @@ struct Kernels {
   void (*block)(const Attention&, const RowBlock&, char* scratch);
   bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
-  void (*chunk)(const Attention&, const KeyChunk&, float* partials, char* scratch);
+  // `following` is the chunk that the thread is likely to take next, or null: its first keys are prefetched
+  void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations

@@ -53,18 +53,19 @@ struct Steps {
   Rows<T> k, v;
   int64_t key, stop, most;
   int segment = 0;
-  bool first = true;
 
+  static void find(const Rows<T>& k, const Rows<T>& v, int64_t key, int64_t keys, Step<T>& step) {
+    step.key = key, step.keys = keys;
+    find_rows(k, key, keys, step.k);
+    find_rows(v, key, keys, step.v);
+  }
   void next(Step<T>& step) {
     step.keys = 0;
     for (; segment < panel.segments; segment++) {
       const int64_t from = larger_of(panel.segment[segment].start, key), to = smaller_of(panel.segment[segment].stop, stop);
       if (from >= to) continue;
-      const int64_t wanted = first || from % kFirstStep ? kFirstStep - from % kFirstStep : most;
-      step.key = from, step.keys = smaller_of(wanted, to - from);
-      find_rows(k, step.key, step.keys, step.k);
-      find_rows(v, step.key, step.keys, step.v);
-      key = from + step.keys, first = false;
+      find(k, v, from, smaller_of(most - from % kAligned, to - from), step);
+      key = from + step.keys;
       return;
     }
   }
@@ -83,7 +84,8 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, Few
 }
 
 template <class Engine>
-static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials, char* scratch) {
+static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
+                      char* scratch) {
   typedef typename Engine::T T;
   const int64_t rows = a.heads / a.kv_heads * a.q_len;
   const FewSpace space = carve_few<Engine>(a, chunk.kv_heads, scratch);
@@ -99,13 +101,17 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials
     start_head<Engine>(a, chunk, n, few, space.q + n * Engine::q_floats(a));
   }
   const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
-  const int64_t most = larger_of(kFirstStep, smaller_of(kStep, kStepBytes / key_bytes / kFirstStep * kFirstStep));
+  const int64_t most = larger_of(kAligned, smaller_of(kStep, kStepBytes / key_bytes / kAligned * kAligned));
   Steps<T> steps = {p, key_rows<T>(a, chunk.batch, chunk.kv_head), value_rows<T>(a, chunk.batch, chunk.kv_head),
                     chunk.key, chunk.key + chunk.keys, most};
   Step<T>*step = (Step<T>*)space.steps, *next = step + 1;
   Engine engine;
   for (steps.next(*step); step->keys; std::swap(step, next)) {
     steps.next(*next);
+    const int64_t then = next->keys;
+    if (then == 0 && following)
+      Steps<T>::find(key_rows<T>(a, following->batch, following->kv_head), value_rows<T>(a, following->batch, following->kv_head),
+                     following->key, smaller_of(most, following->keys), *next);
     for (int64_t n = 0; n < chunk.kv_heads; n++) {
       FewRows few = head(n);
       float decay[kFewRows];
@@ -115,6 +121,7 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, float* partials
       ahead = ahead_of(next->v, next->keys, n, chunk.kv_heads, a.v_h, a.v_dim, step->keys);
       engine.weigh(a, few, *step, n, space.scores, decay, ahead);
     }
+    next->keys = then;
   }
   for (int64_t n = 0; n < chunk.kv_heads; n++)
     for (int64_t r = 0; r < rows; r++, partials += partial_size(a)) {

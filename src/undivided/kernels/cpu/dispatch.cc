@@ -32,9 +32,9 @@ constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are
 constexpr int64_t kShareHeadsBelow = 64;
 // Multiply-adds below which waking threads (some microseconds) costs more than it brings.
 constexpr int64_t kSerialBelow = 1 << 18;
-// Keys of a chunk when decoding: as many chunks as keep 16 threads busy, between these bounds. A chunk of all heads (bshd) is
-// smaller, so that the last one does not keep others waiting.
-constexpr int64_t kChunks = 64, kFewestChunkKeys = 128, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 512;
+// Chunks of keys when decoding: as many as keep 16 threads busy, but K and V of each at least 256 KiB (some 10 us), and at
+// most 1024 keys; or 512 where they are of all heads (bshd), so that the last one does not keep others waiting.
+constexpr int64_t kChunks = 64, kFewestChunkBytes = 256 << 10, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 512;
 // Scratch that a calling thread keeps for its next call, at most.
 constexpr int64_t kMostKeptBytes = 4 << 20;
 
@@ -235,8 +235,9 @@ Chunks cut_into_chunks(const Attention& a, int64_t heads) {
     Reach& r = reach[(size_t)b] = reach_of(a, b);
     total += std::max(r.stop - r.start, (int64_t)0);
   }
-  const int64_t wanted = (total * (a.kv_heads / heads) / kChunks + 63) / 64 * 64;
-  const int64_t keys = std::min(std::max(wanted, kFewestChunkKeys), heads > 1 ? kMostChunkKeysOfAll : kMostChunkKeys);
+  const int64_t key_bytes = heads * (a.qk_dim + a.v_dim) * (a.dtype == kFloat32 ? 4 : 2);
+  const int64_t wanted = std::max(total * (a.kv_heads / heads) / kChunks, kFewestChunkBytes / key_bytes);
+  const int64_t keys = std::min((wanted + 63) / 64 * 64, heads > 1 ? kMostChunkKeysOfAll : kMostChunkKeys);
   for (int64_t b = 0; b < a.batch; b++) {
     const Reach r = reach[(size_t)b];
     chunks.of_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);
@@ -269,8 +270,10 @@ int run_chunks(const Attention& a) {
   const int64_t units = (int64_t)chunks.all.size();
   float* partials = (float*)caller_scratch.at_least(std::max(units * per_chunk * 4, (int64_t)64));
   if (partials == nullptr) return kNoMemory;
-  int status = run_units(units, k.chunk_scratch(a, heads), threads_for(a), [&](int64_t i, char* scratch) {
-    k.chunk(a, chunks.all[(size_t)i], partials + i * per_chunk, scratch);
+  const int64_t threads = threads_for(a);
+  int status = run_units(units, k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
+    const KeyChunk* following = i + threads < units ? &chunks.all[(size_t)(i + threads)] : nullptr;
+    k.chunk(a, chunks.all[(size_t)i], following, partials + i * per_chunk, scratch);
   });
   if (status == kOk) merge_chunks(a, chunks, heads, row_size, partials);
   caller_scratch.shrink();

@@ -54,8 +54,8 @@ bool decodes(const Attention& a) {
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   return with_engine(a, [&](auto e) { return carve_few<typename decltype(e)::type>(a, kv_heads, nullptr).bytes; });
 }
-void chunk(const Attention& a, const KeyChunk& c, float* partials, char* scratch) {
-  with_engine(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, partials, scratch); });
+void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* following, float* partials, char* scratch) {
+  with_engine(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
   with_engine(a, [&](auto e) {
