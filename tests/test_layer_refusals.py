@@ -1,6 +1,5 @@
 """What a layer says of a wrong argument, and of a format that something else contradicts."""
 
-
 # ruff: noqa: E501 (tables of messages)
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """MultiheadAttention: the order of its weights, checkpoints, what it returns, and caches under DotProductAttention."""
-
 # ruff: noqa: E501 (tables of messages)
 
 from __future__ import annotations
