@@ -75,15 +75,19 @@ def entries(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 class TestTurns:
     def test_competitors_take_turns_and_the_median_counts(self) -> None:
-        order, spans = [], iter([9.0, 1.0, 2.0, 8.0, 1.0, 2.0])
+        order, spans = [], iter([1.0, 1.0, 9.0, 1.0, 2.0, 8.0, 1.0, 2.0])
 
         def watch(function: Callable[[], object], calls: int) -> float:
             order.append(function())
             return calls * next(spans)
 
-        found = timing.interleaved({"a": lambda: "a", "b": lambda: "b"}, 3, 4, watch)
-        assert order == ["a", "b"] * 3
+        found, turns = timing.race({"a": lambda: "a", "b": lambda: "b"}, 0.0, watch)
+        assert order == ["a", "b"] * 4, "once to see how long they take, then three turns"
+        assert turns == 3
         assert found == {"a": 2.0, "b": 2.0}
+
+    def test_nobody_takes_no_turns(self) -> None:
+        assert timing.race({}, 1.0)[0] == {}
 
     def test_short_calls_are_repeated_within_a_turn_and_long_ones_are_not(self) -> None:
         clock = Clock(long=0.5, short=1e-5)
@@ -254,12 +258,31 @@ class TestVerificationFirst:
         assert "seconds" not in entries(case)["undivided"]
         assert not case["goals"]
 
+    def test_the_problem_without_a_feature_is_verified_as_itself(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        attention = competitors.attention
+
+        def wrong_when_plain(*tensors: Tensor, **arguments: Any) -> Any:
+            factor = 1.0 if arguments.get("softcap") else 1.01
+            return factor * attention(*tensors, **arguments)
+
+        one = tiny(softcap=5.0, without=TINY, goal=Goal(within=1.35))
+        assert all(entry["ok"] for entry in runs.run(one, hurried())["entries"])
+        monkeypatch.setattr(competitors, "attention", wrong_when_plain)
+        case = runs.run(one, hurried())
+        assert {name: entry["ok"] for name, entry in entries(case).items()} == {
+            "undivided": True,
+            "without": False,
+        }
+        assert not case["goals"]
+
     def test_what_raises_is_wrong_and_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def raising() -> dict[str, Tensor]:
             raise RuntimeError("no such kernel")
 
         def make(prepared: Prepared) -> Competitor:
-            return Competitor("sdpa", "broken", raising, raising)
+            return Competitor("sdpa", "broken", prepared, raising, raising)
 
         monkeypatch.setitem(competitors._MAKERS, "sdpa", make)  # type: ignore[arg-type]
         found = entries(runs.run(tiny(), hurried()))["sdpa"]

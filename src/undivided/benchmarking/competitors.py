@@ -33,7 +33,7 @@ OTHERS = ("sdpa", "math", "onnxruntime", "flex")
 
 _attend: Callable[..., Tensor] = scaled_dot_product_attention  # called with tuples and dictionaries
 
-MOST_SCORES = 1 << 30
+MOST_SCORES = 1 << 29
 """Bytes of scores that PyTorch's math path may hold; it holds a few such tables at a time."""
 
 
@@ -45,12 +45,13 @@ class Absent(Exception):
 class Competitor:
     """One that takes part.
 
-    label: what it is, exactly: a backend, a version. call: what is timed. results: "out" and, of a backward, "dq", "dk", "dv",
-    each as [B, heads, S, D].
+    label: what it is, exactly: a backend, a version. prepared: the problem that it computes. call: what is timed.
+    results: "out" and, of a backward, "dq", "dk", "dv", each as [B, heads, S, D].
     """
 
     name: str
     label: str
+    prepared: Prepared
     call: Callable[[], object]
     results: Callable[[], Mapping[str, Tensor]]
 
@@ -122,36 +123,32 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
     decision = decide(prepared.problem, Machine.this(arguments["q"].device), policy(backend))
     if decision.chosen is None:
         raise Absent("; ".join(decision.reasons.get(backend or "", ())) or "no backend can run it")
-    if (
-        backend is not None
-        and decision.chosen is decide(prepared.problem, decision.machine, policy(None)).chosen
-    ):
+    by_itself = decide(prepared.problem, decision.machine, policy(None)).chosen
+    if backend is not None and decision.chosen is by_itself:
         raise Absent("it is what undivided chose")
     call = partial(attention, **arguments, backend=backend)
     layout = prepared.problem.layout
     leaves = tuple(arguments[x] for x in "qkv")
-    return _competitor(name or backend or "undivided", decision.chosen.name, call, leaves, prepared.inputs.grad_out,
-                       prepared.benchmark.backward, lambda x: _layout.heads_first(x, layout))  # fmt: skip
+    return _competitor(name or backend or "undivided", decision.chosen.name, prepared, call, leaves, prepared.inputs.grad_out,
+                       lambda x: _layout.heads_first(x, layout))  # fmt: skip
 
 
 def _without(prepared: Prepared, case: Case) -> Competitor:
-    """The same problem without what the case adds, by the same tensors; only its time is of interest."""
+    """The same problem without what the case adds, over the same tensors."""
     arguments = {**prepared.inputs.arguments, "mask": case.mask() if case.mask else None, "bias": None, "softcap": case.softcap,
                  "alibi_slopes": None, "sinks": None, "dropout_p": case.dropout_p, "dropout_seed": None}  # fmt: skip
     problem, operands = normalise(**arguments)
-    plain = Prepared(
-        prepared.benchmark, Inputs(case, arguments, prepared.inputs.grad_out, None), problem, operands
-    )
-    return _ours(plain, None, "without")
+    inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
+    return _ours(Prepared(prepared.benchmark, inputs, problem, operands), None, "without")
 
 
 def _competitor(
-    name: str, label: str, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Tensor, backward: bool,
+    name: str, label: str, prepared: Prepared, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Tensor,
     heads_first: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Competitor:  # fmt: skip
     """A competitor from its forward; the backward is timed alone, over a graph that is kept."""
-    if not backward:
-        return Competitor(name, label, forward, lambda: {"out": heads_first(forward())})
+    if not prepared.benchmark.backward:
+        return Competitor(name, label, prepared, forward, lambda: {"out": heads_first(forward())})
     out = forward()
     call = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
 
@@ -159,17 +156,16 @@ def _competitor(
         found = (out.detach(), *call())
         return {key: heads_first(x) for key, x in zip(("out", "dq", "dk", "dv"), found, strict=True)}
 
-    return Competitor(name, label, call, results)
+    return Competitor(name, label, prepared, call, results)
 
 
 # PyTorch
 
 
 def _torch(name: str, prepared: Prepared, forward: Callable[..., Tensor], label: str) -> Competitor:
-    """PyTorch's function on tensors of its own, [B, H, S, D] in memory as the case has them."""
-    backward = prepared.benchmark.backward
-    leaves = tuple(x.clone().requires_grad_(backward) for x in prepared.heads_first)
-    return _competitor(name, label, partial(forward, *leaves), leaves, prepared.grad_out, backward)
+    """PyTorch's function on the same memory as [B, H, S, D]."""
+    leaves = tuple(x.requires_grad_(prepared.benchmark.backward) for x in prepared.heads_first)
+    return _competitor(name, label, prepared, partial(forward, *leaves), leaves, prepared.grad_out)
 
 
 def _sdpa(prepared: Prepared) -> Competitor:
@@ -209,10 +205,9 @@ def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
     if problem.mask.kinds == {"causal"} and problem.align != "bottom_right":
         return arguments | {"is_causal": True}
     if problem.mask.kinds:
-        allowed = operands.mask.to_dense(
-            problem.batch, problem.heads, problem.q_len, problem.kv_len, operands.q.device
-        )
-        arguments["attn_mask"] = allowed
+        heads = problem.heads if problem.mask.kinds & {"dense", "predicate"} else 1
+        sizes = (problem.batch, heads, problem.q_len, problem.kv_len)
+        arguments["attn_mask"] = operands.mask.to_dense(*sizes, operands.q.device)
     bias = operands.bias
     if operands.alibi_slopes is not None:
         form = operands.normal_form(problem)
@@ -252,9 +247,7 @@ def _flex(prepared: Prepared) -> Competitor:
         raise Absent("; ".join(reasons))
     call = flex.prepared(prepared.problem, prepared.operands)
     leaves = prepared.operands.heads_first()
-    return _competitor(
-        "flex", "FlexAttention, compiled", call, leaves, prepared.grad_out, prepared.benchmark.backward
-    )
+    return _competitor("flex", "FlexAttention, compiled", prepared, call, leaves, prepared.grad_out)
 
 
 def _onnxruntime(prepared: Prepared) -> Competitor:
@@ -271,7 +264,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
         attend = onnx.multi_head_attention(problem, prepared.operands, is_causal)
     except onnx.Unavailable as why:
         raise Absent(str(why)) from None
-    return Competitor("onnxruntime", attend.label, attend.call, lambda: {"out": attend.out()})
+    return Competitor("onnxruntime", attend.label, prepared, attend.call, lambda: {"out": attend.out()})
 
 
 _MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {

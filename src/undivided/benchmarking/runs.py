@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from undivided.benchmarking import competitors as _competitors
 from undivided.benchmarking import peak, timing
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.timing import Steady, Stopwatch
-from undivided.masks._intervals import NormalForm
 from undivided.verification.sample import Sample, sample_of
 
 __all__ = ["Settings", "run", "run_small"]
@@ -40,7 +37,7 @@ class Settings:
     backends: Sequence[str] = ("native",)
     others: Sequence[str] = ("sdpa", "math", "onnxruntime")
     device: str = "cpu"
-    patience: float = 1.5
+    patience: float = 1.0
     small_patience: float = 0.1
     attempts: int = timing.ATTEMPTS
     watch: Stopwatch | None = None
@@ -67,7 +64,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     """
     prepared = _competitors.prepare(benchmark, settings.device)
     found, absent = _competitors.competitors(prepared, settings.backends, settings.others)
-    entries, right = _verified(prepared, found)
+    entries, right = _verified(found)
     probe = _probe(prepared, settings)
     calls = {competitor.name: competitor.call for competitor in right}
     timed = _steadily(lambda: timing.race(calls, settings.patience, settings.stopwatch), probe, settings)
@@ -92,7 +89,7 @@ def run_small(
         step(f"{benchmark.suite}: {benchmark.name}")
         prepared = _competitors.prepare(benchmark, settings.device)
         found, absent = _competitors.competitors(prepared, (), ("sdpa",))
-        entries, right = _verified(prepared, found)
+        entries, right = _verified(found)
         ready.append((_described(prepared) | {"entries": entries, "absent": absent},
                       {competitor.name: competitor.call for competitor in right}))  # fmt: skip
 
@@ -122,23 +119,17 @@ def _probe(prepared: Prepared, settings: Settings) -> Probe:
 # verification
 
 
-def _verified(prepared: Prepared, found: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
+def _verified(found: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
     """An entry for each competitor, and those whose results are right."""
-    grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
-    sample = sample_of(prepared.problem, prepared.operands, grad)
+    samples: dict[Prepared, Sample] = {}
     entries, right = [], []
     for competitor in found:
-        entry: Entry = {
-            "name": competitor.name,
-            "label": competitor.label,
-            "ok": True,
-            "errors": {},
-            "note": "",
-        }
-        if (
-            competitor.name != "without"
-        ):  # another problem: only its time is of interest, and it is one of the plain ones
-            entry |= _judged(competitor, sample)
+        prepared = competitor.prepared
+        if prepared not in samples:
+            grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
+            samples[prepared] = sample_of(prepared.problem, prepared.operands, grad)
+        entry: Entry = {"name": competitor.name, "label": competitor.label, "note": ""}
+        entry |= _judged(competitor, samples[prepared])
         entries.append(entry)
         if entry["ok"]:
             right.append(competitor)
@@ -150,7 +141,11 @@ def _judged(competitor: Competitor, sample: Sample) -> Entry:
         results = competitor.results()
         far = {name: sample.error(name, value) for name, value in results.items()}
     except Exception as error:  # whatever a kernel raises is a finding
-        return {"ok": False, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
+        return {
+            "ok": False,
+            "errors": {},
+            "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}",
+        }
     errors = {
         name: {"error": _finite(error), "budget": sample.allowed[name], "ok": error <= sample.allowed[name]}
         for name, error in far.items()
@@ -187,14 +182,9 @@ def _pairs(prepared: Prepared) -> int:
     problem, operands = prepared.problem, prepared.operands
     if operands.mask.is_full:
         return problem.batch * problem.q_len * problem.kv_len
-    form = operands.normal_form(problem)
-    return _in_ranges(form, problem.batch)
-
-
-def _in_ranges(form: NormalForm, batch: int) -> int:
-    starts_stops = form.ranges.long()
-    lengths: Tensor = (starts_stops[..., 1::2] - starts_stops[..., 0::2]).clamp(min=0)
-    return int(lengths.sum()) * (batch if form.ranges.shape[0] == 1 else 1)
+    ranges = operands.normal_form(problem).ranges.long()
+    lengths = (ranges[..., 1::2] - ranges[..., 0::2]).clamp(min=0)
+    return int(lengths.sum()) * (problem.batch if ranges.shape[0] == 1 else 1)
 
 
 def _bytes_read(prepared: Prepared) -> int:
@@ -240,14 +230,8 @@ def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
 def _goal(what: str, wanted: float, found: float, at_most: bool = False) -> dict[str, Any]:
     """One goal; `short` is how far it is missed, relative to what was wanted."""
     short = found / wanted - 1 if at_most else 1 - found / wanted
-    return {
-        "what": what,
-        "wanted": wanted,
-        "found": found,
-        "at_most": at_most,
-        "met": short <= 0,
-        "short": max(short, 0.0),
-    }
+    return {"what": what, "wanted": wanted, "found": found, "at_most": at_most, "met": short <= 0,
+            "short": max(short, 0.0)}  # fmt: skip
 
 
 def _finite(number: float) -> float | None:

@@ -66,36 +66,39 @@ def _by_events(function: Call, calls: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def interleaved(
-    competitors: Mapping[str, Call], turns: int, calls: int | Mapping[str, int], watch: Stopwatch = _by_clock
-) -> dict[str, float]:
+def interleaved(competitors: Mapping[str, Call], turns: int, calls: int) -> dict[str, float]:
     """Median seconds of one call of each competitor; they take turns of `calls` calls each.
 
     >>> times = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(10_000))}, turns=5, calls=20)
     >>> times["a"] < times["b"]
     True
     """
-    each = dict.fromkeys(competitors, calls) if isinstance(calls, int) else calls
-    seconds: dict[str, list[float]] = {name: [] for name in competitors}
     for function in competitors.values():
         function()  # first calls fill caches and start threads
-    for _ in range(turns):
-        for name, function in competitors.items():
-            seconds[name].append(watch(function, each[name]) / each[name])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return _in_turns(competitors, turns, dict.fromkeys(competitors, calls), _by_clock)
 
 
 def race(
     competitors: Mapping[str, Call], patience: float, watch: Stopwatch = _by_clock
 ) -> tuple[dict[str, float], int]:
-    """`interleaved` with as many turns as fit into `patience` seconds, and never fewer than three: (medians, turns)."""
+    """As `interleaved`, with as many turns as fit into `patience` seconds, and never fewer than three: (medians, turns)."""
     for function in competitors.values():
         function()
     once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
     calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
     a_turn = sum(calls[name] * once[name] for name in competitors)
-    turns = min(max(int(patience / a_turn), FEWEST_TURNS), MOST_TURNS)
-    return interleaved(competitors, turns, calls, watch), turns
+    turns = MOST_TURNS if a_turn * MOST_TURNS <= patience else max(int(patience / a_turn), FEWEST_TURNS)
+    return _in_turns(competitors, turns, calls, watch), turns
+
+
+def _in_turns(
+    competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in competitors}
+    for _ in range(turns):
+        for name, function in competitors.items():
+            seconds[name].append(watch(function, calls[name]) / calls[name])
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 class Reading(NamedTuple):

@@ -18,6 +18,9 @@ from undivided.benchmarking.runs import Settings
 from undivided.cli._terminal import complain, console, print_json, progress, table
 from undivided.errors import InputError
 
+ON_A_GPU = tuple(suite for suite in SUITES if suite not in ("overhead", "memory"))
+"""These two look at the CPU."""
+
 TONES = {"good": "green", "bad": "red", "": ""}
 
 
@@ -55,7 +58,8 @@ def bench(
         return
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError("--device", "be cpu (no CUDA device here)", repr(device))
-    suites = SUITES if not suite or "all" in suite else tuple(suite)
+    everything = SUITES if device == "cpu" else ON_A_GPU
+    suites = everything if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
     settings = Settings(backend or ("native",), _others(competitor), device)
     settings = settings.hurried() if quick else settings
