@@ -108,18 +108,11 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
-    others = dict.fromkeys(
-        entry["name"] for case in cases for entry in case["entries"] if entry["name"] not in ("undivided", "without")
-    )  # fmt: skip
+    others = dict.fromkeys(entry["name"] for case in cases for entry in case["entries"])
+    others.pop("undivided", None)
     reads = any(case["bytes"] for case in cases)
-    columns = (
-        "case",
-        "time",
-        "rate",
-        "of reads" if reads else "of peak",
-        *(f"x {name}" for name in others),
-        "goal",
-    )
+    of = "of reads" if reads else "of peak"
+    columns = ("case", "time", of, *(f"x {name}" for name in others), "goal")
     rows = tuple(_row(case, others) for case in cases)
     peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
     best = {
@@ -141,20 +134,11 @@ def _row(case: Case, others: Iterable[str]) -> tuple[Cell, ...]:
     name = case["name"] + (" ~" if case["rate"]["contended"] else "")
     ours = entries.get("undivided", {})
     if "seconds" not in ours:
-        figures = [Cell("WRONG", "bad") if ours else Cell("none"), Cell(""), Cell("")]
+        figures = [Cell("WRONG", "bad") if ours else Cell("none"), Cell("")]
     else:
-        unit = "B/s" if case["bytes"] else "FLOP/s"
-        figures = [
-            Cell(span(ours["seconds"])),
-            Cell(human(ours["per_second"], unit)),
-            Cell(f"{ours['fraction']:.2f}"),
-        ]
-    return (
-        Cell(name),
-        *figures,
-        *(_other(entries.get(name), "seconds" in ours) for name in others),
-        _goals(case),
-    )
+        figures = [Cell(span(ours["seconds"])), Cell(f"{ours['fraction']:.2f}")]
+    theirs = (_other(entries.get(other), "seconds" in ours) for other in others)
+    return Cell(name), *figures, *theirs, _goals(case)
 
 
 def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
@@ -167,11 +151,9 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
 
 
 def _goals(case: Case) -> Cell:
-    words = [
-        f"{goal['wanted']:g} {goal['what']} {'met' if goal['met'] else missed(goal)}"
-        for goal in case.get("goals", ())
-    ]
-    good = all(goal["met"] for goal in case.get("goals", ()))
+    found = case.get("goals", ())
+    words = [f"{goal['wanted']:g} {goal['what']} {'met' if goal['met'] else missed(goal)}" for goal in found]
+    good = all(goal["met"] for goal in found)
     return Cell(", ".join(words), "" if not words else "good" if good else "bad")
 
 
@@ -179,9 +161,9 @@ def missed(goal: Mapping[str, Any]) -> str:
     """By how much a goal is missed.
 
     >>> missed({"short": 0.12})
-    'missed by 12 %'
+    '-12 %'
     """
-    return f"missed by {100 * goal['short']:.0f} %"
+    return f"-{100 * goal['short']:.0f} %"
 
 
 # the others

@@ -212,7 +212,7 @@ def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
     entries = {entry["name"]: entry for entry in case["entries"] if "seconds" in entry}
     ours = entries["undivided"]
     if goal.fraction is not None:
-        what = "of the read rate" if benchmark.reads else "of the peak"
+        what = "reads" if benchmark.reads else "peak"
         found.append(_goal(what, goal.fraction, ours["fraction"]))
     for name, factor in goal.faster:
         if name in entries:

@@ -99,6 +99,8 @@ def _show(report: dict[str, Any]) -> None:
     screen = console()
     for found in tables(report):
         made = table(*found.columns, right=found.numbers, title=found.title)
+        for column in made.columns[: 1 + len(found.numbers)]:
+            column.no_wrap = True
         for row in found.rows:
             made.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
         screen.print(Padding(made, (1, 2, 0, 2), expand=False))
