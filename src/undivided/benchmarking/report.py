@@ -111,16 +111,22 @@ def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
     others = dict.fromkeys(entry["name"] for case in cases for entry in case["entries"])
     others.pop("undivided", None)
     reads = any(case["bytes"] for case in cases)
-    of = "of reads" if reads else "of peak"
-    columns = ("case", "time", of, *(f"x {name}" for name in others), "goal")
+    columns = ("case", "time", "reads" if reads else "peak", *map(_short, others), "goal")
     rows = tuple(_row(case, others) for case in cases)
     peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
     best = {
         what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks
     }
     unit = "B/s" if reads else "FLOP/s"
-    notes = [f"Peaks: {', '.join(f'{what} {human(rate, unit)}' for what, rate in best.items())}."]
+    named = f"; {', '.join(map(_short, others))}: times our time" if others else ""
+    notes = [f"{columns[2]}: fraction of it{named}."]
+    notes += [f"Peaks: {', '.join(f'{what} {human(rate, unit)}' for what, rate in best.items())}."]
     return Table(TITLES[suite], columns, rows, (*notes, *_contended_note(cases)))
+
+
+def _short(name: str) -> str:
+    """A competitor's name as it fits above a column."""
+    return name.replace("onnxruntime", "onnx")
 
 
 def _contended_note(cases: Sequence[Case]) -> list[str]:
@@ -152,7 +158,10 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
 
 def _goals(case: Case) -> Cell:
     found = case.get("goals", ())
-    words = [f"{goal['wanted']:g} {goal['what']} {'met' if goal['met'] else missed(goal)}" for goal in found]
+    words = [
+        f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}"
+        for goal in found
+    ]
     good = all(goal["met"] for goal in found)
     return Cell(", ".join(words), "" if not words else "good" if good else "bad")
 

@@ -101,14 +101,13 @@ def _show(report: dict[str, Any]) -> None:
         made = table(*found.columns, right=found.numbers, title=found.title)
         for column in made.columns[: 1 + len(found.numbers)]:
             column.no_wrap = True
+        made.columns[-1].min_width = len("2.4 x sdpa -50 %")
         for row in found.rows:
             made.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
         screen.print(Padding(made, (1, 2, 0, 2), expand=False))
         for note in found.notes:
             screen.print(Padding(Text(note, "dim"), (0, 2, 0, 2)))
-    screen.print(
-        Padding(Text(f"{headline(report)}. x NAME: times the time of undivided.", "dim"), (1, 2, 0, 2))
-    )
+    screen.print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2)))
 
 
 def _wrong(report: dict[str, Any]) -> bool:
