@@ -306,9 +306,9 @@ def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatc
         "--cached",
         "32",
     ]
-    small += ["--steps", "2", "--training", "32"]
+    small += ["--steps", "2", "--training", "32", "--processor-time"]
     speed.main(small)
-    rows = capsys.readouterr().out.strip().splitlines()[3:]
+    rows = capsys.readouterr().out.strip().splitlines()[4:]
     assert [row.split(" | ")[0] for row in rows] == ["| prefill", "| decoding", "| training step"] * 2
     ours = _attention.attend
     monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.01 * ours(*args, **options))

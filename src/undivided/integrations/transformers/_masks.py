@@ -167,7 +167,9 @@ def _fits(pattern: Pattern, sizes: Sizes) -> bool:
     """Whether lengths can put undivided's diagonal where the model's is, or nothing depends on it."""
     if pattern.packed is not None:
         batch, tokens = pattern.packed.ids.shape
-        return sizes == Sizes(batch, tokens, tokens)  # as many queries as keys, and none of either before them
+        return sizes == Sizes(
+            batch, tokens, tokens
+        )  # as many queries as keys, and none of either before them
     if pattern.left is None and pattern.right is None and not pattern.chunks:
         return True
     if pattern.right == 0:  # keys after the last query are hidden, and need not be among the real ones
