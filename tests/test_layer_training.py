@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import plain_layer
 from layer_cases import (
@@ -220,3 +221,28 @@ def test_activation_checkpointing_of_the_whole_layer() -> None:
     recomputed = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False)
     for a, b in zip(run(recomputed), run(module), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@pytest.mark.parametrize("parts", [False, True], ids=["whole-layer", "each-part"])
+def test_sharded_with_half_precision(parts: bool) -> None:
+    """Shards are fp32 and what a module sees is bf16: the check of dtypes took a shard's for the parameter's."""
+    module = layer("bshd", params_dtype=torch.float32)
+    x = torch.randn(2, 5, HIDDEN)
+    want = module(x)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        shard = functools.partial(
+            fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        for part in (module.self_attention.layernorm_qkv, module.self_attention.proj, module.layernorm_mlp):
+            if parts:
+                shard(part)
+        shard(module)
+        out = module(x)
+        out.sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)

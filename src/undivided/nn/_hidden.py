@@ -64,8 +64,10 @@ def _how_to_know() -> str:
     )
 
 
-def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, dtype: torch.dtype) -> None:
-    """Axes, features and dtype of hidden states or an encoder's output. `dtype` is that of the parameters."""
+def check(
+    name: str, x: object, hidden_size: int, format: Layout, argument: str, dtype: torch.dtype | None
+) -> None:
+    """Axes, features and dtype of hidden states or an encoder's output. `dtype` is that of the parameters, where known."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     axes = 2 if format == "thd" else 3
@@ -80,7 +82,7 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
         raise InputError(
             name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}"
         )
-    if x.dtype != dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+    if dtype is not None and x.dtype != dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         hint = f"{name}.to({dtype}), the layer.to({x.dtype}), or torch.autocast"
         raise InputError(name, f"have the parameters' dtype ({dtype})", x.dtype, hint=hint)
 

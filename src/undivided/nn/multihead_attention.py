@@ -261,7 +261,9 @@ class MultiheadAttention(Module):
         Raises:
             InputError: one of them is wrong.
         """
-        dtype, format = self.proj.weight.dtype, self.qkv_format
+        weight, format = self.proj.weight, self.qkv_format
+        # a shard of FSDP has another dtype than what the projection will see
+        dtype = weight.dtype if type(weight) is torch.nn.Parameter else None
         _hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", dtype)
         if params is not None and not isinstance(params, InferenceParams):
             raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
