@@ -37,6 +37,7 @@ from undivided._validation import (
 from undivided.errors import InputError
 from undivided.masks import Mask, Structure
 from undivided.masks._intervals import NormalForm
+from undivided.masks._parts import versions
 
 
 class Problem(NamedTuple):
@@ -124,11 +125,13 @@ _NOTHING = torch.empty(0)
 class Bound:
     """A mask that was checked against a problem, and its normal form; remembered until a tensor of the mask changes."""
 
-    __slots__ = ("form", "mask", "problem")
+    __slots__ = ("form", "mask", "pages", "problem")
 
     def __init__(self, mask: Mask, problem: Problem) -> None:
         self.mask, self.problem = mask, problem
         self.form: NormalForm | None = None
+        self.pages: tuple[Tensor, int, int] | None = None
+        """The block table that was checked last, its in-place version, and the pool's pages."""
 
 
 @dataclass(eq=False, slots=True)
@@ -258,7 +261,7 @@ def normalise(
         bound = checked_mask(mask).remembered(key, _with_mask, known, mask, q.device, alibi_slopes, pages)
         mask, known = bound.mask, bound.problem
         if pages is not None:
-            check_page_numbers(mask, pages, k.shape[0], known.page_size or 1)
+            _check_pages_once(bound, pages, k.shape[0])
     if bias is not None:
         bias = bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
     if dropout_p or dropout_seed is not None:
@@ -270,6 +273,16 @@ def normalise(
         needs, bound,
     )  # fmt: skip
     return known, operands
+
+
+def _check_pages_once(bound: Bound, pages: Tensor, pool: int) -> None:
+    """Once for all layers of a model that read the same block table."""
+    version = versions((pages,))
+    known = bound.pages
+    if known is not None and version is not None and known[0] is pages and known[1:] == (version[0], pool):
+        return
+    check_page_numbers(bound.mask, pages, pool, bound.problem.page_size or 1)
+    bound.pages = None if version is None else (pages, version[0], pool)
 
 
 def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
