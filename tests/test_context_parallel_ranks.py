@@ -1,0 +1,174 @@
+"""Context parallelism between processes: gloo, four and three of them, and what happens when one dies.
+
+Starting processes costs more than what they compute, so each start runs many cases; what differs is said by case.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import undivided
+from context_parallel_check import PLACEMENTS, alone, differences, grid, in_double, of_rank
+from gloo_ranks import TIMEOUT, run_ranks
+from undivided import masks
+from undivided.context_parallel import RankError
+from undivided.context_parallel.collectives import Counted
+from undivided.verification.cases import CASES, Case
+
+STRATEGIES = ("ring", "all_gather", "all_to_all")
+FEATURES = (
+    "bias-full-given-bhsd-causal", "bias-of-keys", "alibi-documents-thd", "sinks-causal-window-gqa", "softcap-1-saturated",
+    "everything-together", "dropout-thd-padded-offsets", "mla-prefill-192-128", "lse-thd", "causal-bottom-right-decode",
+    "no-keys", "many-queries-one-key", "gqa-of-a-prime-7-heads",
+)  # fmt: skip
+
+
+def cases(world: int) -> list[tuple[Case, str, str]]:
+    """Every mask with every strategy, the placements in turn; with four ranks also every placement on the mesh."""
+    found = [(case, placement, strategy) for n, (case, placement) in enumerate(grid()) for strategy in STRATEGIES
+             if (n + STRATEGIES.index(strategy) + world) % 3 == 0]  # fmt: skip
+    found += [
+        (CASES[name], PLACEMENTS[n % 3], STRATEGIES[(n + world) % 3]) for n, name in enumerate(FEATURES)
+    ]
+    if world == 4:
+        found += [
+            (case, placement, "ring+all_to_all") for n, (case, placement) in enumerate(grid()) if n % 2 == 0
+        ]
+    return found
+
+
+def group_for(strategy: str) -> Any:
+    """The mesh of two axes, or all processes."""
+    if strategy != "ring+all_to_all":
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+
+
+def compare(world: int) -> list[str]:
+    """In each rank: every case, against one process, which rank 0 computes."""
+    groups = {
+        strategy: group_for(strategy) for strategy in ("ring", *(("ring+all_to_all",) if world == 4 else ()))
+    }
+    wrong = []
+    for case, placement, strategy in cases(world):
+        inputs = in_double(case)
+        cp = undivided.ContextParallel(groups.get(strategy), strategy, placement)  # type: ignore[arg-type]
+        found = of_rank(inputs, cp)
+        if cp.rank == world - 1:
+            wrong += [
+                f"{case.name} {strategy}: {d}" for d in differences(found, alone(inputs, backend="reference"))
+            ]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 3])
+def test_processes_compute_what_one_computes(world: int) -> None:
+    assert run_ranks(world, compare, world) == [[]] * world
+
+
+def faults() -> dict[str, str]:
+    """In each rank, what it was told; the last case ends rank 3."""
+    rank = int(torch.distributed.get_rank())
+    told = {}
+    q = torch.randn(1, 6, 2, 8)
+    cp = undivided.ContextParallel().bind(24)
+    wrong: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 0.5 + rank},
+        "shape": {"q": torch.randn(1, 6 + (rank == 2), 2, 8)},
+        "strategy": {
+            "context_parallel": undivided.ContextParallel(None, "ring" if rank else "all_gather").bind(24)
+        },
+        "placement": {
+            "context_parallel": undivided.ContextParallel(None, placement=PLACEMENTS[rank > 1]).bind(24)
+        },
+    }
+    for name, changes in wrong.items():
+        try:
+            undivided.attention(
+                **{
+                    "q": q,
+                    "k": q,
+                    "v": q,
+                    "layout": "bshd",
+                    "mask": masks.causal(),
+                    "context_parallel": cp,
+                    **changes,
+                }
+            )
+        except (undivided.InputError, RankError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    undivided.attention(q, q, q, layout="bshd", context_parallel=cp)  # the group is as good as before
+    if rank == 3:
+        os._exit(1)
+    begun = time.monotonic()
+    try:
+        undivided.attention(q, q, q, layout="bshd", context_parallel=cp)
+    except RankError as error:
+        told["death"] = f"{type(error).__name__}: {error}"
+    told["seconds"] = f"{time.monotonic() - begun:.1f}"
+    return told
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_one_rank_is_an_error_on_every_rank_in_time() -> None:
+    *alive, dead = run_ranks(4, faults)
+    assert dead is None
+    for rank, told in enumerate(alive):
+        assert isinstance(told, dict), told
+        assert "scale must be the same on every rank, got 0.5 on rank 0; 1.5 on rank 1;" in told["scale"]
+        assert told["strategy"].startswith("InputError: strategy must be the same on every rank")
+        assert told["placement"].startswith("InputError: placement must be the same on every rank")
+        of_shape = (
+            "InputError: q must have rank 2's 6 of 24 tokens"
+            if rank == 2
+            else "RankError: another rank refused"
+        )
+        assert told["shape"].startswith(of_shape)
+        assert "a rank died, or did not make the same call" in told["death"]
+        assert float(told["seconds"]) < TIMEOUT + 5
+
+
+@pytest.mark.slow
+def test_the_next_keys_are_on_their_way_while_these_are_attended_to() -> None:
+    """The exchange of round t + 1 is posted before round t is computed, and waited for after it."""
+    for events in run_ranks(2, order_of_events):
+        posts = [n for n, event in enumerate(events) if event == "post"]
+        assert events[posts[-1] + 1 :][:2] == ["compute", "wait"], events
+
+
+def order_of_events() -> list[str]:
+    """What a rank does in a ring of two, in order."""
+    from undivided.backends import reference
+
+    events: list[str] = []
+    exchange, forward = Counted.exchange, reference.Reference.forward
+
+    def traced_exchange(self: Counted, sends: Any, receives: Any) -> Any:
+        wait = exchange(self, sends, receives)
+        events.append("post")
+
+        def traced_wait() -> None:
+            events.append("wait")
+            wait()
+
+        return traced_wait
+
+    def traced_forward(self: Any, *arguments: Any) -> Any:
+        events.append("compute")
+        return forward(self, *arguments)
+
+    Counted.exchange, reference.Reference.forward = traced_exchange, traced_forward  # type: ignore[method-assign]
+    q = torch.randn(1, 8, 2, 4)
+    cp = undivided.ContextParallel().bind(16)
+    result: Tensor = undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=cp)
+    assert result.isfinite().all()
+    return events
