@@ -2,7 +2,8 @@
 
 from undivided.context_parallel.collectives import RankError, Traffic
 from undivided.context_parallel.context import ContextParallel
+from undivided.context_parallel.plan import Plan, plan
 from undivided.context_parallel.sharding import Placement
 from undivided.context_parallel.simulate import simulate
 
-__all__ = ["ContextParallel", "Placement", "RankError", "Traffic", "simulate"]
+__all__ = ["ContextParallel", "Placement", "Plan", "RankError", "Traffic", "plan", "simulate"]

@@ -9,7 +9,7 @@ A schedule holds no tensors of a call, so it is made once for a mask and kept wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from undivided.context_parallel import all_gather, all_to_all, ring
 from undivided.context_parallel._pieces import Round, Share
-from undivided.context_parallel.all_to_all import HeadExchange, kv_span
-from undivided.context_parallel.sharding import Placement
+from undivided.context_parallel.all_to_all import HeadExchange
+from undivided.context_parallel.sharding import Placement, row_pairs
 from undivided.masks import NormalForm
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "ring+all_to_all"]
@@ -39,10 +39,6 @@ class Mesh:
     def of(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
         """Of a rank. A mesh of one axis lies along the ring, or along the heads for "all_to_all"."""
         return Mesh(*divmod(rank, heads_world), ring_world, heads_world)
-
-    def line(self, place: int) -> range:
-        """The ranks that trade heads with one another at a place on the ring."""
-        return range(place * self.heads_world, (place + 1) * self.heads_world)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,35 +60,61 @@ class Schedule:
         return sum(piece.pairs for round_ in self.rounds for piece in round_.pieces)
 
 
+class Ranks:
+    """Who holds what and who computes what, of all ranks of a mesh [ring, heads].
+
+    rows, keys: of every rank. lines, key_lines: of the ranks at one place on the ring together. All global positions.
+    """
+
+    def __init__(
+        self, form: NormalForm, placement: Placement, shape: tuple[int, int], heads: int, kv_heads: int
+    ) -> None:
+        device = form.ranges.device
+        self.ring, self.members = shape
+        self._heads = heads, kv_heads
+        self.rows = [part.to(device) for part in placement.q]
+        self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
+        self.lines = [self._together(self.rows, place) for place in range(self.ring)]
+        self.key_lines = [self._together(self.keys, place) for place in range(self.ring)]
+        self._pairs = row_pairs(form) if self.members > 1 else None
+        self._work: dict[int, Tensor] = {}
+
+    def line(self, place: int) -> range:
+        """The ranks at a place on the ring: those that trade heads with one another."""
+        return range(place * self.members, (place + 1) * self.members)
+
+    def _together(self, parts: Sequence[Tensor], place: int) -> Tensor:
+        some = [parts[rank] for rank in self.line(place)]
+        return some[0] if len(some) == 1 else torch.cat(some).sort().values
+
+    def shares(self, place: int, member: int) -> tuple[Share, ...]:
+        """What a rank computes."""
+        rows = self.lines[place]
+        if place not in self._work:
+            work = rows.new_zeros(0) if self._pairs is None else all_to_all.running_work(self._pairs, rows)
+            self._work[place] = work
+        return all_to_all.shares(self._work[place], member, self.members, *self._heads, rows)
+
+    def span(self, member: int) -> slice:
+        """The key heads that a member of every line has."""
+        return all_to_all.kv_span(member, self.members, *self._heads)
+
+
 def build(
     form: NormalForm, placement: Placement, strategy: Strategy, mesh: Mesh, heads: int, kv_heads: int, with_positions: bool
 ) -> Schedule:  # fmt: skip
     """The schedule of one rank; ``form`` is the whole mask's. With positions: ALiBi or dropout look at them."""
-    device = form.ranges.device
-    rows = [part.to(device) for part in placement.q]
-    keys = rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
-    lines = [_sorted([rows[r] for r in mesh.line(place)]) for place in range(mesh.ring_world)]
-    key_lines = [_sorted([keys[r] for r in mesh.line(place)]) for place in range(mesh.ring_world)]
-
-    def shares_of(place: int, member: int) -> tuple[Share, ...]:
-        return all_to_all.shares(form, member, mesh.heads_world, heads, kv_heads, lines[place])
-
-    members = [shares_of(mesh.ring, member) for member in range(mesh.heads_world)]
-    line = mesh.line(mesh.ring)
+    ranks = Ranks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
+    line, whole = ranks.line(mesh.ring), ranks.key_lines[mesh.ring]
+    members = [ranks.shares(mesh.ring, member) for member in range(mesh.heads_world)]
     queries = HeadExchange.of(
-        mesh.heads, [rows[r] for r in line], [[(s.rows, s.heads) for s in shares] for shares in members]
+        mesh.heads, [ranks.rows[r] for r in line], [[(s.rows, s.heads) for s in shares] for shares in members]
     )
-    whole = key_lines[mesh.ring]
-    spans = [kv_span(member, mesh.heads_world, heads, kv_heads) for member in range(mesh.heads_world)]
-    traded = HeadExchange.of(mesh.heads, [keys[r] for r in line], [[(whole, span)] for span in spans])
-    mine = spans[mesh.heads]
-    on_ring = [
-        members[mesh.heads] if p == mesh.ring else shares_of(p, mesh.heads) for p in range(mesh.ring_world)
-    ]
+    keys = HeadExchange.of(
+        mesh.heads, [ranks.keys[r] for r in line], [[(whole, ranks.span(m))] for m in range(mesh.heads_world)]
+    )
+    mine = members[mesh.heads]
+    on_ring = [mine if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]
     make: Callable[..., tuple[Round, ...]] = all_gather.rounds if strategy == "all_gather" else ring.rounds
-    rounds = make(form, mesh.ring, on_ring, key_lines, mine, with_positions)
-    return Schedule(queries, traded, members[mesh.heads], mine, rounds)
-
-
-def _sorted(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts).sort().values
+    rounds = make(form, mesh.ring, on_ring, ranks.key_lines, ranks.span(mesh.heads), with_positions)
+    return Schedule(queries, keys, mine, ranks.span(mesh.heads), rounds)

@@ -20,18 +20,14 @@ from torch import Tensor
 from undivided.context_parallel._index import Index, add, as_index, take, unless_broadcast
 from undivided.context_parallel._pieces import Share
 from undivided.context_parallel.collectives import Communicator
-from undivided.context_parallel.sharding import row_pairs
-from undivided.masks import NormalForm
 
 
 def shares(
-    form: NormalForm, rank: int, world: int, heads: int, kv_heads: int, rows: Tensor
+    running: Tensor, rank: int, world: int, heads: int, kv_heads: int, rows: Tensor
 ) -> tuple[Share, ...]:
-    """What a rank computes of all heads of these rows (global positions)."""
+    """What a rank computes of all heads of these rows (global positions); ``running``: see `running_work`."""
     if world == 1:
         return (Share(slice(0, heads), slice(0, kv_heads), rows),)
-    work = row_pairs(form.shard(rows, torch.arange(form.kv_len, device=rows.device)))
-    running = work.to(torch.float64).cumsum(0)
     group = heads // kv_heads
     found = []
     for first, last, start, stop in _stretches(rank * heads, (rank + 1) * heads, world, group):
@@ -40,6 +36,11 @@ def shares(
         if part.numel():
             found.append(Share(slice(first, last), served, part))
     return tuple(found)
+
+
+def running_work(pairs: Tensor, rows: Tensor) -> Tensor:
+    """The work up to and with each of these rows, in ``pairs`` of every row of the whole; float64, exact."""
+    return pairs.index_select(0, rows).to(torch.float64).cumsum(0)
 
 
 def _stretches(unit: int, end: int, world: int, group: int) -> list[tuple[int, int, int, int]]:

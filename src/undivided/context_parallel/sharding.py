@@ -182,9 +182,19 @@ def imbalance(work: Tensor) -> float:
 
 def row_pairs(form: NormalForm) -> Tensor:
     """Allowed pairs of every row over all batch elements and heads, int64 [Sq]. From ranges alone O(S)."""
-    counts = form.counts(range(form.q_len + 1), [0, form.kv_len])[..., 0]
-    counts = counts * (form.batch // max(counts.shape[0], 1)) * (form.heads // max(counts.shape[1], 1))
-    return counts.sum((0, 1))
+    pairs = head_pairs(form)
+    together: Tensor = pairs.sum(0) * (form.heads // max(pairs.shape[0], 1))
+    return together
+
+
+def head_pairs(form: NormalForm) -> Tensor:
+    """Allowed pairs of every head and row over all batch elements, int64 [H|1, Sq]; 1 where heads have the same."""
+    if form.exact:
+        spans = form.ranges.to(torch.int64).unflatten(-1, (-1, 2)).diff(dim=-1).sum((-1, -2))[:, None]
+    else:
+        spans = form.counts(range(form.q_len + 1), [0, form.kv_len])[..., 0]
+    pairs: Tensor = spans.sum(0) * (form.batch // max(spans.shape[0], 1))
+    return pairs
 
 
 def document_edges(mask: Mask | None, side: Side, length: int) -> tuple[int, ...]:
