@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import undivided
 from context_parallel_check import MASKS, PLACEMENTS
 from undivided import masks
+from undivided.cli._app import app
 from undivided.context_parallel import Traffic, plan, simulate
 from undivided.context_parallel.simulate import SimulatedGroup
 from undivided.masks import Mask
@@ -132,3 +136,41 @@ def test_bad_sizes_are_refused(arguments: tuple[object, ...], text: str) -> None
 def test_key_heads_must_divide_heads() -> None:
     with pytest.raises(undivided.InputError, match=r"kv_heads must divide heads \(4\), got 3"):
         plan(8, 4, 8, kv_heads=3)
+
+
+class TestCommand:
+    """``undivided plan``."""
+
+    def test_json_holds_every_rank(self) -> None:
+        ranks = [
+            "--world",
+            "4",
+            "--heads",
+            "2",
+            "--head-dim",
+            "8",
+            "--strategy",
+            "ring",
+            "--placement",
+            "contiguous",
+        ]
+        found = json.loads(command("256", "--mask", "window(7, 0)", *ranks, "--json", "--by-rank"))
+        (option,) = found["options"]
+        assert option["forward"] == [7 * 2 * 2 * 8 * 2] * 3 + [0]
+        assert sum(option["pairs"]) == 2 * (256 * 8 - 28)
+
+    def test_the_table_ends_with_the_recommendation(self) -> None:
+        text = command("4096", "--mask", "causal()", "--world", "8", "--kv-heads", "8", "--by-rank")
+        assert "Recommended: " in text
+        assert all(
+            name in text for name in ("ring+all_to_all", "all_gather", "zigzag", "balanced", "sent backward")
+        )
+
+    def test_what_is_wrong_is_said(self) -> None:
+        assert "heads must be a positive number" in command("64", "--heads", "0", code=2)
+
+
+def command(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    assert done.exit_code == code, done.output
+    return done.output

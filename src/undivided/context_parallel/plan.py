@@ -86,9 +86,8 @@ class Plan:
         return f"{text}; {other} takes as long and holds {memory:.2f} times the memory."
 
     def __str__(self) -> str:
-        head = ("strategy", "placement", "mesh", "balance", "sent/rank", "largest", "memory", "time")
-        rows = [head, *(_cells(option) for option in self.options)]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+        rows = [HEAD, *(cells(option) for option in self.options)]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
@@ -410,7 +409,11 @@ def _rank(option: Option) -> tuple[float, int, int]:
     )
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+HEAD = ("strategy", "placement", "mesh", "balance", "sent/rank", "most", "memory", "time")
+
+
+def cells(option: Option) -> tuple[str, ...]:
+    """An option as text, under `HEAD`."""
     sent = (option.forward + option.backward).to(torch.float64)
     return (
         option.strategy, option.placement, "x".join(map(str, option.shape)), f"{option.balance:.3f}",
