@@ -136,7 +136,7 @@ def plan(
     >>> found.best.forward.tolist()                   # 255 keys of 8 heads of 2 x 64 bfloat16, and nothing from the last rank
     [522240, 522240, 522240, 0]
     >>> found.best.pairs.tolist()
-    [1828480, 2088960, 2088960, 2088960]
+    [1836032, 2097152, 2097152, 2097152]
     """
     sizes = _Sizes(
         batch, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim or head_dim, dtype
