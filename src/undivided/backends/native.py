@@ -37,11 +37,11 @@ _NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 _NO_BIAS: tuple[int, ...] = (0,) * 6
 _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 8
-_NO_PAGES: tuple[int, ...] = (0,) * 3
-_NOTHING_ELSE = (*_NO_PAGES, 0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES)
+_NO_PAGES: tuple[int, ...] = (0,) * 4
+_NOTHING_ELSE = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES)
 _BANDS = frozenset({"causal", "window"})
 """Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
-_EXTRAS = frozenset({"bias", "alibi", "sinks", "paged"})
+_EXTRAS = frozenset({"bias", "alibi", "sinks"})
 
 
 class Native(Backend):
@@ -181,13 +181,21 @@ def _forward(
     elif problem.mask.kinds <= _BANDS:
         ranges = (0, 0, 2, 1, *_band(problem))
     else:
-        table = operands.normal_form(
-            problem
-        ).table  # of the normal form, which the operands hold until the end
-        ranges = (table.data_ptr(), _batch_stride(table), table.shape[2], 0, 0, 0)
+        allowed = operands.normal_form(problem).table  # held by the operands until the end
+        ranges = (allowed.data_ptr(), _batch_stride(allowed), allowed.shape[2], 0, 0, 0)
+    _table, pages = _pages(operands)
     library = cpu.load()
     assert not isinstance(library, str)
-    library.forward(_record(problem, operands, q, k, v, out, lse, *ranges, *_NOTHING_ELSE))
+    library.forward(_record(problem, operands, q, k, v, out, lse, *ranges, *pages, *_NOTHING_ELSE))
+
+
+def _pages(operands: Operands) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The record's fields, and the block table that they point to, to be held until the call returns."""
+    if operands.pages is None:
+        return None, _NO_PAGES
+    # in thd the sequences' rows follow one another, as their keys do
+    table, pool = operands.pages.contiguous(), operands.k
+    return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
 
 
 class _Call:
@@ -199,11 +207,8 @@ class _Call:
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         self.library, self.problem, self.operands, self.tensors = library, problem, operands, tensors
-        self.sinks = self.bias = self.slopes = self.pages = None
-        if operands.pages is not None:
-            self.pages = (
-                operands.pages.contiguous()
-            )  # in thd the sequences' rows follow one another, as their keys do
+        self.sinks = self.bias = self.slopes = None
+        self.table, self.pages = _pages(operands)
         if operands.sinks is not None:
             self.sinks = operands.sinks.detach().float().contiguous()
         if operands.bias is not None:
@@ -220,7 +225,7 @@ class _Call:
         if rows is not None:
             q, out, lse = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
         q_len = q.shape[2]
-        ranges, pages, bias, pairs, slopes = _NO_RANGES, _NO_PAGES, _NO_BIAS, _NO_DENSE, _NO_SLOPES
+        ranges, bias, pairs, slopes = _NO_RANGES, _NO_BIAS, _NO_DENSE, _NO_SLOPES
         # every tensor that is pointed to is held by a name until the call returns
         if normal is not None:
             table = normal.ranges.clamp(
@@ -228,9 +233,6 @@ class _Call:
             ).contiguous()  # inside the keys, whatever the mask says
             part = table if rows is None else table[:, rows]
             ranges = (part.data_ptr(), _batch_stride(part), part.shape[2], 0, 0, 0)
-        if self.pages is not None:
-            assert problem.page_size is not None
-            pages = (self.pages.data_ptr(), self.pages.shape[1], problem.page_size)
         if self.bias is not None:
             some = self.bias if rows is None else self.bias[:, :, rows]
             bias = (some.data_ptr(), DTYPES[some.dtype], *some.stride())
@@ -245,7 +247,9 @@ class _Call:
                 self.key_position.data_ptr(), _batch_stride(self.key_position),
             )  # fmt: skip
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
-        record = _record(problem, operands, q, k, v, out, lse, *ranges, *pages, sinks, *bias, *pairs, *slopes)
+        record = _record(
+            problem, operands, q, k, v, out, lse, *ranges, *self.pages, sinks, *bias, *pairs, *slopes
+        )
         self.library.forward(record)
 
 

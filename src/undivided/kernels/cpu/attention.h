@@ -33,9 +33,9 @@ struct Attention {
   // where band is not 0: keys [i + first, i + last) of query row i, the same for every sequence; ranges is null then
   int64_t band, first, last;
   // block table [B, pages]: key j lies in row j % page_size of page pages[j / page_size]; null: keys lie one after the other.
-  // Entries for keys that no row may see are not read.
+  // Entries for keys that no row may see may be anything; one that is no page of the pool is taken for page 0.
   const int32_t* pages;
-  int64_t pages_b, page_size;
+  int64_t pages_b, page_size, page_count;
   const float* sinks;  // [H] or null
   // additive, natural units, -inf masks; null or of type bias_dtype
   const void* bias;

@@ -6,16 +6,18 @@
 
 namespace {
 
-// The rows of one key/value head. In a cache, row j lies in page pages[j / page_size]. Only rows that some query may see
-// are asked for: the table's entries for others, and what lies in their pages, may be anything.
+// The rows of one key/value head. In a cache, row j lies in page pages[j / page_size]; an entry that is no page of the pool is
+// taken for page 0, so that nothing outside the pool is ever read. Only rows that some query may see are looked at.
 template <class T>
 struct Rows {
   const T* base;  // row 0, or row 0 of page 0
-  int64_t stride, page_stride, page_size;
+  int64_t stride, page_stride, page_size, page_count;
   const int32_t* pages;  // null: one after the other
 
   const T* operator()(int64_t j) const {
-    return pages ? base + pages[j / page_size] * page_stride + j % page_size * stride : base + j * stride;
+    if (!pages) return base + j * stride;
+    const int64_t page = pages[j / page_size];
+    return base + (page >= 0 && page < page_count ? page : 0) * page_stride + j % page_size * stride;
   }
   // Whether rows [start, stop) lie one after the other, `stride` apart.
   bool together(int64_t start, int64_t stop) const {
@@ -26,8 +28,8 @@ struct Rows {
 template <class T>
 INLINE Rows<T> rows_at(const Attention& a, const void* pool, int64_t b, int64_t h, int64_t s, int64_t batch, int64_t head) {
   const T* base = (const T*)pool + head * h;
-  if (a.pages) return {base, s, b, a.page_size, a.pages + batch * a.pages_b};
-  return {base + batch * b, s, 0, 1, nullptr};
+  if (a.pages) return {base, s, b, a.page_size, a.page_count, a.pages + batch * a.pages_b};
+  return {base + batch * b, s, 0, 1, 1, nullptr};
 }
 template <class T>
 INLINE Rows<T> key_rows(const Attention& a, int64_t batch, int64_t head) {
