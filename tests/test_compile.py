@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import undivided
 from undivided import masks
+from undivided.kernels import cpu
 from undivided.masks import Mask
 
 
@@ -235,6 +236,32 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
         )
         results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
         assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
+@pytest.mark.parametrize("case", ["plain", "masked", "paged"])
+def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> None:
+    n = torch.tensor([3, 7])
+    mask = {
+        "plain": masks.FULL,
+        "masked": masks.lengths(n, n) & masks.window(2, 1),
+        "paged": masks.lengths(n),
+    }[case]
+    text, tensors = mask.flatten()
+    q, k, v = qkv(7, grad=False)
+    pages = None
+    if case == "paged":
+        k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
+        pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
+    spec = f"bshd|{text}|nnnnnn|native|None|y"
+    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0)
+    results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
+    assert set(results.values()) == {"SUCCESS"}
+    asked = {"layout": "bshd", "mask": mask, "pages": pages, "return_lse": True}
+    out, lse = torch.ops.undivided.attention(*call)
+    want, want_lse = undivided.attention(q, k, v, backend="reference", **asked)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
 
 
 def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:

@@ -147,6 +147,75 @@ def test_bias_slopes_softcap_and_sinks_over_pages(q_len: int) -> None:
     assert apart(out, want) < ALLOWED[torch.float32]
 
 
+# (q rows, H, N, keys): few enough blocks that the keys are divided too; decoding of several chunks
+THREADED = {
+    "one-row": (1, 8, 2, 5000),
+    "speculation": (4, 4, 2, 5000),
+    "nine-rows": (9, 2, 2, 5000),
+    "sixty-rows-shared-heads": (60, 8, 2, 3000),
+    "two-blocks": (100, 1, 1, 4100),
+}
+
+
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "paged"])
+@pytest.mark.parametrize("size", THREADED)
+def test_few_rows_over_unequal_lengths_on_any_number_of_threads(
+    size: str, layout: str, dtype: torch.dtype
+) -> None:
+    """The same bits, and right: with sinks, a log-sum-exp, a sequence that is almost empty and one that is."""
+    q_len, heads, kv_heads, most = THREADED[size]
+    lengths = [most, most // 3, 1, 0]
+    k, v, k_pool, v_pool, table = cache(lengths, 16, kv_heads, 64, dtype)
+    q = torch.randn(4, q_len, heads, 64).to(dtype)
+    asked = {"mask": masks.lengths(torch.tensor(lengths)), "sinks": torch.randn(heads), "return_lse": True}
+    want, want_lse = undivided.attention(
+        q.double(), k.double(), v.double(), layout="bshd", backend="reference", **asked
+    )
+    operands, asked["layout"] = (q, k, v), "bshd"
+    if layout == "paged":
+        operands, asked["pages"] = (q, k_pool, v_pool), table
+    elif layout == "bhsd":
+        operands, asked["layout"] = tuple(t.transpose(1, 2).contiguous() for t in operands), "bhsd"
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(undivided.attention(*operands, backend="native", **asked))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    out, lse = results[0]
+    assert apart(out.transpose(1, 2) if layout == "bhsd" else out, want) < ALLOWED[dtype]
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_keys_follow_every_mask(mask: str) -> None:
+    lengths = [4500, 2100]
+    k, v, *_ = cache(lengths, 16, 1, 32, torch.float32)
+    q = torch.randn(2, 20, 2, 32)
+    asked = {"layout": "bshd", "mask": MASKS[mask](torch.tensor(lengths))}
+    out = undivided.attention(q, k, v, backend="native", **asked)
+    want = undivided.attention(q.double(), k.double(), v.double(), backend="reference", **asked)
+    assert apart(out, want) < ALLOWED[torch.float32]
+
+
+def test_a_table_that_leads_outside_of_the_pool_is_refused_before_the_kernel_runs() -> None:
+    """Only where a length reaches it, whatever stands in front or behind."""
+    _, _, k_pool, v_pool, table = cache([40, 17], 16, 1, 32, torch.float32)
+    q, mask = torch.randn(2, 1, 1, 32), masks.lengths(torch.tensor([40, 17]))
+    asked = {"layout": "bshd", "mask": mask, "backend": "native"}
+    undivided.attention(q, k_pool, v_pool, pages=table, **asked)
+    for wrong in (-1, k_pool.shape[0]):
+        table[1, 1] = wrong
+        with pytest.raises(undivided.InputError, match=f"pages must number pages of the pool.* got {wrong}"):
+            undivided.attention(q, k_pool, v_pool, pages=table, **asked)
+
+
 @pytest.mark.parametrize("q_len", [1, 100])
 def test_pages_are_not_copied(q_len: int) -> None:
     """Eight sequences share their pages, as after a common prompt: gathered they would be eight pools."""
@@ -168,6 +237,9 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  for mask in ('causal', 'globals'):\n"
         "    for dtype in t.ALLOWED:\n"
         "      t.test_pages_change_nothing(size, mask, dtype)\n"
+        "for size in t.THREADED:\n"
+        "  for dtype in t.ALLOWED:\n"
+        "    t.test_few_rows_over_unequal_lengths_on_any_number_of_threads(size, 'bshd', dtype)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,

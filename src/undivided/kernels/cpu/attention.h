@@ -58,10 +58,13 @@ enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2 };
 namespace undivided {
 
 // One unit of work. Rows are virtual: row r is query row r % q_len of head first_head + r / q_len, so that the query heads
-// of a group can share a block where each has few rows.
+// of a group can share a block where each has few rows. With `partials`, keys [key, key_stop) alone, multiples of kTile, and
+// partial results of the rows, as a KeyChunk has them.
 struct RowBlock {
   int64_t batch, first_head, kv_head, row, rows;
   int64_t cost;
+  int64_t key = 0, key_stop = INT64_MAX;
+  float* partials = nullptr;
 };
 
 // A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,

@@ -243,7 +243,7 @@ constexpr float unit_weight() {
 }
 
 template <class Mode>
-static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* ot,
+static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                        const float* most, const float* total) {
   typedef typename Mode::T T;
   for (int v = 0; v < kVectors; v++) {
@@ -273,6 +273,18 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       for (int i = 0; i < count; i++)
         from_float(inverse[i] != 0.0f ? from[d * kPanel + i] * inverse[i] : 0.0f, row[i] + d);
   }
+}
+
+// The same, unscaled, where other blocks have the other keys: Dv sums, the largest score, the total.
+template <class Mode>
+static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
+                           const float* most, const float* total) {
+  const int64_t size = round_up(a.v_dim + 2, 16);
+  float* to = block.partials + first * size;
+  for (int64_t d = 0; d < a.v_dim; d++)
+    for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] / unit_weight<Mode>();
+  for (int64_t r = 0; r < rows; r++)
+    to[r * size + a.v_dim] = most[r], to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
 }
 
 // ---- K and V tiles
@@ -610,6 +622,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
       transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
     }
   }
+  from = larger_of(from, block.key), to = smaller_of(to, block.key_stop);
   memset(w.ot, 0, (size_t)(panels * o_depth<Mode>(a) * kPanel) * 4);
   memset(w.total, 0, (size_t)(panels * kPanel) * 4);
   for (int64_t i = 0; i < panels * kPanel; i++) w.most[i] = -kInfinity;
@@ -641,9 +654,11 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
       }
     }
   }
-  for (int64_t i = 0; i < panels; i++)
-    write_rows<Mode>(a, block, i * kPanel, w.panels[i].rows, w.ot + i * o_depth<Mode>(a) * kPanel, w.most + i * kPanel,
-                     w.total + i * kPanel);
+  for (int64_t i = 0; i < panels; i++) {
+    auto write = block.partials ? write_partials<Mode> : write_rows<Mode>;
+    write(a, block, i * kPanel, w.panels[i].rows, w.ot + i * o_depth<Mode>(a) * kPanel, w.most + i * kPanel,
+          w.total + i * kPanel);
+  }
 }
 
 }  // namespace

@@ -30,6 +30,9 @@ constexpr int64_t kMostBlockBytes = 640 << 10;  // of Qt and Ot; larger heads ge
 constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are so many, for balance
 // Below so many query rows the heads of a group share a block, so that lanes are not idle.
 constexpr int64_t kShareHeadsBelow = 64;
+// Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
+// Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
+constexpr int64_t kPartsTotal = 32, kFewestPartKeys = 1024, kFewestBlockRows = 64;
 // Multiply-adds below which waking threads (some microseconds) costs more than it brings.
 constexpr int64_t kSerialBelow = 1 << 18;
 // Chunks of keys when decoding: as many as keep 16 threads busy, but K and V of each at least 256 KiB (some 10 us), and at
@@ -158,7 +161,7 @@ int64_t block_rows(const Attention& a, int64_t panel, int64_t virtual_rows, int6
   int64_t rows = a.dtype == kFloat32 ? kBlockRows : kBlockRows16;
   rows = std::min(rows, kMostBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
   int64_t wanted = a.threads * kUnitsPerThread;
-  if (a.threads > 1) rows = std::min(rows, std::max((int64_t)64, a.batch * heads * virtual_rows / wanted));
+  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
   return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
 }
 
@@ -178,32 +181,6 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
-int run_blocks(const Attention& a) {
-  const Kernels& k = kernels();
-  const int64_t group = a.heads / a.kv_heads;
-  const bool share = group > 1 && a.q_len < kShareHeadsBelow;
-  const int64_t heads = share ? a.kv_heads : a.heads, virtual_rows = share ? group * a.q_len : a.q_len;
-  const int64_t step = block_rows(a, k.panel, virtual_rows, heads), threads = threads_for(a);
-  std::vector<RowBlock> blocks;
-  blocks.reserve((size_t)(a.batch * heads * ((virtual_rows + step - 1) / step)));
-  for (int64_t b = 0; b < a.batch; b++)
-    for (int64_t row = 0; row < virtual_rows; row += step) {
-      int64_t rows = std::min(step, virtual_rows - row);
-      int64_t cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
-      for (int64_t h = 0; h < heads; h++)
-        blocks.push_back({b, share ? h * group : h, share ? h : h / group, row, rows, cost});
-    }
-  if (threads > 1)
-    std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
-  int64_t bytes = k.block_scratch(a, std::min(step, virtual_rows));
-  return run_units((int64_t)blocks.size(), bytes, threads,
-                   [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
-}
-
-// ---- decoding
-
-bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && kernels().decodes(a); }
-
 // From the first key that some row of a sequence sees to the last.
 struct Reach {
   int64_t start, stop;
@@ -221,6 +198,97 @@ Reach reach_of(const Attention& a, int64_t batch) {
   }
   return reach;
 }
+
+// What a block or chunk leaves of one row: Dv sums, the largest score, the total.
+int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
+
+// The keys of a sequence in at most `parts` parts of whole tiles.
+struct KeyParts {
+  int64_t start = 0, size = 0, count = 0;
+};
+KeyParts parts_of(const Attention& a, int64_t batch, int64_t parts) {
+  const Reach reach = reach_of(a, batch);
+  if (reach.stop <= reach.start) return {};
+  const int64_t start = reach.start / kTile * kTile, tiles = (reach.stop - start + kTile - 1) / kTile;
+  const int64_t size = (tiles + parts - 1) / parts;
+  return {start, size * kTile, (tiles + size - 1) / size};
+}
+
+// How blocks of a problem divide its heads, rows and keys.
+struct Division {
+  int64_t heads, rows;  // of a head, virtual
+  bool share;           // the heads of a group lie in one block
+  int64_t parts;        // of the keys
+};
+
+// Few rows over many keys leave threads idle unless the keys are divided too: by sizes alone, so that results do not depend on
+// the number of threads.
+Division divide(const Attention& a) {
+  Division d;
+  const int64_t group = a.heads / a.kv_heads;
+  d.share = group > 1 && a.q_len < kShareHeadsBelow;
+  d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
+  const int64_t blocks = a.batch * d.heads * ((d.rows + kFewestBlockRows - 1) / kFewestBlockRows);
+  d.parts = a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kFewestPartKeys), (int64_t)1);
+  return d;
+}
+
+std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, int64_t step, int64_t threads, float* partials) {
+  const int64_t group = a.heads / a.kv_heads;
+  std::vector<RowBlock> blocks;
+  blocks.reserve((size_t)(a.batch * d.heads * d.parts * ((d.rows + step - 1) / step)));
+  for (int64_t b = 0; b < a.batch; b++) {
+    const KeyParts keys = d.parts > 1 ? parts_of(a, b, d.parts) : KeyParts();
+    for (int64_t row = 0; row < d.rows; row += step) {
+      const int64_t rows = std::min(step, d.rows - row), cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
+      for (int64_t h = 0; h < d.heads; h++) {
+        RowBlock block = {b, d.share ? h * group : h, d.share ? h : h / group, row, rows, cost};
+        if (d.parts == 1) blocks.push_back(block);
+        else
+          for (int64_t part = 0; part < keys.count; part++) {
+            block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
+            block.partials = partials + (((b * d.heads + h) * d.parts + part) * d.rows + row) * partial_size(a);
+            blocks.push_back(block);
+          }
+      }
+    }
+  }
+  if (threads > 1)
+    std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
+  return blocks;
+}
+
+void merge_parts(const Attention& a, const Division& d, float* partials) {
+  const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
+  for (int64_t b = 0; b < a.batch; b++) {
+    const int64_t count = parts_of(a, b, d.parts).count;
+    for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
+      for (int64_t r = 0; r < d.rows; r++)
+        kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count, d.rows * size);
+  }
+}
+
+int run_blocks(const Attention& a) {
+  const Kernels& k = kernels();
+  const Division d = divide(a);
+  const int64_t step = block_rows(a, k.panel, d.rows, d.heads), threads = threads_for(a);
+  float* partials = nullptr;
+  if (d.parts > 1) {
+    partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
+    if (partials == nullptr) return kNoMemory;
+  }
+  const std::vector<RowBlock> blocks = cut_into_blocks(a, d, step, threads, partials);
+  const int64_t bytes = k.block_scratch(a, std::min(step, d.rows));
+  int status = run_units((int64_t)blocks.size(), bytes, threads,
+                         [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
+  if (d.parts > 1 && status == kOk) merge_parts(a, d, partials);
+  caller_scratch.shrink();
+  return status;
+}
+
+// ---- decoding
+
+bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && kernels().decodes(a); }
 
 // The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
 struct Chunks {
@@ -265,7 +333,7 @@ int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
   // heads that lie side by side are read together, at every step
   const int64_t heads = a.k_h < a.k_s ? a.kv_heads : 1;
-  const int64_t row_size = (a.v_dim + 2 + 15) / 16 * 16, per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
+  const int64_t row_size = partial_size(a), per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
   const Chunks chunks = cut_into_chunks(a, heads);
   const int64_t units = (int64_t)chunks.all.size();
   float* partials = (float*)caller_scratch.at_least(std::max(units * per_chunk * 4, (int64_t)64));
