@@ -69,42 +69,86 @@ struct TileRows {
 
 constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
 
-// `Groups` x kTileRows rows of C.
-template <class T, int Groups, bool kFromZero>
-INLINE void multiply_groups(const char* a, const TileRows& rows, const char* b, int64_t steps, char* c) {
-  static_assert(kVectors == 2 && kLanes == 16, "C is Groups x 2 tiles");
-  constexpr int64_t below = kTileRows * kPanelBytes;
-  if constexpr (kFromZero) {
-    tile_zero<0>(), tile_zero<1>();
-    if constexpr (Groups == 2) tile_zero<2>(), tile_zero<3>();
-  } else {
-    tile_load<0>(c, kPanelBytes), tile_load<1>(c + 64, kPanelBytes);
-    if constexpr (Groups == 2) tile_load<2>(c + below, kPanelBytes), tile_load<3>(c + below + 64, kPanelBytes);
+// Tile N of C: the sums so far, or zero.
+template <int N, bool kFromZero>
+INLINE void begin_sum(const char* c) {
+  if constexpr (kFromZero) tile_zero<N>();
+  else tile_load<N>(c, kPanelBytes);
+}
+
+// One step of the contracted axis for 2 groups of A.
+template <class T>
+INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
+  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
+  tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+  tile_load<5>(a + rows.group, rows.row);
+  tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+}
+
+constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
+
+// The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
+// stores would hold up the multiplications for a third of their time.
+template <class T, bool kFromZero>
+INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
+  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
+  tile_load<5>(a + rows.group, rows.row);
+  if (done) tile_store<0>(done, kPanelBytes);
+  begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
+  if (done) tile_store<1>(done + 64, kPanelBytes);
+  begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
+  if (done) tile_store<2>(done + kBelow, kPanelBytes);
+  begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
+  if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
+  begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+}
+
+// C[groups * kTileRows][kPanel] += A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
+template <class T>
+static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
+                                                     float* sums) {
+  static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
+  const TileRows rows = of;
+  const char *a = rows.at, *b = (const char*)pairs;
+  char *c = (char*)sums, *done = nullptr;
+  int64_t g = 0;
+  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
+    multiply_first<T, false>(a, rows, b, c, done);
+    for (int64_t s = 1; s < steps; s++) multiply_step<T>(a + s * rows.step, rows, b + s * kBelow);
+    done = c;
   }
-  for (int64_t s = 0; s < steps; s++, a += rows.step, b += below) {
+  if (done) {
+    tile_store<0>(done, kPanelBytes), tile_store<1>(done + 64, kPanelBytes);
+    tile_store<2>(done + kBelow, kPanelBytes), tile_store<3>(done + kBelow + 64, kPanelBytes);
+  }
+  if (g == groups) return;
+  tile_load<0>(c, kPanelBytes), tile_load<1>(c + 64, kPanelBytes);
+  for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
     tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
     tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
-    if constexpr (Groups == 2) {
-      tile_load<5>(a + rows.group, rows.row);
-      tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
-    }
   }
   tile_store<0>(c, kPanelBytes), tile_store<1>(c + 64, kPanelBytes);
-  if constexpr (Groups == 2) tile_store<2>(c + below, kPanelBytes), tile_store<3>(c + below + 64, kPanelBytes);
 }
 
-// C[groups * kTileRows][kPanel] = A * B, or += where not kFromZero; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T, bool kFromZero>
-static __attribute__((noinline)) void multiply_tiles(const TileRows& rows, const float* b, int64_t steps, int64_t groups,
-                                                     float* c) {
-  const char* a = rows.at;
-  int64_t g = 0;
-  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kTileRows * kPanel)
-    multiply_groups<T, 2, kFromZero>(a, rows, (const char*)b, steps, (char*)c);
-  if (g < groups) multiply_groups<T, 1, kFromZero>(a, rows, (const char*)b, steps, (char*)c);
-}
+// ---- K and V as A: tiles of 1 KiB, each read in a run. (K in place, rows 256 bytes apart, took half as long again: such
+// rows share a quarter of L1's sets.)
 
-// ---- V as A
+// Rows of `keys` keys, padded with zeros to steps of kTileDepth columns and to `padded` keys.
+template <class T>
+static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, char* to) {
+  const int64_t steps = (columns + kTileDepth - 1) / kTileDepth;
+  for (int64_t j = 0; j < padded; j++, k += stride) {
+    char* row = to + j / kTileRows * steps * kTileBytes + j % kTileRows * 64;
+    for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
+      if (j < keys && d + kTileDepth <= columns) {
+        _mm512_store_si512(row, _mm512_loadu_si512(k + d));
+        continue;
+      }
+      _mm512_store_si512(row, _mm512_setzero_si512());
+      if (j < keys) memcpy(row, k + d, (size_t)(columns - d) * 2);
+    }
+  }
+}
 
 // 16 pairs of keys (32 halves) by 16 columns to a tile of A: row d holds the keys in order. Unseen keys give zeros.
 template <class T>
@@ -157,39 +201,6 @@ INLINE Vec pair_weights(Vec even, Vec odd, Float16) {
   __m256i low = _mm512_cvtps_ph((__m512)even, _MM_FROUND_TO_NEAREST_INT);
   __m256i high = _mm512_cvtps_ph((__m512)odd, _MM_FROUND_TO_NEAREST_INT);
   return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
-
-// Scores become pairs of weights in place; keys is even. decay is what the sums so far shrink by; false: by nothing.
-template <class T>
-static __attribute__((noinline)) bool soften_pairs(float* st, int64_t keys, float factor, float* most, float* total,
-                                                   Vec* decay) {
-  Vec high[2][kVectors], sum[kVectors] = {}, base[kVectors];
-  for (int v = 0; v < kVectors; v++) high[0][v] = high[1][v] = splat(-kInfinity);
-  for (int64_t j = 0; j < keys; j += 2)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; v++) high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes), high[i][v]);
-  bool shrinks = false;
-  for (int v = 0; v < kVectors; v++) {
-    Vec before = load(most + v * kLanes), now = larger(high[0][v], high[1][v]) * factor;
-    now = now > before + kHeadroom ? now : before;
-    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    decay[v] = exp2_of_negative(before - base[v]);
-    shrinks |= _mm512_cmp_ps_mask((__m512)before, (__m512)now, _CMP_NEQ_UQ) != 0;
-    base[v] -= (float)kWeightBits<T>;
-    store(most + v * kLanes, now);
-  }
-  for (int64_t j = 0; j < keys; j += 2)
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; v++) {
-      const float* s = st + j * kPanel + v * kLanes;
-      Vec even = exp2_of_negative(load(s) * factor - base[v]), odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
-      sum[v] += even + odd;
-      store(st + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
-    }
-  for (int v = 0; v < kVectors; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
-  return shrinks;
 }
 
 // ot[i][rows] *= decay[rows] for i < count.

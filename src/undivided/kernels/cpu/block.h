@@ -475,16 +475,9 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
   Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, v, v_s};
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled) {
-    const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>), keys = smaller_of(stop, a.kv_len) - start;
-    if (dim != a.qk_dim || stop > a.kv_len) {
-      T* copy = (T*)w.k_tile;
-      for (int64_t j = 0; j < keys; j++) {
-        memcpy(copy + j * dim, k + j * k_s, (size_t)a.qk_dim * 2);
-        memset(copy + j * dim + a.qk_dim, 0, (size_t)(dim - a.qk_dim) * 2);
-      }
-      memset(copy + keys * dim, 0, (size_t)((stop - start - keys) * dim) * 2);
-      tile.k = copy, tile.k_stride = dim;
-    }
+    const int64_t keys = smaller_of(stop, a.kv_len) - start;
+    pack_k(k, k_s, keys, stop - start, a.qk_dim, w.k_tile);
+    tile.k = w.k_tile;
     transpose_v(v, v_s, keys, a.v_dim, seen, kTile / kTileDepth, w.v_tile);
     tile.v = w.v_tile;
     return tile;
@@ -512,36 +505,6 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
   return tile;
 }
 
-#if defined(UNDIVIDED_AMX)
-template <class Mode>
-static void tiled_scores(const Attention& a, int64_t index, const Tile<Mode>& tile, int64_t start, int64_t stop,
-                         const Workspace& w) {
-  typedef typename Mode::T T;
-  const int64_t row = tile.k_stride * 2, depth = q_depth<Mode>(a);
-  TileRows rows = {(const char*)tile.k + (start - tile.start) * row, row, kTileDepth * 2, kTileRows * row};
-  multiply_tiles<T, true>(rows, w.qt + index * depth * kPanel, depth * 2 / kTileDepth, (stop - start) / kTileRows, w.scores);
-}
-
-template <class Mode>
-static void tiled_output(const Attention& a, int64_t index, const Tile<Mode>& tile, int64_t start,
-                         int64_t stop, const uint8_t* seen, float factor, const Workspace& w) {
-  typedef typename Mode::T T;
-  float* ot = w.ot + index * o_depth<Mode>(a) * kPanel;
-  Vec decay[kVectors];
-  if (soften_pairs<T>(w.scores, stop - start, factor, w.most + index * kPanel, w.total + index * kPanel, decay))
-    shrink(decay, o_depth<Mode>(a), ot);
-  const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
-  const int64_t keys = smaller_of(stop, a.kv_len) - start;
-  if (seen && memchr(seen, 0, (size_t)keys)) {
-    const T* from = tile.own_v + (start - tile.start) * tile.own_v_stride;
-    transpose_v(from, tile.own_v_stride, keys, a.v_dim, seen, kTile / kTileDepth, w.v_own);
-    v = w.v_own;
-  }
-  TileRows rows = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};
-  multiply_tiles<T, false>(rows, w.scores, (stop - start) / kTileDepth, o_depth<Mode>(a) / kTileRows, ot);
-}
-#endif
-
 // One panel against keys [start, stop) of a tile, all of which lie in one segment.
 template <class Mode>
 static void panel_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
@@ -554,14 +517,10 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   if (extras && !fill_extra(a, block, index * kPanel, p, start, stop, w.extra, seen)) return;
   float factor = (float)(a.scale * (double)kLog2E);
   // pairs of keys start at even keys: a key too many in front or behind gets the weight 0
-  int64_t front = Arith::kPairs && !Mode::kTiled ? start & 1 : 0, keys = stop - start;
-  int64_t back = Arith::kPairs && !Mode::kTiled ? (front + keys) & 1 : 0;
+  int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
+  int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
-#if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled) tiled_scores<Mode>(a, index, tile, start, stop, w);
-  else
-#endif
-    score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
+  score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
                     tile.k_stride, q_depth<Mode>(a), keys, st);
   bool covered = (p.covered[0][0] <= start && stop <= p.covered[0][1]) ||
                  (p.covered[1][0] <= start && stop <= p.covered[1][1]);
@@ -577,11 +536,6 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
     for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
     for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   }
-#if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled) return tiled_output<Mode>(a, index, tile, start, stop, extras ? seen : nullptr, factor, w);
-  else
-#endif
-  {
   Vec decay[kVectors];
   soften<Arith>(w.scores, front + keys + back, factor, w.most + index * kPanel, w.total + index * kPanel, decay);
 
@@ -601,8 +555,11 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   }
   weigh_tile<Arith>(w.scores, v, v_stride, Arith::kPairs ? (front + keys + back) / 2 : keys, a.v_dim, decay,
                     w.ot + index * a.v_dim * kPanel);
-  }
 }
+
+template <class Mode>  // on AMX, in tiled.h
+static void tiled_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
+                       int64_t stop, const Workspace& w);
 
 template <class Mode>
 static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
@@ -650,7 +607,8 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
         int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);
         while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
           stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
-        panel_step<Mode>(a, block, i, tile, start, stop, w);
+        if constexpr (Mode::kTiled) tiled_step<Mode>(a, block, i, tile, start, stop, w);
+        else panel_step<Mode>(a, block, i, tile, start, stop, w);
       }
     }
   }

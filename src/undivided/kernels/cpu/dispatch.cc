@@ -23,10 +23,9 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 namespace undivided {
 namespace {
 
-// Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 256 rows at D = 128 in fp32 take
+// Query rows of a block, fp32. K and V are read once for all of them (see block.h); Qt and Ot of 256 rows at D = 128 take
 // 256 KiB, a quarter of a 1 MiB L2. 16-bit types also convert or interleave V once a block, so theirs are larger.
-constexpr int64_t kBlockRows = 256, kBlockRows16 = 512;
-constexpr int64_t kMostBlockBytes = 640 << 10;  // of Qt and Ot; larger heads get fewer rows
+constexpr int64_t kBlockRows = 256;
 constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are so many, for balance
 // Below so many query rows the heads of a group share a block, so that lanes are not idle.
 constexpr int64_t kShareHeadsBelow = 64;
@@ -157,9 +156,10 @@ int64_t threads_for(const Attention& a) {
 
 // ---- prefill
 
-int64_t block_rows(const Attention& a, int64_t panel, int64_t virtual_rows, int64_t heads) {
-  int64_t rows = a.dtype == kFloat32 ? kBlockRows : kBlockRows16;
-  rows = std::min(rows, kMostBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
+int64_t block_rows(const Attention& a, const Kernels& k, int64_t virtual_rows, int64_t heads) {
+  const int64_t panel = k.panel;
+  int64_t rows = a.dtype == kFloat32 ? kBlockRows : k.rows16;
+  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
   int64_t wanted = a.threads * kUnitsPerThread;
   if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
   return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
@@ -207,11 +207,12 @@ struct KeyParts {
   int64_t start = 0, size = 0, count = 0;
 };
 KeyParts parts_of(const Attention& a, int64_t batch, int64_t parts) {
+  const int64_t tile = kernels().prefill(a.dtype)->tile;
   const Reach reach = reach_of(a, batch);
   if (reach.stop <= reach.start) return {};
-  const int64_t start = reach.start / kTile * kTile, tiles = (reach.stop - start + kTile - 1) / kTile;
+  const int64_t start = reach.start / tile * tile, tiles = (reach.stop - start + tile - 1) / tile;
   const int64_t size = (tiles + parts - 1) / parts;
-  return {start, size * kTile, (tiles + size - 1) / size};
+  return {start, size * tile, (tiles + size - 1) / size};
 }
 
 // How blocks of a problem divide its heads, rows and keys.
@@ -269,9 +270,9 @@ void merge_parts(const Attention& a, const Division& d, float* partials) {
 }
 
 int run_blocks(const Attention& a) {
-  const Kernels& k = kernels();
+  const Kernels& k = *kernels().prefill(a.dtype);
   const Division d = divide(a);
-  const int64_t step = block_rows(a, k.panel, d.rows, d.heads), threads = threads_for(a);
+  const int64_t step = block_rows(a, k, d.rows, d.heads), threads = threads_for(a);
   float* partials = nullptr;
   if (d.parts > 1) {
     partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);

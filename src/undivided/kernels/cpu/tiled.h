@@ -1,0 +1,179 @@
+// A panel of query rows against a tile of keys, on AMX (see amx.h).
+//
+// Vector and matrix instructions hardly overlap: both want port 5 (Granite Rapids: 64 cycles of multiplications and 56 of
+// fused multiply-adds took 114). So what counts is that each finds its operands in L1. Keys are taken kKeyBlock at a time:
+// 4 KiB of scores, which become 2 KiB of weights while the next are computed; the second product follows once a tile.
+//
+// Weights are powers of two relative to a base, which is not the largest score so far but an earlier one: it is looked for
+// where a row has none, and where the weights of a block add up to more than kMostSum. That saves a pass over the scores.
+#pragma once
+
+#include "block.h"
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+constexpr int64_t kKeyBlock = 2 * kTileRows;
+constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
+
+// Weights of a block of scores in pairs, and their sums; false where these are too large.
+template <class T>
+static __attribute__((noinline)) bool soften_block(const float* scores, float factor, const float* most, float* total,
+                                                   bool checked, float* pairs) {
+  Vec sum[kVectors] = {}, base[kVectors];
+  for (int v = 0; v < kVectors; v++) {
+    Vec x = load(most + v * kLanes);
+    base[v] = (x == -kInfinity ? Vec{} : x) - (float)kWeightBits<T>;  // -inf - -inf is NaN
+  }
+  for (int64_t j = 0; j < kKeyBlock; j += 2)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) {
+      const float* s = scores + j * kPanel + v * kLanes;
+      Vec even = exp2_of_negative(load(s) * factor - base[v]), odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
+      sum[v] += even + odd;
+      store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
+    }
+  if (checked)
+    for (int v = 0; v < kVectors; v++)
+      if (_mm512_cmp_ps_mask((__m512)sum[v], (__m512)splat(kMostSum), _CMP_GT_OQ)) return false;
+  for (int v = 0; v < kVectors; v++) store(total + v * kLanes, load(total + v * kLanes) + sum[v]);
+  return true;
+}
+
+// New bases, kHeadroom at most below the largest scores; decay is what earlier sums shrink by. False where none does.
+static bool find_base(const float* scores, float factor, float* most, Vec* decay) {
+  bool shrinks = false;
+  for (int v = 0; v < kVectors; v++) {
+    Vec high = splat(-kInfinity), before = load(most + v * kLanes);
+    for (int64_t j = 0; j < kKeyBlock; j++) high = larger(load(scores + j * kPanel + v * kLanes) * factor, high);
+    Vec now = high > before + kHeadroom ? high : before;
+    IVec grown = (now != before) & (before != -kInfinity);
+    decay[v] = grown ? exp2_of_negative(before - now) : splat(1);
+    shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
+    store(most + v * kLanes, now);
+  }
+  return shrinks;
+}
+
+static bool lacks_base(const float* most) {
+  bool lacks = false;
+  for (int v = 0; v < kVectors; v++)
+    lacks |= _mm512_cmp_ps_mask((__m512)load(most + v * kLanes), (__m512)splat(-kInfinity), _CMP_EQ_OQ) != 0;
+  return lacks;
+}
+
+// One panel against keys [start, stop) of a tile.
+template <class Mode>
+class TiledStep {
+ public:
+  typedef typename Mode::T T;
+  TiledStep(const Attention& a, const Panel& panel, int64_t index, const Tile<Mode>& tile, int64_t start, int64_t stop,
+            const char* v, const float* extra, const Workspace& w)
+      : a_(a), panel_(panel), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra),
+        steps_(q_depth<Mode>(a) * 2 / kTileDepth), q_(w.qt + index * q_depth<Mode>(a) * kPanel),
+        ot_(w.ot + index * o_depth<Mode>(a) * kPanel), most_(w.most + index * kPanel), total_(w.total + index * kPanel),
+        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel) {
+    const int64_t group = steps_ * kTileBytes;
+    k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group};
+    v_ = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};
+    covered_ = (panel.covered[0][0] <= start && stop <= panel.covered[0][1]) ||
+               (panel.covered[1][0] <= start && stop <= panel.covered[1][1]);
+  }
+
+  void run() {
+    multiply(0, nullptr);
+    for (int64_t i = 0; i < blocks_; i++) {
+      float* scores = scores_of(i);
+      if (i + 1 < blocks_) multiply(i + 1, landed_ > i ? nullptr : (char*)scores);
+      else land(i);
+      soften(i, scores);
+    }
+    weigh(blocks_);
+  }
+
+ private:
+  float* scores_of(int64_t i) { return scores_ + i % 2 * kKeyBlock * kPanel; }
+  float* pairs_of(int64_t i) { return pairs_ + i * kKeyBlock / 2 * kPanel; }
+
+  // Scores of block i, which stay in tiles; those of the block before go to `done`.
+  void multiply(int64_t i, char* done) {
+    const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
+    multiply_first<T, true>(k, k_, q, nullptr, done);
+    for (int64_t s = 1; s < steps_; s++) multiply_step<T>(k + s * k_.step, k_, q + s * kBelow);
+  }
+  // Scores of block i leave the tiles, if they have not yet.
+  void land(int64_t i) {
+    if (landed_ > i) return;
+    char* to = (char*)scores_of(i);
+    tile_store<0>(to, kPanelBytes), tile_store<1>(to + 64, kPanelBytes);
+    tile_store<2>(to + kBelow, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
+    landed_ = i + 1;
+  }
+
+  void soften(int64_t i, float* scores) {
+    float factor = (float)(a_.scale * (double)kLog2E);
+    if (extra_ || a_.softcap != 0) {
+      apply_extra(a_, extra_ ? extra_ + i * kKeyBlock * kPanel : nullptr, kKeyBlock, scores);
+      factor = 1;
+    }
+    if (!extra_ && !covered_) {
+      apply_ranges(panel_, start_ + i * kKeyBlock, kKeyBlock, factor, scores);
+      factor = 1;
+    }
+    // positional terms may rise with every key, so that it is better to look at once
+    const bool searched = extra_ || lacks_base(most_);
+    if (!searched && soften_block<T>(scores, factor, most_, total_, true, pairs_of(i))) return;
+    Vec decay[kVectors];
+    if (find_base(scores, factor, most_, decay)) {
+      if (i + 1 < blocks_) land(i + 1);
+      weigh(i);
+      shrink(decay, o_depth<Mode>(a_), ot_);
+      for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
+    }
+    soften_block<T>(scores, factor, most_, total_, false, pairs_of(i));
+  }
+
+  // The second product, for the blocks up to `to` that it has not seen.
+  void weigh(int64_t to) {
+    if (weighed_ == to) return;
+    TileRows v = v_;
+    v.at += weighed_ * kTileBytes;
+    multiply_tiles<T>(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, ot_);
+    weighed_ = to;
+  }
+
+  const Attention& a_;
+  const Panel& panel_;
+  const int64_t start_, blocks_;
+  const float* extra_;
+  const int64_t steps_;
+  const float* q_;
+  float *ot_, *most_, *total_, *scores_, *pairs_;
+  TileRows k_, v_;
+  bool covered_;
+  int64_t landed_ = 0, weighed_ = 0;
+};
+
+template <class Mode>
+static void tiled_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
+                       int64_t stop, const Workspace& w) {
+  const Panel& p = w.panels[index];
+  const bool extras = a.bias || a.dense || a.slopes;
+  const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
+  if (extras) {
+    uint8_t seen[kTile];
+    if (!fill_extra(a, block, index * kPanel, p, start, stop, w.extra, seen)) return;
+    const int64_t keys = smaller_of(stop, a.kv_len) - start;
+    if (memchr(seen, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
+      transpose_v(tile.own_v + (start - tile.start) * tile.own_v_stride, tile.own_v_stride, keys, a.v_dim, seen,
+                  kTile / kTileDepth, w.v_own);
+      v = w.v_own;
+    }
+  }
+  TiledStep<Mode>(a, p, index, tile, start, stop, v, extras ? w.extra : nullptr, w).run();
+}
+
+}  // namespace
+
+#endif
