@@ -190,6 +190,26 @@ def test_a_nan_that_is_seen_is_returned() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["rising", "falling", "steep", "one-far-above"])
+def test_scores_that_outgrow_the_largest_seen_so_far(order: str, dtype: torch.dtype) -> None:
+    """On AMX the softmax's base is not renewed at every tile: sums are rescaled in the middle of one, weights taken again.
+
+    (In fp32 the rounding of scores as large as these is beyond what is allowed, whoever computes them.)
+    """
+    torch.manual_seed(0)
+    grown = torch.linspace(0, 1, 700)
+    level = {
+        "rising": 12 * grown, "falling": 12 * grown.flip(0), "steep": 200 * grown,
+        "one-far-above": torch.where(torch.arange(700) == 450, 60.0, 0.0),
+    }[order]  # fmt: skip
+    q, k, v = torch.randn(1, 2, 70, 64), torch.randn(1, 2, 700, 64), torch.randn(1, 2, 700, 64)
+    q[..., 0], k[..., 0] = 8.0, level
+    check(q.to(dtype), k.to(dtype), v.to(dtype), None)
+    check(q.to(dtype), k.to(dtype), v.to(dtype), masks.window(300, 20, "bottom_right"))
+
+
+@needs_library
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 @pytest.mark.parametrize("q_len", [70, 1])
 def test_any_scale(scale: float, q_len: int) -> None:
