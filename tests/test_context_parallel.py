@@ -12,7 +12,7 @@ from torch import Tensor
 
 import undivided
 from context_parallel_check import PLACEMENTS, alone, differences, everyone, grid, in_double, of_rank
-from undivided import masks
+from undivided import _layout, masks
 from undivided._problem import normalise
 from undivided.context_parallel import RankError, simulate
 from undivided.context_parallel.simulate import SimulatedGroup
@@ -217,6 +217,43 @@ def test_explain_says_what_a_rank_would_run_without_talking_to_the_others() -> N
     )
     assert decision.backend.name == "reference"
     assert (decision.problem.q_len, decision.problem.kv_len) == (16, 16)
+
+
+DECODED: dict[str, dict[str, Any]] = {
+    "next-token": {"rows": 1},
+    "three-tokens": {"rows": 3},
+    "window": {"rows": 3, "mask": masks.window(6, 0, align="bottom_right")},
+    "global-keys": {"rows": 2, "mask": masks.window(3, 0, align="bottom_right") | masks.prefix(2)},
+    "dense": {"rows": 2, "mask": masks.dense(torch.arange(2)[:, None] < torch.arange(17) % 3)},
+    "lengths": {"rows": 1, "mask": masks.lengths([9, 17])},
+    "alibi-sinks-bias": {
+        "rows": 3, "alibi_slopes": torch.rand(4).double(), "sinks": torch.randn(4).double(), "softcap": 3.0,
+        "bias": torch.randn(4, 3, 17).double(),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("name", DECODED)
+def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(name: str, layout: Any) -> None:
+    """Two of 17 keys are at rank 1, none at rank 2; the others' stand between one another."""
+    options = dict(DECODED[name])
+    q, k, v = (
+        _layout.restore(torch.randn(2, length, heads, 8, dtype=torch.float64), layout)
+        for length, heads in ((options.pop("rows"), 4), (17, 2), (17, 2))
+    )
+    held = [[*range(5), *range(7, 17, 2)], [5, 6], [], list(range(8, 17, 2))]
+    axis = {"bshd": 1, "sbhd": 0, "bhsd": 2}[layout]
+
+    def rank(group: SimulatedGroup) -> tuple[Tensor, Tensor]:
+        mine = torch.tensor(held[group.rank], dtype=torch.int64)
+        keys = (t.index_select(axis, mine) for t in (k, v))
+        return undivided.ContextParallel(group).decode(q, *keys, mine, 17, layout=layout, **options)
+
+    whole = {"mask": masks.causal(align="bottom_right"), **options}
+    right = undivided.attention(q, k, v, layout=layout, return_lse=True, backend="reference", **whole)
+    for out, lse in simulate(4, rank):
+        assert not differences({"out": out, "lse": lse}, dict(zip(("out", "lse"), right, strict=True)))
 
 
 def shards(cp: undivided.ContextParallel, length: int, **changes: Any) -> dict[str, Any]:

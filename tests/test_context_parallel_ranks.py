@@ -6,7 +6,11 @@ Starting processes costs more than what they compute, so each start runs many ca
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +176,20 @@ def order_of_events() -> list[str]:
     result: Tensor = undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=cp)
     assert result.isfinite().all()
     return events
+
+
+@pytest.mark.slow
+def test_losses_under_torchrun_are_those_of_one_process() -> None:
+    """The training example, on 4 ranks and on one."""
+    root = Path(__file__).resolve().parent.parent
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    losses = []
+    for start in ([], launch):
+        done = subprocess.run(
+            [sys.executable, *start, "examples/15_train_context_parallel.py"], cwd=root, capture_output=True, text=True,
+            timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses.append([float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)])
+    assert len(losses[0]) == 8
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=5e-5)

@@ -128,8 +128,8 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: heads are this rank's own: num_attention_heads // tp_size"),
         bad({"tp_group": object}, "tp_group must be None, got <class 'object'>\n  HINT: heads are this rank's own"),
         bad({"get_rng_state_tracker": len}, "get_rng_state_tracker must be None, got <built-in function len>\n  HINT: dropout"),
-        bad({"cp_group": object}, "cp_group must be None, got <class 'object'>\n  HINT: context parallelism is not in this version"),
-        bad({"cp_comm_type": "a2a"}, "cp_comm_type must be 'p2p', got 'a2a'\n  HINT: context parallelism is not in this version"),
+        bad({"cp_group": object}, "group must be a process group"),
+        bad({"cp_comm_type": "ring"}, "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a+p2p', got 'ring'"),
     ],
 )  # fmt: skip
 def test_what_the_constructor_says_of_a_wrong_argument(arguments: dict[str, Any], said: str) -> None:
@@ -281,10 +281,10 @@ def test_a_pre_scale_bias_under_softcap_is_refused() -> None:
         module(Q, Q, Q, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias)
 
 
-def test_a_context_parallel_group_is_refused_and_none_is_not() -> None:
-    module = DotProductAttention(4, 8)
+def test_no_context_parallel_group_is_one() -> None:
+    module = DotProductAttention(2, 8, qkv_format="bshd")
     module.set_context_parallel_group(None, None, None, "p2p")
-    with pytest.raises(InputError, match="cp_group must be None"):
+    with pytest.raises(InputError, match="group must be a process group"):
         module.set_context_parallel_group(object(), [0, 1], None)
 
 

@@ -103,7 +103,7 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
     if arguments["pages"] is not None:
         raise InputError(
             "pages", "be None under context parallelism", "a block table",
-            hint="decode with ContextParallel.attend_cache, whose caches may be paged",
+            hint="generation over keys that are spread over ranks: ContextParallel.decode",
         )  # fmt: skip
     if arguments["dropout_p"] and arguments["dropout_seed"] is None:
         raise InputError(

@@ -36,6 +36,7 @@ from undivided.context_parallel.collectives import (
     gather_all,
     gather_rows,
 )
+from undivided.context_parallel.decode import decode
 from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, Side, document_edges
 from undivided.context_parallel.simulate import SimulatedGroup
 from undivided.errors import InputError
@@ -155,6 +156,20 @@ class ContextParallel:
         starts = torch.tensor(document_edges(self._documents, of, self._bound().length(of)))
         return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
 
+    def placed(self, q_len: int, kv_len: int, mask: Mask = masks.FULL) -> Placement:
+        """Who holds which token where this rank holds ``q_len`` queries and ``kv_len`` keys: the bound placement, or that of
+        as many on every rank, in documents of the mask where it has any.
+
+        Raises:
+            InputError: unbound and "balanced".
+        """
+        return self.bound or self._unbound(self.world * q_len, self.world * kv_len, mask)
+
+    def seed(self) -> int:
+        """A dropout seed that is the same on every rank: the first draws it from torch's generator. All ranks must call it."""
+        drawn = torch.randint(2**62, ())
+        return int(drawn if self._axes is None else gather_all(self._axes, drawn[None])[0])
+
     def shard(
         self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
     ) -> Tensor:
@@ -229,6 +244,41 @@ class ContextParallel:
         out, lse = _run.run(call, (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"]))
         return (out, lse) if arguments["return_lse"] else out
 
+    @torch.no_grad()
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int, *, layout: Layout, mask: Mask | None = None,
+        bias: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
+        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, backend: str | None = None,
+        deterministic: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention of queries that every rank has over keys that are spread over the ranks: a step of generation.
+
+        Args:
+            q: new queries, the same on every rank.
+            k, v: the cached keys and values of this rank, for example ``cache.k[:, :n]`` of its own `KVCache`.
+            positions: int64, where they stand in the sequence, ascending; every key is at exactly one rank. Let rank
+                ``n % world`` append token n, and the ranks' caches grow alike.
+            kv_len: keys of all ranks together.
+            layout, scale, softcap, alibi_slopes, sinks, backend, deterministic: as for `undivided.attention`.
+            mask: of all queries and all keys; None is causal, aligned bottom-right.
+            bias: its keys are all keys.
+
+        Returns:
+            (out, lse) of all keys, the same on every rank. Not differentiable.
+
+        Raises:
+            InputError: an argument is wrong.
+            RankError: another rank died.
+        """
+        if self._axes is None:
+            raise InputError("context_parallel", "have a group to decode with", repr(self))
+        arguments = {
+            "layout": layout, "mask": masks.causal(align="bottom_right") if mask is None else mask, "bias": bias,
+            "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": 0.0,
+            "dropout_seed": None, "return_lse": True, "pages": None,
+        }  # fmt: skip
+        return decode(self._axes, q, k, v, positions, kv_len, arguments, policy(backend, deterministic))
+
     def explain(
         self,
         q: Tensor,
@@ -240,9 +290,7 @@ class ContextParallel:
     ) -> Decision:
         """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
         check_own(q, k, v, arguments)
-        asked = request(
-            q, k, v, arguments, self.strategy, self.mesh, self._placement_of_call(q, k, arguments)
-        )
+        asked = request(q, k, v, arguments, self.strategy, self.mesh, self._placement(q, k, arguments))
         found = [
             (piece.pairs, part)
             for round_, parts in zip(asked.schedule.rounds, asked.parts, strict=True)
@@ -253,9 +301,7 @@ class ContextParallel:
 
     def _ready(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy) -> _Ready:
         check_own(q, k, v, arguments)
-        asked = request(
-            q, k, v, arguments, self.strategy, self.mesh, self._placement_of_call(q, k, arguments)
-        )
+        asked = request(q, k, v, arguments, self.strategy, self.mesh, self._placement(q, k, arguments))
         return _Ready(asked, asked.runs(Machine.this(q.device), allowed), said(asked, self.strategy))
 
     def _by_row(self, asked: Request) -> bool:
@@ -275,15 +321,6 @@ class ContextParallel:
             )
         return self.bound
 
-    def _placement_of_call(self, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Placement:
-        """The bound placement, or that of as many tokens on every rank as on this one."""
-        if self.bound is not None:
-            return self.bound
-        axis = SEQUENCE_AXIS[arguments["layout"]]
-        return self._unbound(
-            self.world * q.shape[axis], self.world * k.shape[axis], checked_mask(arguments["mask"])
-        )
-
     def _placement_of_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
         """For sharding without a call: the bound placement, or one of this many tokens."""
         if self.bound is not None:
@@ -296,6 +333,10 @@ class ContextParallel:
                 repr(self), hint="cp = cp.bind(q_len, kv_len, mask)",
             )  # fmt: skip
         return self._unbound(length, length, masks.FULL)
+
+    def _placement(self, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Placement:
+        axis = SEQUENCE_AXIS[arguments["layout"]]
+        return self.placed(q.shape[axis], k.shape[axis], checked_mask(arguments["mask"]))
 
     def _unbound(self, q_len: int, kv_len: int, mask: Mask) -> Placement:
         if self.placement == "balanced":

@@ -27,7 +27,6 @@ class Refused(NamedTuple):
 _TENSOR_PARALLEL = (
     "heads are this rank's own: num_attention_heads // tp_size and num_gqa_groups // tp_size at construction"
 )
-_CONTEXT_PARALLEL = "context parallelism is not in this version of DotProductAttention"
 _FP8 = "there is no FP8 attention here: inputs are float16, bfloat16, float32 or float64"
 _SCORE_MOD = (
     "it is a program for cuDNN; a condition on positions is masks.predicate(fn) in undivided.attention"
@@ -41,10 +40,6 @@ AT_CONSTRUCTION: dict[str, Refused] = {
         None,
         "dropout follows torch's generator: ranks that hold different heads seed it differently themselves",
     ),
-    "cp_group": Refused(None, _CONTEXT_PARALLEL),
-    "cp_global_ranks": Refused(None, _CONTEXT_PARALLEL),
-    "cp_stream": Refused(None, _CONTEXT_PARALLEL),
-    "cp_comm_type": Refused("p2p", _CONTEXT_PARALLEL),
 }
 AT_CALL: dict[str, Refused] = {
     "fp8_output": Refused(False, _FP8),

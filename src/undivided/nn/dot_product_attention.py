@@ -14,7 +14,7 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.nn import _cached, _formats, _sequences
+from undivided.nn import _cached, _context_parallel, _formats, _sequences
 from undivided.nn._arguments import (
     AT_CALL,
     AT_CONSTRUCTION,
@@ -61,8 +61,9 @@ class DotProductAttention(Module):
         return_max_logit: return the largest score of each head as well (a second pass over q . k^T).
         layer_number: names the cache in `inference_params`, which needs one.
         name: kept.
-        sequence_parallel, tp_size, get_rng_state_tracker, tp_group, cp_group, cp_global_ranks, cp_stream, cp_comm_type:
-            accepted at their defaults; anything else is an error with the reason.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: context parallelism, see `set_context_parallel_group`.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults; anything else is an error
+            with the reason.
         backend: as in `undivided.attention`.
         softcap: ``c * tanh(score / c)``, applied before a bias.
         device: of `softmax_offset`.
@@ -113,6 +114,7 @@ class DotProductAttention(Module):
         self.return_max_logit = checked_flag("return_max_logit", return_max_logit)
         self._set_numbers(softmax_scale, softcap, layer_number)
         self.name, self.backend = name, backend
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         if self.softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
         else:
@@ -140,13 +142,21 @@ class DotProductAttention(Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Context parallelism: only None is accepted in this version.
+        """Spread sequences over ranks: q, k and v are then this rank's tokens, and all that is said of sequences (masks,
+        cu_seqlens, the keys of a bias) is of the whole. Results, in training mode too, are those of one process.
+
+        Args:
+            cp_group: a process group, a DeviceMesh, the pair (all-to-all group, ring group) for "a2a+p2p", or an
+                `undivided.ContextParallel`, bound where the ranks do not divide the tokens; None: no context parallelism.
+            cp_global_ranks: the group's ranks; only their number is looked at.
+            cp_stream: a hint, without effect on the result.
+            cp_comm_type: "p2p" (a ring), "all_gather", "a2a" (rows are traded for heads) or "a2a+p2p". A rank holds chunks
+                r and 2 * ranks - 1 - r of each sequence, as in TransformerEngine, unless it is bound otherwise.
 
         Raises:
-            InputError: a group is given.
+            InputError: an argument is wrong.
         """
-        given = dict(locals())
-        check_refused({name: AT_CONSTRUCTION[name] for name in _CONTEXT_PARALLEL}, given)
+        self.context_parallel = _context_parallel.group_of(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
         self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
@@ -211,10 +221,12 @@ class DotProductAttention(Module):
             params = _cached.checked(inference_params)
             if params is not None:
                 inputs = _cached.with_cached_keys(inputs, params)
+            whole = self._whole(inputs, given, params)
             scores = added(
-                core_attention_bias_type, core_attention_bias, alibi_slopes, inputs, self.softmax_scale, self.softcap
+                core_attention_bias_type, core_attention_bias, alibi_slopes, whole._replace(q=inputs.q), self.softmax_scale,
+                self.softcap,
             )  # fmt: skip
-            mask = self._mask(given, inputs, attn_mask_type, window_size, bottom_right_diagonal, params)
+            mask = self._mask(given, whole, attn_mask_type, window_size, bottom_right_diagonal, params)
             if params is not None:
                 return self._attend_cached(inputs, mask, scores, params)
             return self._attend(inputs, mask, scores, checkpoint_core_attention)
@@ -230,6 +242,20 @@ class DotProductAttention(Module):
         inputs = Inputs(q, k, v, format)
         _formats.check(inputs, self.heads)
         return inputs
+
+    def _whole(self, inputs: Inputs, given: Given, params: InferenceParams | None) -> Inputs:
+        """Inputs in the sizes that masks and biases are of: of all ranks together."""
+        if self.context_parallel is None:
+            return inputs
+        for name, asked in (
+            ("inference_params", params is not None),
+            ("return_max_logit", self.return_max_logit),
+        ):
+            if asked:
+                raise InputError(name, "be left out under context parallelism", "given")
+        begins_q = given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
+        begins_kv = given.cu_seqlens_kv if given.cu_seqlens_kv_padded is None else given.cu_seqlens_kv_padded
+        return _context_parallel.whole(inputs, self.context_parallel, (begins_q, begins_kv))
 
     def _mask(
         self, given: Given, inputs: Inputs, attn_mask_type: str | None, window_size: tuple[int, int] | None,
@@ -249,9 +275,10 @@ class DotProductAttention(Module):
         self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]
+        cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
         core = functools.partial(
-            attention, layout=format, mask=mask, dropout_p=self.attention_dropout if self.training else 0.0,
-            **self._options(q, scores),
+            attention, layout=format, mask=mask, dropout_p=dropout, context_parallel=cp,
+            dropout_seed=cp.seed() if cp is not None and dropout else None, **self._options(q, scores),
         )  # fmt: skip
         out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)
         out = out.flatten(-2)
@@ -302,9 +329,6 @@ class DotProductAttention(Module):
         if self.softmax_type != "vanilla":
             parts.append(f"softmax_type={self.softmax_type!r}")
         return ", ".join(parts)
-
-
-_CONTEXT_PARALLEL = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 
 
 def _optional_flag(argument: str, value: bool | None) -> bool | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided.cache import InferenceParams
+from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 from undivided.nn import _hidden, _normalization
 from undivided.nn._arguments import (
@@ -23,6 +24,7 @@ from undivided.nn._arguments import (
     checked_number,
     renamed,
 )
+from undivided.nn._context_parallel import rows_of_angles
 from undivided.nn._formats import Heads
 from undivided.nn._linear import LayerNormLinear, Linear
 from undivided.nn._mask_types import checked_mask_type
@@ -131,7 +133,6 @@ class MultiheadAttention(Module):
         self.qkv_weight_interleaved = self.qkv_weight_interleaved and fuse_qkv_params
         if return_layernorm_output and not input_layernorm:
             raise InputError("return_layernorm_output", "be False without input_layernorm", True)
-        self.cp_size, self.cp_rank = 1, 0
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
         bias = checked_flag("bias", bias)
@@ -230,10 +231,13 @@ class MultiheadAttention(Module):
         padding = checked_mask_type(
             self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         ).padding
-        _hidden.check_evidence(
-            hidden_states, self.qkv_format, "qkv_format",
-            _hidden.evidence(attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params),
-        )  # fmt: skip
+        if (
+            self.core_attention.context_parallel is None
+        ):  # else what is said of sequences is of the whole, which is not here
+            _hidden.check_evidence(
+                hidden_states, self.qkv_format, "qkv_format",
+                _hidden.evidence(attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params),
+            )  # fmt: skip
         q, k, v, normalised = self._projected(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
             q, k = self._normalised(q, k)
@@ -301,14 +305,20 @@ class MultiheadAttention(Module):
         elif params is not None:
             begins_q = params.cu_seqlens_q[: params.batch_size + 1]
 
-        def turn_at(t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None) -> Turn:
-            interleaved = self.rotary_pos_interleaved
-            return turn(t, freqs, self.qkv_format, start, interleaved, begins, self.cp_size, self.cp_rank)
+        cp = self.core_attention.context_parallel
+
+        def turn_at(
+            t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None, of: Side = "q"
+        ) -> Turn:
+            if cp is not None:
+                freqs = rows_of_angles(freqs, t, self.qkv_format, cp, begins, of)
+                begins = None if begins is None else begins.new_tensor([0, t.shape[0]])
+            return turn(t, freqs, self.qkv_format, start, self.rotary_pos_interleaved, begins)
 
         try:
             turn_q = turn_at(q, of_q, starts, begins_q)
             if self.attention_type == "cross":
-                turn_k = turn_at(k, of_k, None, begins_kv)
+                turn_k = turn_at(k, of_k, None, begins_kv, "kv")
             else:
                 turn_k = turn_q if of_k is of_q else turn_at(k, of_k, starts, begins_q)
         except InputError as error:

@@ -1,0 +1,76 @@
+"""Context parallelism in the modules: TransformerEngine's words for it, sizes of the whole, positions of this rank's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout, masks
+from undivided._layout import Layout
+from undivided.context_parallel import ContextParallel
+from undivided.context_parallel.sharding import Side
+from undivided.errors import InputError
+from undivided.nn._arguments import checked_choice
+from undivided.nn._formats import Inputs
+
+STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
+
+
+def group_of(
+    cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str
+) -> ContextParallel | None:
+    """The ranks; None for no group. A `ContextParallel` is taken as it is, bound or not, with its own strategy."""
+    strategy = STRATEGIES[checked_choice("cp_comm_type", cp_comm_type, tuple(STRATEGIES))]
+    if cp_group is None:
+        for name, value in (("cp_global_ranks", cp_global_ranks), ("cp_stream", cp_stream)):
+            if value is not None:
+                raise InputError(name, "be None without cp_group", repr(value))
+        return None
+    cp = cp_group if isinstance(cp_group, ContextParallel) else ContextParallel(cp_group, strategy)  # type: ignore[arg-type]
+    if cp_global_ranks is not None and len(cp_global_ranks) != cp.world:
+        raise InputError("cp_global_ranks", f"be the {cp.world} ranks of cp_group", repr(cp_global_ranks))
+    return cp
+
+
+def whole(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> Inputs:
+    """The same inputs in the sizes of all ranks together, without memory: masks are about the whole."""
+    placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(inputs.format, *cu_seqlens))
+
+    def sized(tensor: Tensor, length: int) -> Tensor:
+        shape = list(_layout.canonical(tensor, inputs.format).shape)
+        shape[1] = length
+        return _layout.restore(tensor.new_empty(()).expand(shape), inputs.format)
+
+    q_len, kv_len = placement.length("q"), placement.length("kv")
+    return Inputs(sized(inputs.q, q_len), sized(inputs.k, kv_len), sized(inputs.v, kv_len), inputs.format)
+
+
+def rows_of_angles(
+    freqs: Tensor, t: Tensor, format: Layout, cp: ContextParallel, begins: Tensor | None, of: Side
+) -> Tensor:
+    """The angles of this rank's tokens, one row each, from those of all positions."""
+    length = _layout.sizes(t.shape, format)[1]
+    rows = cp.placed(length, length, _documents(format, begins, begins)).rows(of)[cp.rank].to(freqs.device)
+    if rows.numel() != length:
+        raise InputError("hidden_states", f"have rank {cp.rank}'s {rows.numel()} tokens", length)
+    if format == "thd" and begins is not None:
+        starts = begins.to(rows.device, torch.int64)
+        rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
+        rows = rows.clamp(
+            max=freqs.shape[0] - 1
+        )  # of the padding behind the last sequence, which nobody looks at
+    if rows.numel() and int(rows.max()) >= freqs.shape[0]:
+        raise InputError(
+            "rotary_pos_emb",
+            f"have a row for every position (0 to {int(rows.max())})",
+            f"{freqs.shape[0]} rows",
+        )
+    return freqs.index_select(0, rows)
+
+
+def _documents(format: Layout, q: Tensor | None, kv: Tensor | None) -> masks.Mask:
+    if format != "thd" or q is None:
+        return masks.FULL
+    return masks.documents(q, q if kv is None else kv)
