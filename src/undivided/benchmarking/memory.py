@@ -1,4 +1,4 @@
-"""Peak resident memory of a forward and a backward over long sequences, each in a process of its own.
+"""Peak resident memory of a forward and a backward over long sequences, each in a process of its own. On Linux only.
 
 The output is checked against the fp64 oracle on a sample of its rows before the figure counts.
 """
@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from undivided import masks
 from undivided._problem import normalise
@@ -27,6 +29,12 @@ HEAD_SIZE = 32
 GROWTH = 1.25
 """Memory of the longer sequence over that of the shorter, relative to the lengths, at most: 1 is proportional."""
 
+_PROGRAM = """
+import json, sys
+from undivided.benchmarking.memory import measure
+print(json.dumps(measure(int(sys.argv[1]), sys.argv[2])))
+"""
+
 
 def memory(
     lengths: Sequence[int] = LENGTHS, dtype: str = "float32", step: Callable[[str], None] = lambda _: None
@@ -34,13 +42,15 @@ def memory(
     """What causal self-attention of one head adds to the resident memory, for each length, and whether that grows with it.
 
     Raises:
-        RuntimeError: a process failed, or its output was wrong.
+        RuntimeError: a process failed, its output was wrong, or this is not Linux.
     """
+    if sys.platform != "linux":
+        raise RuntimeError("peak memory is read from /proc, which only Linux has")
     rows: list[dict[str, Any]] = []
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     for length in lengths:
         step(f"memory: {length} tokens")
-        command = [sys.executable, "-m", "undivided.benchmarking.memory", str(length), dtype]
+        command = [sys.executable, "-c", _PROGRAM, str(length), dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise RuntimeError(f"{length} tokens: {done.stderr.strip().splitlines()[-1]}")
@@ -54,31 +64,44 @@ def memory(
 
 def measure(length: int, dtype: str) -> dict[str, Any]:
     """Run once in this process, which should do nothing else."""
-    import resource  # not on Windows
 
-    def once(length: int) -> tuple[Any, ...]:
+    def once(length: int) -> tuple[int, list[Tensor], Tensor]:
         q, k, v, grad = (torch.randn(1, 1, length, HEAD_SIZE).to(getattr(torch, dtype)) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = _resident()
         out = attention(*leaves, layout="bhsd", mask=masks.causal())
         found = torch.autograd.grad(out, leaves, grad)
-        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return before, after, leaves, out.detach(), found
+        assert len(found) == 3  # held until the peak is read
+        return _peak() - before, leaves, out.detach()
 
     once(64)  # what is loaded and started once
-    before, after, leaves, out, _ = once(length)
+    added, leaves, out = once(length)
     with torch.no_grad():
         problem, operands = normalise(*leaves, layout="bhsd", mask=masks.causal())
     sample = sample_of(problem, operands, None)
     error, budget = sample.error("out", out), sample.allowed["out"]
     if not error <= budget:
         raise RuntimeError(f"the output is wrong: error {error:.1e} where {budget:.1e} is allowed")
-    tensors = 8 * length * HEAD_SIZE * out.element_size()
+    tensors = 4 * length * HEAD_SIZE * out.element_size()
     backend = explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
-    return {"tokens": length, "dtype": dtype, "backend": backend, "bytes": (after - before) * 1024,
-            "bytes_a_token": (after - before) * 1024 / length, "tensors": tensors,
-            "error": error, "budget": budget}  # fmt: skip
+    return {"tokens": length, "dtype": dtype, "backend": backend, "bytes": added, "bytes_a_token": added / length,
+            "tensors": tensors, "error": error, "budget": budget}  # fmt: skip
 
 
-if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), sys.argv[2])))
+def _resident() -> int:
+    """Bytes resident now; the peak starts anew from here.
+
+    Source: proc_pid_clear_refs(5): writing 5 resets the peak to what is resident.
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    """The most bytes resident since `_resident`."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))

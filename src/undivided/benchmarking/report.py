@@ -97,6 +97,7 @@ def headline(report: Report) -> str:
     parts += [f"onnxruntime {machine['onnxruntime']}"] if machine["onnxruntime"] else []
     parts += [f"commit {report['commit']}"] if report["commit"] else []
     parts += ["a quick run"] if report["quick"] else []
+    parts += ["interrupted"] if report["interrupted"] else []
     return ", ".join([*parts, report["when"][:10]])
 
 
@@ -244,8 +245,8 @@ def _memory(found: Sequence[Mapping[str, Any]]) -> Table:
                 growth,
             )
         )
-    note = ("Forward and backward of one causal head, above what the process held before; tensors: q, k, v, the output and "
-            "the gradients. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
+    note = ("Forward and backward of one causal head, above what the process held before; tensors: the output "
+            "and the gradients. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
     return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
 
 

@@ -102,35 +102,47 @@ def execute(
     threads: int | None = None,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run a plan; the report holds nothing but what JSON can.
+    """Run a plan; the report holds nothing but what JSON can. An interrupt (Ctrl-C) ends it with what was found so far.
 
     Args:
         planned, settings: what, and how. threads: of every competitor; torch's own number if None.
         step: called with the name of each benchmark as it begins.
 
-    Raises:
-        RuntimeError: the study of the overhead or of the memory was red.
+    Returns:
+        The report; "failed" says why the overhead or the memory is not in it, where it was asked for.
     """
     with _threads(threads):
         report: dict[str, Any] = {
             "schema": SCHEMA, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(settings.device), "commit": commit(), "quick": planned.quick,
             "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
-            "cases": [],
+            "interrupted": False, "failed": {}, "cases": [],
         }  # fmt: skip
-        for benchmark in planned.single:
-            step(f"{benchmark.suite}: {benchmark.name}")
-            report["cases"].append(run(benchmark, settings))
-        for group in planned.small:
-            report["cases"] += run_small(group, settings, step)
-    if planned.overhead:
-        report["overhead"] = _overhead(*_OVERHEAD[planned.quick], step)
-    if planned.memory:
-        with _threads(threads):
-            report["memory"] = _memory.memory(
-                _memory.QUICK_LENGTHS if planned.quick else _memory.LENGTHS, step=step
-            )
+        try:
+            _fill(report, planned, settings, step)
+        except KeyboardInterrupt:
+            report["interrupted"] = True
     return report
+
+
+def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Callable[[str], None]) -> None:
+    """Run a plan into a report, one finding after the other, so that what was found is kept whatever comes."""
+    for benchmark in planned.single:
+        step(f"{benchmark.suite}: {benchmark.name}")
+        report["cases"].append(run(benchmark, settings))
+    for group in planned.small:
+        report["cases"] += run_small(group, settings, step)
+    lengths = _memory.QUICK_LENGTHS if planned.quick else _memory.LENGTHS
+    further: dict[str, Callable[[], Any]] = {}
+    if planned.overhead:
+        further["overhead"] = lambda: _overhead(*_OVERHEAD[planned.quick], step)
+    if planned.memory:
+        further["memory"] = lambda: _memory.memory(lengths, step=step)
+    for name, look in further.items():
+        try:
+            report[name] = look()
+        except RuntimeError as error:
+            report["failed"][name] = str(error)
 
 
 @contextlib.contextmanager

@@ -64,12 +64,8 @@ def bench(
     settings = Settings(backend or ("native",), _others(competitor), device)
     settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
-    try:
-        with progress(planned.steps) as step:
-            report = execute(planned, settings, threads, step)
-    except RuntimeError as error:
-        complain(str(error))
-        raise typer.Exit(1) from None
+    with progress(planned.steps) as step:
+        report = execute(planned, settings, threads, step)
     if as_json is not None and not to_stdout:
         as_json.parent.mkdir(parents=True, exist_ok=True)
         as_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -77,7 +73,9 @@ def bench(
         print_json(report)
     else:
         _show(report)
-    if _wrong(report):
+    for name, why in report["failed"].items():
+        complain(f"{name}: {why}")
+    if _wrong(report) or report["failed"]:
         raise typer.Exit(1)
 
 
