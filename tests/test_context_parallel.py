@@ -219,6 +219,22 @@ def test_explain_says_what_a_rank_would_run_without_talking_to_the_others() -> N
     assert (decision.problem.q_len, decision.problem.kv_len) == (16, 16)
 
 
+def test_a_compiled_model_leaves_the_exchange_out_of_its_graph() -> None:
+    q = torch.randn(1, 12, 2, 8)
+
+    def rank(group: SimulatedGroup) -> Tensor:
+        cp = undivided.ContextParallel(group).bind(12)
+
+        def model(x: Tensor) -> Tensor:
+            return 2 * undivided.attention(x, x, x, layout="bshd", mask=masks.causal(), context_parallel=cp)
+
+        found = torch.compile(model, backend="eager")(q)
+        torch.testing.assert_close(found, model(q))
+        return found
+
+    assert simulate(1, rank)[0].shape == q.shape
+
+
 DECODED: dict[str, dict[str, Any]] = {
     "next-token": {"rows": 1},
     "three-tokens": {"rows": 3},

@@ -15,6 +15,7 @@ from undivided._machine import Machine
 from undivided._policy import Policy, policy
 from undivided._selection import Decision, decide
 from undivided._validation import check_layout, checked_mask
+from undivided.cache._attend import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import Call, Run
 from undivided.context_parallel._handshake import shake_hands
@@ -219,6 +220,7 @@ class ContextParallel:
             placement = self.bound or self._placement_of_length(sum(p.shape[axis] for p in parts), of, layout)
         return torch.cat(parts, axis).index_select(axis, placement.order[_side(of)].to(first.device))
 
+    @outside_of_graphs
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], backend: str | None, deterministic: bool | None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
