@@ -19,7 +19,7 @@ from torch import Tensor
 
 import undivided
 from undivided import Machine, NoBackendError, masks
-from undivided.backends import native
+from undivided.backends import _native_call, native
 from undivided.kernels import cpu
 from undivided.masks import Mask
 
@@ -116,6 +116,10 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  for mask in ('full', 'causal', 'globals', 'dense'):\n"
         "    for dtype in t.ALLOWED:\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+        "for case in t.DROPPED:\n"
+        "  for dtype in t.ALLOWED:\n"
+        "    with t.pytest.MonkeyPatch.context() as patch:\n"
+        "      t.test_dropout_drops_what_the_reference_drops(case, dtype, patch)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
@@ -249,9 +253,52 @@ def test_softcap_and_sinks_when_decoding() -> None:
     assert apart(out, want * torch.sigmoid(lse - sinks.double()[:, None]).unsqueeze(-1)) < 1e-6
 
 
+DROPPED: dict[str, tuple[str, tuple[int, ...], int, Callable[[], Mask | None]]] = {
+    # layout, q's shape, keys, mask: odd starts, so that the keys of a counter straddle tiles and bf16 pairs
+    "full": ("bhsd", (2, 4, 45, 32), 150, lambda: None),
+    "few-rows": ("bhsd", (2, 4, 1, 32), 150, lambda: None),
+    "left-padded": (
+        "bhsd", (2, 4, 45, 32), 150, lambda: masks.lengths([140, 133], kv_start=[5, 17]) & masks.causal("bottom_right"),
+    ),
+    "documents": ("thd", (150, 4, 32), 150, lambda: masks.documents([0, 5, 12, 113, 150]) & masks.causal()),
+    "blocks-of-rows": ("bhsd", (1, 4, 70, 32), 150, lambda: masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)),
+}  # fmt: skip
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("case", DROPPED)
+def test_dropout_drops_what_the_reference_drops(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the unit matrix for values the output is the weights: zeros stand in the same places, the rest is close."""
+    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    torch.manual_seed(0)
+    layout, shape, keys, mask = DROPPED[case]
+    q = torch.randn(shape).to(dtype)
+    k = torch.randn(*((keys, 2) if layout == "thd" else (shape[0], 2, keys)), 32).to(dtype)
+    v = torch.eye(keys, dtype=dtype)
+    v = v[:, None].expand(keys, 2, keys) if layout == "thd" else v.expand(shape[0], 2, keys, keys)
+    weights, want = (
+        undivided.attention(
+            q, k, v, layout=layout, mask=mask(), dropout_p=0.3, dropout_seed=1 << 40 | 77, backend=backend
+        )
+        for backend in ("native", "reference")
+    )  # type: ignore[call-overload]
+    assert torch.equal(weights == 0, want == 0)
+    assert float((want == 0).float().mean()) > 0.2
+    assert apart(weights, want.double()) < ALLOWED[dtype]
+
+
+@needs_library
+def test_dropout_of_everything_gives_zeros() -> None:
+    q = torch.randn(1, 2, 40, 16)
+    assert not undivided.attention(q, q, q, layout="bhsd", dropout_p=1.0, backend="native").any()
+
+
 @needs_library
 def test_a_mask_that_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "MASK_PAIRS", 1)
+    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
     q, k, v = (torch.randn(2, 2, 100, 16) for _ in range(3))
     ids = torch.randint(0, 3, (2, 100))
     check(q, k, v, masks.document_ids(ids) & masks.causal())
@@ -314,18 +361,16 @@ def test_a_library_that_does_not_load_says_why(tmp_path: object, monkeypatch: py
 
 
 @needs_library
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [({"grad": True}, "no support for gradients (no backward yet)"), ({"dropout_p": 0.1}, "no support for dropout (not yet)"),
-     ({"dtype": torch.float64}, "dtype=float64 (supports bfloat16, float16, float32)")],
-    ids=["gradients", "dropout", "fp64"],
-)  # fmt: skip
-def test_what_it_refuses(arguments: dict[str, object], reason: str) -> None:
-    q = torch.randn(1, 8, 2, 16, dtype=arguments.pop("dtype", torch.float32))  # type: ignore[call-overload]
-    q.requires_grad_(bool(arguments.pop("grad", False)))
+def test_what_it_refuses() -> None:
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
     with pytest.raises(NoBackendError) as caught:
-        undivided.attention(q, q, q, layout="bshd", backend="native", **arguments)  # type: ignore[call-overload]
-    assert reason in caught.value.decision.reasons["native"]
+        undivided.attention(q, q, q, layout="bshd", backend="native")
+    assert "dtype=float64 (supports bfloat16, float16, float32)" in caught.value.decision.reasons["native"]
+    strided = torch.randn(1, 8, 2, 32)[..., ::2]
+    with pytest.raises(NoBackendError) as caught:
+        undivided.attention(strided, strided, strided, layout="bshd", backend="native")
+    wanted = "no support for a last axis whose stride is not 1 (its rows are contiguous)"
+    assert wanted in caught.value.decision.reasons["native"]
 
 
 @needs_library

@@ -22,9 +22,17 @@ FIELDS = (
     "q q_b q_h q_s k k_b k_h k_s v v_b v_h v_s out out_b out_h out_s lse lse_b lse_h "
     "ranges ranges_b columns band first last pages pages_b page_size page_count sinks "
     "bias bias_dtype bias_b bias_h bias_q bias_k dense dense_b dense_h dense_q dense_k "
-    "slopes slopes_b slopes_h slopes_q row_position row_position_b key_position key_position_b"
+    "slopes slopes_b slopes_h slopes_q row_position row_position_b key_position key_position_b "
+    "dropout seed survivors drop_row drop_row_b drop_sequence drop_sequence_b drop_head"
 ).split()
-RECORD = struct.Struct("".join("d" if name in ("scale", "softcap") else "q" for name in FIELDS))
+RECORD = struct.Struct("".join("d" if name in ("scale", "softcap", "survivors") else "q" for name in FIELDS))
+# struct Gradients, all integers
+GRADIENT_FIELDS = (
+    "size type accumulate grad_out grad_out_b grad_out_h grad_out_s grad_lse grad_lse_b grad_lse_h "
+    "dq dq_b dq_h dq_s dk dk_b dk_h dk_s dv dv_b dv_h dv_s sinks slopes rows_b rows_h "
+    "bias bias_b bias_h bias_q bias_k"
+).split()
+GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
 _forked = False
@@ -47,6 +55,8 @@ class Library:
         library = ctypes.CDLL(str(path))
         self._forward = library.undivided_forward
         self._forward.argtypes, self._forward.restype = [ctypes.c_char_p], ctypes.c_int
+        self._backward = library.undivided_backward
+        self._backward.argtypes, self._backward.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int
         self._peak = library.undivided_peak
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
         library.undivided_level.restype = ctypes.c_char_p
@@ -59,13 +69,24 @@ class Library:
         Raises:
             RuntimeError: it could not.
         """
-        status = self._forward(record)
-        if status:
-            raise RuntimeError(f"the native kernel failed: {STATUS.get(status, status)}")
+        _check(self._forward(record))
+
+    def backward(self, record: bytes, gradients: bytes) -> None:
+        """The gradients of one problem.
+
+        Raises:
+            RuntimeError: it could not.
+        """
+        _check(self._backward(record, gradients))
 
     def peak(self, dtype: int, repeats: int) -> float:
         """Run independent multiply-adds on one core; how many operations it were, for the caller to time."""
         return float(self._peak(dtype, repeats))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the native kernel failed: {STATUS.get(status, status)}")
 
 
 def threads(wanted: int) -> int:

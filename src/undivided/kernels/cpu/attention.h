@@ -47,8 +47,38 @@ struct Attention {
   int64_t slopes_b, slopes_h, slopes_q;
   const int32_t* row_position;  // i' + d of each row
   int64_t row_position_b;
-  const int32_t* key_position;
+  const int32_t* key_position;  // j' of each key; for dropout too
   int64_t key_position_b;
+  // dropout: entries whose 16-bit draw is below `dropout` are dropped (0: none are), the others scaled by `survivors`
+  int64_t dropout, seed;
+  double survivors;
+  const int32_t* drop_row;  // i' of each row
+  int64_t drop_row_b;
+  const int32_t* drop_sequence;  // b of each row
+  int64_t drop_sequence_b;
+  int64_t drop_head;  // h of the first head
+};
+
+// What the backward takes besides. Null pointers among the results are not computed. Buffers of sums start at zero.
+struct Gradients {
+  int64_t size;  // sizeof(Gradients)
+  // of dq, dk, dv: kFloat32, or the problem's own; where accumulate is not 0 (kFloat32 only) dk and dv are added to
+  int64_t type, accumulate;
+  const void* grad_out;  // of the problem's type, last axis of stride 1
+  int64_t grad_out_b, grad_out_h, grad_out_s;
+  const float* grad_lse;  // [B, H, Sq] or null
+  int64_t grad_lse_b, grad_lse_h;
+  void* dq;
+  int64_t dq_b, dq_h, dq_s;
+  void* dk;
+  int64_t dk_b, dk_h, dk_s;
+  void* dv;
+  int64_t dv_b, dv_h, dv_s;
+  // [B, H, Sq]: what each row gives to the gradient of its head's sink, of its slope
+  float *sinks, *slopes;
+  int64_t rows_b, rows_h;
+  float* bias;  // a stride of 0 sums over its axis; not both of batch or heads and keys
+  int64_t bias_b, bias_h, bias_q, bias_k;
 };
 
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -73,6 +103,23 @@ struct KeyChunk {
   int64_t batch, kv_head, kv_heads, key, keys;
 };
 
+// A backward: the problem, what all its units share, and how it is cut. Rows are virtual rows of a key/value head, those of
+// its whole group one after another, cut into panels and blocks of `row_panels` panels; keys into blocks of `key_block`.
+struct Backward {
+  const Attention& a;
+  const Gradients& g;
+  int64_t rows, panels, row_panels, row_blocks, key_block;
+  float *base, *delta;  // [B, N, panels, panel] of each row: log-sum-exp in units of log 2 (inf: no key), what dP loses
+  float* dqt;           // [B, N, panels, Dk, panel]
+  int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
+  int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
+};
+
+// A slice of the keys of some batch elements and key/value heads, one after another, against every query row.
+struct KeyBlock {
+  int64_t batch, batches, kv_head, kv_heads, index;
+};
+
 // What a file compiled for one instruction set offers.
 struct Kernels {
   const char* name;
@@ -81,6 +128,7 @@ struct Kernels {
   int64_t block_bytes;  // of Qt and Ot, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
+  int64_t row_panels;   // panels of a block of rows in the backward
   int64_t (*block_scratch)(const Attention&, int64_t rows);
   void (*block)(const Attention&, const RowBlock&, char* scratch);
   bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
@@ -89,6 +137,10 @@ struct Kernels {
   void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
+  int64_t (*key_scratch)(const Backward&);
+  void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
+  void (*key_block)(const Backward&, const KeyBlock&, char* scratch);
+  void (*rows_after)(const Backward&, int64_t head, int64_t row_block);
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations
 };
 

@@ -13,13 +13,13 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "dropout.h"
 #include "rows.h"
 #include "tile.h"
 
 namespace {
 
 using undivided::kTile;
-using undivided::RowBlock;
 
 // How K and V reach the micro-kernels.
 struct Direct {  // fp32, in place
@@ -102,6 +102,8 @@ struct Workspace {
   float *scores, *extra;
   char *k_tile, *v_tile, *v_own;
   char *k_rows, *v_rows;  // of a tile that lies in several pages
+  DropRows* drops;
+  Kept* kept;
   int64_t bytes;
 };
 
@@ -131,6 +133,8 @@ static Workspace carve(const Attention& a, int64_t rows, char* base) {
   w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
   w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.drops = (DropRows*)take(a.dropout ? panels * (int64_t)sizeof(DropRows) : 0);
+  w.kept = (Kept*)take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
   w.bytes = at;
   return w;
 }
@@ -206,30 +210,34 @@ INLINE float load_lane(const typename Mode::T* p, bool whole) {
   else return to_float(*p);
 }
 
+// kLanes rows of a tensor, or null pointers for rows of zeros, into lanes: to[d][lane], zeros from `dim` to `depth`.
+template <class Mode>
+static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to) {
+  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
+  const int64_t whole = dim / step;
+  int64_t d = 0;
+  for (; d + kLanes <= whole; d += kLanes) {
+    Vec x[kLanes];
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] ? load_lanes<Mode>(row[i] + d * step) : Vec{};
+    transpose(x);
+    for (int i = 0; i < kLanes; i++) store(to + (d + i) * kPanel, x[i]);
+  }
+  for (; d < depth; d++)
+    for (int i = 0; i < kLanes; i++)
+      to[d * kPanel + i] = row[i] && d * step < dim ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
+}
+
 template <class Mode>
 static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt) {
   typedef typename Mode::T T;
-  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
-  const int64_t depth = q_depth<Mode>(a), whole = a.qk_dim / step;
   for (int v = 0; v < kVectors; v++) {
-    const T* row[kLanes];
-    int64_t count = larger_of(0, smaller_of(rows - v * kLanes, kLanes));
-    for (int i = 0; i < count; i++) {
+    const T* row[kLanes] = {};
+    for (int i = 0; i < smaller_of(rows - v * kLanes, kLanes); i++) {
       int64_t virtual_row = block.row + first + v * kLanes + i;
       int64_t head = block.first_head + virtual_row / a.q_len;
       row[i] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + virtual_row % a.q_len * a.q_s;
     }
-    float* to = qt + v * kLanes;
-    int64_t d = 0;
-    for (; d + kLanes <= whole; d += kLanes) {
-      Vec x[kLanes];
-      for (int i = 0; i < kLanes; i++) x[i] = i < count ? load_lanes<Mode>(row[i] + d * step) : Vec{};
-      transpose(x);
-      for (int i = 0; i < kLanes; i++) store(to + (d + i) * kPanel, x[i]);
-    }
-    for (; d < depth; d++)
-      for (int i = 0; i < kLanes; i++)
-        to[d * kPanel + i] = i < count && d * step < a.qk_dim ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
+    transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
   }
 }
 
@@ -260,6 +268,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
       inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / (l + sink);
     }
+    if (a.dropout) inverse *= (float)a.survivors;
     IVec used = inverse != 0.0f;  // NaN is used
     const float* from = ot + v * kLanes;
     int64_t d = 0;
@@ -281,8 +290,9 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
                            const float* most, const float* total) {
   const int64_t size = round_up(a.v_dim + 2, 16);
   float* to = block.partials + first * size;
+  const float unit = (a.dropout ? (float)a.survivors : 1.0f) / unit_weight<Mode>();
   for (int64_t d = 0; d < a.v_dim; d++)
-    for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] / unit_weight<Mode>();
+    for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
   for (int64_t r = 0; r < rows; r++)
     to[r * size + a.v_dim] = most[r], to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
 }
@@ -400,9 +410,11 @@ INLINE Vec pair_bf16(Vec even, Vec odd) {
 INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | rounded_to_bf16(odd) << 16); }
 #endif
 
-// Scores become weights in place (pairs of bf16 for Dot); decay is what the sums so far shrink by.
-template <class Arith>
-static __attribute__((noinline)) void soften(float* st, int64_t keys, float factor, float* most, float* total, Vec* decay) {
+// Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
+// sums so far shrink by.
+template <class Arith, bool kDrops>
+static __attribute__((noinline)) void soften(float* st, int64_t keys, float factor, const Kept* kept, float* most,
+                                             float* total, Vec* decay) {
   Vec high[2][kVectors], sum[kVectors] = {};
   for (int v = 0; v < kVectors; v++) high[0][v] = high[1][v] = splat(-kInfinity);
   int64_t j = 0;
@@ -429,6 +441,7 @@ static __attribute__((noinline)) void soften(float* st, int64_t keys, float fact
         Vec even = exp2_of_negative(load(s) * factor - base[v]);
         Vec odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
         sum[v] += even + odd;
+        if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
         store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
@@ -438,7 +451,7 @@ static __attribute__((noinline)) void soften(float* st, int64_t keys, float fact
         float* s = st + j * kPanel + v * kLanes;
         Vec p = exp2_of_negative(load(s) * factor - base[v]);
         sum[v] += p;
-        store(s, p);
+        store(s, kDrops ? surviving(kept[j * kVectors + v], p) : p);
       }
   }
   for (int v = 0; v < kVectors; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
@@ -537,7 +550,13 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
     for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   }
   Vec decay[kVectors];
-  soften<Arith>(w.scores, front + keys + back, factor, w.most + index * kPanel, w.total + index * kPanel, decay);
+  float *most = w.most + index * kPanel, *total = w.total + index * kPanel;
+  if (a.dropout) {
+    draw_tile(a, block.batch, w.drops[index], start, stop, w.kept + front * kVectors);
+    soften<Arith, true>(w.scores, front + keys + back, factor, w.kept, most, total, decay);
+  } else {
+    soften<Arith, false>(w.scores, front + keys + back, factor, nullptr, most, total, decay);
+  }
 
   const typename Mode::Tile* v;
   int64_t v_stride = tile.v_stride;
@@ -577,6 +596,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
       from = smaller_of(from, p.segment[0].start);
       to = larger_of(to, p.segment[p.segments - 1].stop);
       transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
+      if (a.dropout) read_drop_rows(a, block, i * kPanel, p.rows, w.drops[i]);
     }
   }
   from = larger_of(from, block.key), to = smaller_of(to, block.key_stop);

@@ -289,7 +289,7 @@ int run_blocks(const Attention& a) {
 
 // ---- decoding
 
-bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && kernels().decodes(a); }
+bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().decodes(a); }
 
 // The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
 struct Chunks {
@@ -349,6 +349,81 @@ int run_chunks(const Attention& a) {
   return status;
 }
 
+// ---- gradients
+
+// Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
+// few units. Never by the number of threads, which would change the order of sums.
+constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 32;
+
+int64_t keys_of_block(const Attention& a, int64_t tile) {
+  int64_t keys = std::min(kKeyBlockBytes / (8 * (a.qk_dim + a.v_dim + 1)), kMostBlockKeys);
+  while (keys > tile && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kFewestUnits) keys /= 2;
+  return std::max(keys / tile, (int64_t)1) * tile;
+}
+
+// What all units of a backward share, in one allocation.
+class Shared {
+ public:
+  Shared(Backward& p, int64_t panel) {
+    const Attention& a = p.a;
+    const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * panel;
+    const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * a.qk_dim * 4 : 0, heads * p.panels * 8,
+                             heads * p.row_blocks * 8};
+    int64_t bytes = 64;
+    for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
+    if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
+      memory_ = nullptr;
+      return;
+    }
+    char* at = (char*)memory_;
+    void* parts[5];
+    for (int i = 0; i < 5; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
+    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4];
+  }
+  ~Shared() { free(memory_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  explicit operator bool() const { return memory_ != nullptr; }
+
+ private:
+  void* memory_ = nullptr;
+};
+
+// In the order of the keys, heads side by side: see backward.h. Where batch elements or heads add to the same gradients of a
+// bias, one unit takes them all.
+std::vector<KeyBlock> key_units(const Backward& p) {
+  const Attention& a = p.a;
+  const bool summed = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
+  const int64_t batches = summed && p.g.bias_b == 0 ? a.batch : 1;
+  const int64_t kv_heads = summed && p.g.bias_h == 0 ? a.kv_heads : 1;
+  std::vector<KeyBlock> units;
+  for (int64_t index = 0; index * p.key_block < a.kv_len; index++)
+    for (int64_t b = 0; b < a.batch; b += batches)
+      for (int64_t n = 0; n < a.kv_heads; n += kv_heads) units.push_back({b, batches, n, kv_heads, index});
+  return units;
+}
+
+int run_backward(const Attention& a, const Gradients& g) {
+  const Kernels& k = *kernels().prefill(a.dtype);
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  const int64_t row_blocks = (panels + k.row_panels - 1) / k.row_panels, heads = a.batch * a.kv_heads;
+  Backward p = {a, g, rows, panels, k.row_panels, row_blocks, keys_of_block(a, k.tile), nullptr, nullptr, nullptr, nullptr, nullptr};
+  Shared shared(p, k.panel);
+  if (!shared) return kNoMemory;
+  const int64_t threads = threads_for(a);
+  int status = run_units(heads * row_blocks, 64, threads,
+                         [&](int64_t i, char*) { k.rows_before(p, i / row_blocks, i % row_blocks); });
+  const std::vector<KeyBlock> units = key_units(p);
+  if (status == kOk)
+    status = run_units((int64_t)units.size(), k.key_scratch(p), threads,
+                       [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
+  if (status == kOk && g.dq)
+    status = run_units(heads * row_blocks, 64, threads,
+                       [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
+  return status;
+}
+
 }  // namespace
 }  // namespace undivided
 
@@ -363,6 +438,18 @@ EXPORT int undivided_forward(const Attention* a) {
   try {
     return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
   } catch (...) {  // the list of blocks did not fit; nothing else throws
+    return kNoMemory;
+  }
+}
+
+// Gradients of one problem, whose out and lse are those of its forward; see Status.
+EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
+  if (a->size != (int64_t)sizeof(Attention) || g->size != (int64_t)sizeof(Gradients)) return kBadRecord;
+  if (a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
+  try {
+    return run_backward(*a, *g);
+  } catch (...) {  // the list of units did not fit; nothing else throws
     return kNoMemory;
   }
 }

@@ -1,4 +1,5 @@
 // Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills.
+#include "backward.h"
 #include "decode.h"
 #include "tiled.h"
 
@@ -61,6 +62,29 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
   with_engine(a, [&](auto e) {
     merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride);
   });
+}
+
+// The same for gradients, which AMX does not serve yet: there bf16 dot products are slower than fp32.
+template <class F>
+INLINE auto with_key_mode(int64_t dtype, F f) {
+#if defined(UNDIVIDED_AMX)
+  return dtype == kBFloat16 ? f(Widened<BFloat16>()) : f(Widened<Float16>());
+#else
+  return with_mode(dtype, f);
+#endif
+}
+
+int64_t key_scratch(const Backward& p) {
+  return with_key_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
+}
+void rows_before(const Backward& p, int64_t head, int64_t row_block) {
+  with_key_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head, row_block); });
+}
+void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
+  with_key_mode(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
+}
+void rows_after(const Backward& p, int64_t head, int64_t row_block) {
+  with_key_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head, row_block); });
 }
 
 // Let the compiler believe that x is needed.
@@ -143,7 +167,7 @@ static const Kernels* prefill(int64_t dtype) {
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kBlockBytes, kPanel, kTile, block_scratch, block, decodes, chunk_scratch,
-    chunk, merge, peak,
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kBlockBytes, kPanel, kTile, kRowPanels, block_scratch, block, decodes,
+    chunk_scratch, chunk, merge, key_scratch, rows_before, key_block, rows_after, peak,
 };
 }  // namespace undivided

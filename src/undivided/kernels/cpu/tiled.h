@@ -17,10 +17,10 @@ namespace {
 constexpr int64_t kKeyBlock = 2 * kTileRows;
 constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
 
-// Weights of a block of scores in pairs, and their sums; false where these are too large.
-template <class T>
+// Weights of a block of scores in pairs, 0 where dropped, and their sums, which see all; false where these are too large.
+template <class T, bool kDrops>
 static __attribute__((noinline)) bool soften_block(const float* scores, float factor, const float* most, float* total,
-                                                   bool checked, float* pairs) {
+                                                   bool checked, const Kept* kept, float* pairs) {
   Vec sum[kVectors] = {}, base[kVectors];
   for (int v = 0; v < kVectors; v++) {
     Vec x = load(most + v * kLanes);
@@ -32,6 +32,7 @@ static __attribute__((noinline)) bool soften_block(const float* scores, float fa
       const float* s = scores + j * kPanel + v * kLanes;
       Vec even = exp2_of_negative(load(s) * factor - base[v]), odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
       sum[v] += even + odd;
+      if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
       store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
     }
   if (checked)
@@ -68,12 +69,12 @@ template <class Mode>
 class TiledStep {
  public:
   typedef typename Mode::T T;
-  TiledStep(const Attention& a, const Panel& panel, int64_t index, const Tile<Mode>& tile, int64_t start, int64_t stop,
+  TiledStep(const Attention& a, int64_t batch, const Panel& panel, int64_t index, const Tile<Mode>& tile, int64_t start, int64_t stop,
             const char* v, const float* extra, const Workspace& w)
       : a_(a), panel_(panel), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra),
         steps_(q_depth<Mode>(a) * 2 / kTileDepth), q_(w.qt + index * q_depth<Mode>(a) * kPanel),
         ot_(w.ot + index * o_depth<Mode>(a) * kPanel), most_(w.most + index * kPanel), total_(w.total + index * kPanel),
-        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel) {
+        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(w.drops + index), kept_(w.kept) {
     const int64_t group = steps_ * kTileBytes;
     k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group};
     v_ = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};
@@ -123,7 +124,12 @@ class TiledStep {
     }
     // positional terms may rise with every key, so that it is better to look at once
     const bool searched = extra_ || lacks_base(most_);
-    if (!searched && soften_block<T>(scores, factor, most_, total_, true, pairs_of(i))) return;
+    if (a_.dropout) {
+      const int64_t key = start_ + i * kKeyBlock;
+      draw_tile(a_, batch_, *drops_, key, smaller_of(key + kKeyBlock, a_.kv_len), kept_);
+    }
+    auto weights = a_.dropout ? soften_block<T, true> : soften_block<T, false>;
+    if (!searched && weights(scores, factor, most_, total_, true, kept_, pairs_of(i))) return;
     Vec decay[kVectors];
     if (find_base(scores, factor, most_, decay)) {
       if (i + 1 < blocks_) land(i + 1);
@@ -131,7 +137,7 @@ class TiledStep {
       shrink(decay, o_depth<Mode>(a_), ot_);
       for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
     }
-    soften_block<T>(scores, factor, most_, total_, false, pairs_of(i));
+    weights(scores, factor, most_, total_, false, kept_, pairs_of(i));
   }
 
   // The second product, for the blocks up to `to` that it has not seen.
@@ -150,6 +156,9 @@ class TiledStep {
   const int64_t steps_;
   const float* q_;
   float *ot_, *most_, *total_, *scores_, *pairs_;
+  const int64_t batch_;
+  const DropRows* drops_;
+  Kept* kept_;
   TileRows k_, v_;
   bool covered_;
   int64_t landed_ = 0, weighed_ = 0;
@@ -171,7 +180,7 @@ static void tiled_step(const Attention& a, const RowBlock& block, int64_t index,
       v = w.v_own;
     }
   }
-  TiledStep<Mode>(a, p, index, tile, start, stop, v, extras ? w.extra : nullptr, w).run();
+  TiledStep<Mode>(a, block.batch, p, index, tile, start, stop, v, extras ? w.extra : nullptr, w).run();
 }
 
 }  // namespace

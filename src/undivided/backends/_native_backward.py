@@ -1,0 +1,144 @@
+"""The native kernel's backward: what its second record says, and the sums that the kernel leaves to us.
+
+The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for a
+bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another: the
+order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._problem import Operands, Problem
+from undivided._result import Result
+from undivided.backends._base import Gradients
+from undivided.backends._native_call import DTYPES, Call
+from undivided.kernels import cpu
+
+_PACK = cpu.GRADIENT_RECORD.pack
+_SIZE = cpu.GRADIENT_RECORD.size
+
+
+def backward(
+    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients from (out, lse); see `Backend.backward`."""
+    library = cpu.load()
+    assert isinstance(library, cpu.Library)
+    out, lse = _unit_last(result.out.transpose(1, 2)), _unit_last(result.lse)
+    call = Call(problem, operands, (*operands.heads_first(), out, lse))
+    slices = call.slices()
+    gradients = _Gradients(problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1)
+    for rows in slices:
+        library.backward(call.record(rows), gradients.record(rows))
+    return gradients.finish()
+
+
+def _unit_last(tensor: Tensor) -> Tensor:
+    """Itself where its last axis has stride 1, as the kernel takes it."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+class _Gradients:
+    """The results, the buffers that the kernel fills, and the records that point to them."""
+
+    def __init__(
+        self, problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool
+    ) -> None:
+        self._problem, self._operands, self._in_parts = problem, operands, in_parts
+        self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
+        self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
+        needs, layout = operands.needs, problem.layout
+        inputs = (operands.q, operands.k, operands.v)
+        self._qkv = [_like(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
+        self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
+        rows = (problem.batch, problem.heads, problem.q_len)
+        self._sinks = torch.zeros(rows) if needs[4] else None
+        self._slopes = torch.zeros(rows) if needs[5] else None
+        self._bias = self._bias_buffer() if needs[3] else None
+
+    def _bias_buffer(self) -> Tensor:
+        """fp32 sums: [B, H, Sq, 1] for a bias without a key axis, [B, H, 1, Sk] without a row axis, else the bias's shape."""
+        problem, bias = self._problem, self._operands.bias
+        assert bias is not None
+        if bias.shape[3] == 1:
+            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1)
+        if bias.shape[2] == 1:
+            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len)
+        return torch.zeros(bias.shape)
+
+    def record(self, rows: slice) -> bytes:
+        """The record for these rows."""
+        grad, lse, bias = self._grad_out[:, :, rows], self._grad_lse, self._bias
+        dq, dk, dv = self._views
+        fields = [
+            _SIZE,
+            DTYPES[torch.float32 if self._in_parts else self._problem.dtype],
+            int(self._in_parts),
+        ]
+        fields += [grad.data_ptr(), *grad.stride()[:3]]
+        fields += [0, 0, 0] if lse is None else [lse[:, :, rows].data_ptr(), *lse.stride()[:2]]
+        for x in (None if dq is None else dq[:, :, rows], dk, dv):
+            fields += [0, 0, 0, 0] if x is None else [x.data_ptr(), *x.stride()[:3]]
+        sinks, slopes = (0 if x is None else x[:, :, rows].data_ptr() for x in (self._sinks, self._slopes))
+        fields += [sinks, slopes, self._problem.heads * self._problem.q_len, self._problem.q_len]
+        if bias is None:
+            fields += [0] * 5
+        else:
+            part = bias[:, :, rows] if bias.shape[2] > 1 else bias
+            strides = (
+                stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape, strict=True)
+            )
+            fields += [part.data_ptr(), *strides]
+        return _PACK(*fields)
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients in the order, shapes and dtypes of the inputs."""
+        operands = self._operands
+        found: list[Tensor | None] = [None if x is None else x.to(self._problem.dtype) for x in self._qkv]
+        bias = sinks = slopes = None
+        if self._bias is not None:
+            assert operands.bias is not None
+            bias = _summed_to(self._bias, operands.bias.shape)
+        if self._sinks is not None:
+            sinks = _summed_to(self._sinks, (1, self._problem.heads, 1)).flatten()
+        if self._slopes is not None:
+            slopes = self._sum_of_slopes(self._slopes)
+        for given, x in ((operands.bias, bias), (operands.sinks, sinks), (operands.alibi_slopes, slopes)):
+            found.append(None if x is None or given is None else x.to(given.dtype))
+        return found
+
+    def _sum_of_slopes(self, rows: Tensor) -> Tensor:
+        slopes = self._operands.alibi_slopes
+        assert slopes is not None
+        if slopes.dim() == 1:
+            return _summed_to(rows, (1, self._problem.heads, 1)).flatten()
+        if self._problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
+            return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
+        sequence = self._operands.normal_form(self._problem).q_sequence.clamp(0, slopes.shape[0] - 1).long()
+        return torch.zeros(slopes.shape).index_add_(0, sequence[0], rows[0].T)
+
+
+def _like(tensor: Tensor, in_parts: bool) -> Tensor:
+    """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added to."""
+    if in_parts:
+        return torch.zeros(tensor.shape, dtype=torch.float32)
+    gradient = torch.empty_like(tensor)
+    unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
+    return gradient if unit else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _summed_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The sum over the axes that are 1 in `shape`, in an order that does not depend on threads."""
+    over = [axis for axis, size in enumerate(shape) if size == 1 and tensor.shape[axis] != 1]
+    if not over:
+        return tensor
+    kept = [axis for axis in range(tensor.dim()) if axis not in over]
+    flat = tensor.permute(*kept, *over).flatten(len(kept))
+    if flat.shape[-1] == 0:
+        return tensor.new_zeros(shape)
+    return flat.cumsum(-1, dtype=torch.float64)[..., -1].float().reshape(shape)

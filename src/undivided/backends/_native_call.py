@@ -1,0 +1,202 @@
+"""The native kernel's arguments: a problem and its operands as the flat records that its C ABI takes.
+
+The kernel trusts what it is given: sizes, strides and ranges are checked before they come here, ranges are clamped to the
+keys, and every tensor that a record points to is held until the call returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided._problem import Operands, Problem
+from undivided.kernels import cpu, philox
+from undivided.masks._intervals import DensePairs
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+MASK_PAIRS = 1 << 24
+"""Entries of a mask evaluated at once where ranges are not enough: 16 MiB of bool."""
+
+FEWEST_ROWS = 32
+"""Query rows of such a block at least: a panel of the widest instruction set."""
+
+_PACK = cpu.RECORD.pack
+_SIZE = cpu.RECORD.size
+# what the record holds where there is none: pointers, then strides
+NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
+_NO_PAGES: tuple[int, ...] = (0,) * 4
+_NO_BIAS: tuple[int, ...] = (0,) * 6
+_NO_DENSE: tuple[int, ...] = (0,) * 5
+_NO_SLOPES: tuple[int, ...] = (0,) * 6
+_NO_KEYS: tuple[int, ...] = (0,) * 2
+_NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
+NOTHING_ELSE = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
+_BANDS = frozenset({"causal", "window"})
+"""Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
+
+
+def record(
+    problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *rest: float,
+) -> bytes:  # fmt: skip
+    """The C record; `rest` are its fields from ranges on."""
+    q_b, q_h, q_s, _ = q.stride()
+    k_b, k_h, k_s, _ = k.stride()
+    v_b, v_h, v_s, _ = v.stride()
+    out_b, out_h, out_s, _ = out.stride()
+    lse_b, lse_h, _ = lse.stride()
+    return _PACK(
+        _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, q.shape[2],
+        problem.kv_len, problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()),
+        operands.scale, operands.softcap or 0.0,
+        q.data_ptr(), q_b, q_h, q_s, k.data_ptr(), k_b, k_h, k_s, v.data_ptr(), v_b, v_h, v_s,
+        out.data_ptr(), out_b, out_h, out_s, lse.data_ptr(), lse_b, lse_h, *rest,
+    )  # fmt: skip
+
+
+def ranges_of(problem: Problem, operands: Operands) -> tuple[int, ...]:
+    """The record's fields from ranges on. A table is the normal form's, which the operands hold until the end."""
+    if operands.mask.is_full:
+        return NO_RANGES
+    if problem.mask.kinds <= _BANDS:
+        return (0, 0, 2, 1, *_band(problem))
+    table = operands.normal_form(problem).table
+    return (table.data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+
+
+def _band(problem: Problem) -> tuple[int, int]:
+    """Query row i sees keys [i + first, i + last)."""
+    left, right, far = problem.mask.left, problem.mask.right, problem.q_len + problem.kv_len
+    shift = problem.kv_len - problem.q_len if problem.align == "bottom_right" else 0
+    first = shift - (far if left is None else min(left, far))
+    last = shift + 1 + (far if right is None else min(right, far))
+    return first, last
+
+
+def pages_of(operands: Operands) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The record's fields, and the block table that they point to, to be held until the call returns."""
+    if operands.pages is None:
+        return None, _NO_PAGES
+    # in thd the sequences' rows follow one another, as their keys do
+    table, pool = operands.pages.contiguous(), operands.k
+    return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
+
+
+class Call:
+    """Records for all query rows or some. q, k, v, out are [B, H, S, D], lse [B, H, Sq]; k and v may be pools of pages."""
+
+    def __init__(
+        self, problem: Problem, operands: Operands, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        paged: bool = False,
+    ) -> None:  # fmt: skip
+        self.problem, self.operands, self.tensors = problem, operands, tensors
+        self.table, self.pages = pages_of(operands) if paged else (None, _NO_PAGES)
+        self.sinks = self.bias = self.slopes = self.key_position = None
+        self._held: list[Tensor] = []
+        if operands.sinks is not None:
+            self.sinks = operands.sinks.detach().float().contiguous()
+        if operands.bias is not None:
+            bias = operands.bias.detach()
+            bias = bias if bias.dtype in DTYPES else bias.float()
+            self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        if operands.alibi_slopes is not None:
+            self.slopes, self.row_position = _alibi(problem, operands)
+        if operands.alibi_slopes is not None or operands.dropout_p:
+            self.key_position = operands.normal_form(problem).kv_position.contiguous()
+        if operands.dropout_p:
+            normal = operands.normal_form(problem)
+            self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
+
+    def slices(self) -> list[slice]:
+        """The rows of each call: all at once, unless what masks them has to be evaluated in blocks."""
+        problem = self.problem
+        whole = [slice(0, problem.q_len)]
+        if self.operands.mask.is_full or problem.mask.kinds <= _BANDS:
+            return whole
+        extras = self.operands.normal_form(problem).extras
+        if not extras or self._stored_mask() is not None:
+            return whole
+        step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), FEWEST_ROWS)
+        return [
+            slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)
+        ] or whole
+
+    def _stored_mask(self) -> Tensor | None:
+        """The boolean tensor that is all there is beside the ranges."""
+        extras = self.operands.normal_form(self.problem).extras
+        if len(extras) == 1 and isinstance(extras[0], DensePairs):
+            return extras[0].tensor
+        return None
+
+    def record(self, rows: slice) -> bytes:
+        """The record for these rows; what it points to is held until the next is made."""
+        problem, operands = self.problem, self.operands
+        q, k, v, out, lse = self.tensors
+        q, out, lse = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
+        bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
+        if self.bias is not None:
+            some = self.bias[:, :, rows]
+            bias = (some.data_ptr(), DTYPES[some.dtype], *some.stride())
+        if self.slopes is not None:
+            slope, at = self.slopes[:, :, rows], self.row_position[:, rows]
+            slopes = (slope.data_ptr(), *slope.stride(), at.data_ptr(), batch_stride(at))
+        if self.key_position is not None:
+            keys = (self.key_position.data_ptr(), batch_stride(self.key_position))
+        if operands.dropout_p:
+            dropout = self._dropout(rows)
+        sinks = 0 if self.sinks is None else self.sinks.data_ptr()
+        masked = self._ranges(rows), self._dense(rows)
+        return record(
+            problem, operands, q, k, v, out, lse, *masked[0], *self.pages, sinks, *bias, *masked[1], *slopes, *keys, *dropout
+        )  # fmt: skip
+
+    def _ranges(self, rows: slice) -> tuple[int, ...]:
+        if (rows.start, rows.stop) == (0, self.problem.q_len):
+            return ranges_of(self.problem, self.operands)
+        table = self.operands.normal_form(self.problem).table
+        return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+
+    def _dense(self, rows: slice) -> tuple[int, ...]:
+        problem = self.problem
+        if self.operands.mask.is_full or problem.mask.kinds <= _BANDS:
+            return _NO_DENSE
+        normal = self.operands.normal_form(problem)
+        if normal.exact:
+            return _NO_DENSE
+        dense, everything = self._stored_mask(), slice(None)
+        if dense is None:
+            dense = normal.allowed(everything, rows, slice(0, problem.kv_len), everything)
+        elif dense.shape[2] > 1:
+            dense = dense[:, :, rows]
+        dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
+        self._held = [dense]
+        return (dense.data_ptr(), *dense.stride())
+
+    def _dropout(self, rows: slice) -> tuple[float, ...]:
+        """The record's fields from dropout on."""
+        p, position, sequence = self.operands.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
+        assert self.operands.dropout_seed is not None
+        return (
+            philox.threshold(p), int(self.operands.dropout_seed), philox.survivor_scale(p), position.data_ptr(),
+            batch_stride(position), sequence.data_ptr(), batch_stride(sequence),
+            self.operands.normal_form(self.problem).first_head,
+        )  # fmt: skip
+
+
+def _alibi(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(slope of every row [B, H, Sq], i' + d of every row [B|1, Sq])."""
+    assert operands.alibi_slopes is not None
+    normal = operands.normal_form(problem)
+    slopes = operands.alibi_slopes.detach().float()
+    if slopes.dim() == 1:
+        of_rows = slopes[None, :, None]
+    else:
+        of_rows = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
+    of_rows = of_rows.expand(problem.batch, problem.heads, problem.q_len)
+    return of_rows, (normal.q_position + normal.shift).contiguous()
+
+
+def batch_stride(table: Tensor) -> int:
+    """Of a [B|1, ..] table; 0 where it is broadcast."""
+    return table.stride(0) if table.shape[0] > 1 else 0

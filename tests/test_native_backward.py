@@ -1,0 +1,308 @@
+"""The native kernel's gradients: every instruction set, every thread count, every feature at once, memory.
+
+What a gradient is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and blocks and odd sizes
+at their edges, units of keys that take turns, and sums whose order must not depend on threads.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import undivided
+from test_native import LEVELS, MASKS, SIZES, apart, needs_library
+from undivided import masks
+from undivided.backends import _native_call
+from undivided.masks import Mask
+
+pytestmark = needs_library
+
+# Largest relative errors of the norm: fp32 some roundings, 16-bit types one of P and dS and one of the result.
+ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+DTYPES = pytest.mark.parametrize(
+    "dtype", ALLOWED, ids=[str(dtype).removeprefix("torch.") for dtype in ALLOWED]
+)
+
+
+def gradients(
+    tensors: dict[str, Tensor], backend: str, grads: tuple[Tensor, Tensor], dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of every tensor that asks for one; dtype: of a copy that is computed with."""
+    used = {}
+    for name, t in tensors.items():
+        used[name] = (t if dtype is None else t.to(dtype)).detach().requires_grad_(t.requires_grad)
+    out, lse = undivided.attention(**used, backend=backend, return_lse=True, **arguments)
+    wanted = {name: t for name, t in used.items() if t.requires_grad}
+    returned = [grads[0].to(out), grads[1].to(lse)]
+    found = torch.autograd.grad((out, lse), list(wanted.values()), returned)
+    return dict(zip(wanted, found, strict=True))
+
+
+def check(tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor], **arguments: Any) -> None:
+    """Against the reference in fp64, from the same rounded inputs."""
+    got = gradients(tensors, "native", grads, **arguments)
+    want = gradients(tensors, "reference", grads, torch.float64, **arguments)
+    largest = max(float(x.norm()) for x in want.values())
+    for name, x in got.items():
+        assert x.dtype == tensors[name].dtype
+        assert x.isfinite().all(), name
+        # what cancels (one key: all of dq) is measured by what it is the difference of: delta knows the rounded output alone
+        error = float((x.double() - want[name]).norm()) / max(float(want[name].norm()), 0.3 * largest, 1e-30)
+        allowed = max(ALLOWED[tensors[name].dtype], ALLOWED[tensors["q"].dtype])
+        assert error < allowed, f"d{name}: {error:.1e}"
+
+
+def tensors_of(
+    size: str, dtype: torch.dtype, seed: int = 0
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    b, h, n, q_len, kv_len, dk, dv = SIZES[size]
+    tensors = {
+        "q": torch.randn(b, h, q_len, dk),
+        "k": torch.randn(b, n, kv_len, dk),
+        "v": torch.randn(b, n, kv_len, dv),
+    }
+    tensors = {name: t.to(dtype).requires_grad_() for name, t in tensors.items()}
+    return tensors, (torch.randn(b, h, q_len, dv).to(dtype), torch.randn(b, h, q_len))
+
+
+@DTYPES
+@pytest.mark.parametrize("mask", ["full", "causal", "globals", "dense"])
+@pytest.mark.parametrize("size", SIZES)
+def test_odd_sizes_and_tile_edges(size: str, mask: str, dtype: torch.dtype) -> None:
+    tensors, grads = tensors_of(size, dtype)
+    _, _, _, q_len, kv_len, _, _ = SIZES[size]
+    check(tensors, grads, layout="bhsd", mask=MASKS[mask](q_len, kv_len))
+
+
+def everything(dtype: torch.dtype, bias: tuple[int, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Grouped heads with bias, sinks and slopes, all of which want gradients."""
+    torch.manual_seed(0)
+    tensors = {
+        "q": torch.randn(2, 4, 70, 24), "k": torch.randn(2, 2, 150, 24), "v": torch.randn(2, 2, 150, 40),
+        "bias": torch.randn(bias), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4),
+    }  # fmt: skip
+    for name in "qkv":
+        tensors[name] = tensors[name].to(dtype)
+    tensors["bias"][..., 3:6] = -torch.inf if bias[-1] > 1 else 0.5
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    return tensors, (torch.randn(2, 4, 70, 40).to(dtype), torch.randn(2, 4, 70))
+
+
+BIASES = [
+    (2, 4, 70, 150),
+    (1, 4, 70, 150),
+    (2, 1, 70, 150),
+    (1, 1, 70, 150),
+    (1, 4, 1, 150),
+    (2, 4, 70, 1),
+    (1, 1, 1, 1),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", BIASES, ids=lambda shape: "x".join(map(str, shape)))
+def test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(
+    bias: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensors, grads = everything(dtype, bias)
+    check(
+        tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"), softcap=2.0, dropout_p=0.2, dropout_seed=9
+    )  # fmt: skip
+
+
+@DTYPES
+def test_softcap_where_every_key_is_seen(dtype: torch.dtype) -> None:
+    """Nothing is added to the scores then; what was read instead was memory of another call."""
+    tensors, grads = tensors_of("odd", dtype)
+    check(tensors, grads, layout="bhsd", softcap=1.5)
+
+
+@DTYPES
+def test_slopes_of_every_document_and_dropout_within_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(150, 2, 32).to(dtype).requires_grad_() for name in "qkv"}
+    tensors["alibi_slopes"] = torch.rand(4, 2).requires_grad_()
+    mask = masks.documents([0, 5, 12, 113, 150]) & masks.causal()
+    grads = torch.randn(150, 2, 32).to(dtype), torch.randn(2, 150)
+    check(tensors, grads, layout="thd", mask=mask, dropout_p=0.3, dropout_seed=2)
+
+
+@DTYPES
+def test_a_mask_that_is_evaluated_in_blocks_of_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dk and dv are then sums over several calls, in fp32."""
+    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    tensors, grads = everything(dtype, (1, 4, 70, 150))
+    mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)
+    check(
+        tensors, grads, layout="bhsd", mask=mask & masks.causal("bottom_right"), dropout_p=0.2, dropout_seed=9
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_that_this_machine_has(level: str) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "import test_native_backward as t\n"
+        "for dtype in t.ALLOWED:\n"
+        "  for size in ('odd', 'one-short-of-a-tile', 'values-narrower'):\n"
+        "    for mask in ('globals', 'dense'):\n"
+        "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+        "  for bias in t.BIASES[1::3]:\n"
+        "    t.test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias, dtype)\n"
+        "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
+        "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
+        "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def _one_head(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+    tensors = {name: torch.randn(1, 1, 700, 64).to(dtype).requires_grad_() for name in "qkv"}
+    return tensors, (torch.randn(1, 1, 700, 64), torch.randn(1, 1, 700)), {"mask": masks.causal()}
+
+
+def _shared_bias(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+    tensors, grads = everything(dtype, (1, 1, 70, 150))
+    return tensors, grads, {"mask": masks.causal("bottom_right"), "dropout_p": 0.1, "dropout_seed": 1}
+
+
+CASES: dict[str, Callable[[torch.dtype], tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]]] = {
+    "one-head": _one_head,
+    "shared-bias": _shared_bias,
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: torch.dtype) -> None:
+    """One head: units of keys take turns at the same rows of dq, whoever runs them."""
+    torch.manual_seed(0)
+    tensors, grads, arguments = CASES[case](dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(gradients(tensors, "native", grads, layout="bhsd", **arguments))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name, x in other.items():
+            assert torch.equal(x, results[0][name]), name
+
+
+def native(tensors: dict[str, Tensor], grads: list[Tensor], **arguments: Any) -> dict[str, Tensor]:
+    """Gradients of all of them."""
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    return gradients(leaves, "native", (grads[0], grads[1]), **arguments)
+
+
+@DTYPES
+def test_what_nobody_sees_may_be_anything(dtype: torch.dtype) -> None:
+    """Odd gaps between documents and in a dense mask, in inputs and in the gradient that comes back."""
+    torch.manual_seed(0)
+    spans, lengths = [0, 9, 21, 64], [5, 7, 28]
+    mask = masks.documents([0, 5, 12, 40], padded_q=spans) & masks.causal()
+    tensors = {name: torch.randn(64, 2, 32).to(dtype) for name in "qkv"}
+    grads = [torch.randn(64, 2, 32).to(dtype), torch.randn(2, 64)]
+    clean = native(tensors, grads, layout="thd", mask=mask)
+    for start, length, stop in zip(spans, lengths, spans[1:], strict=False):
+        for t in (*tensors.values(), grads[0]):
+            t[start + length : stop] = torch.nan
+        grads[1][:, start + length : stop] = torch.inf
+    got = native(tensors, grads, layout="thd", mask=mask)
+    for name in got:
+        assert torch.equal(got[name], clean[name])
+
+    kept = torch.ones(1, 1, 1, 333, dtype=torch.bool)
+    kept[..., 5:8] = kept[..., 101:130] = kept[..., 301:] = False
+    q, k, v = (torch.randn(1, 2, n, 32).to(dtype) for n in (40, 333, 333))
+    poison = ~kept[0, 0, 0]
+    tensors = {"q": q, "k": k, "v": v}
+    grads = [torch.randn(1, 2, 40, 32), torch.randn(1, 2, 40)]
+    wanted = native(tensors, grads, layout="bhsd", mask=masks.dense(kept))
+    tensors["k"][:, :, poison] = tensors["v"][:, :, poison] = torch.nan
+    got = native(tensors, grads, layout="bhsd", mask=masks.dense(kept))
+    for name in got:
+        assert torch.equal(got[name], wanted[name])
+
+
+def random_mask(draw: random.Random, q_len: int, kv_len: int) -> Mask | None:
+    kinds: list[Callable[[], Mask | None]] = [
+        lambda: None,
+        lambda: masks.causal("top_left"),
+        lambda: masks.causal("bottom_right"),
+        lambda: masks.window(draw.randrange(40), draw.randrange(9), "bottom_right"),
+        lambda: masks.window(draw.randrange(9), 0, "top_left") | masks.prefix(draw.randrange(5)),
+        lambda: masks.chunks(draw.randrange(1, 60), "top_left"),
+        lambda: masks.dense(torch.rand(1, 1, q_len, kv_len) > draw.random()),
+        lambda: masks.lengths(torch.tensor([draw.randrange(kv_len + 1), kv_len])),
+        lambda: masks.documents(_cuts(draw, q_len), _cuts(draw, kv_len)),
+    ]
+    return draw.choice(kinds)()
+
+
+def _cuts(draw: random.Random, length: int) -> list[int]:
+    return [0, *sorted(draw.randrange(length + 1) for _ in range(3)), length]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_anything_at_random(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    n, group = draw.choice([1, 2]), draw.choice([1, 3])
+    q_len, kv_len = draw.choice([1, 7, 33, 130, 200]), draw.choice([1, 6, 65, 140, 300])
+    dk, dv = draw.choice([1, 8, 17, 48, 64]), draw.choice([3, 16, 40, 64])
+    dtype = draw.choice(list(ALLOWED))
+    mask = random_mask(draw, q_len, kv_len)
+    batch = 1 if mask is not None and "documents" in mask.kinds else 2
+    heads = n * group
+    shapes = {"q": (batch, heads, q_len, dk), "k": (batch, n, kv_len, dk), "v": (batch, n, kv_len, dv)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    if draw.random() < 0.3:
+        full = (batch, heads, q_len, kv_len)
+        tensors["bias"] = torch.randn([draw.choice([1, size]) for size in full]).to(
+            draw.choice([dtype, torch.float32])
+        )
+    if draw.random() < 0.3:
+        tensors["sinks"] = torch.randn(heads)
+    arguments: dict[str, Any] = {"layout": "bhsd", "mask": mask}
+    if draw.random() < 0.3:
+        arguments |= {"softcap": 1.5}
+    if draw.random() < 0.3:
+        arguments |= {"dropout_p": 0.25, "dropout_seed": seed}
+    for name, t in tensors.items():
+        t.requires_grad_(name == "q" or draw.random() < 0.8)
+    check(tensors, (torch.randn(batch, heads, q_len, dv), torch.randn(batch, heads, q_len)), **arguments)
+
+
+def test_gradients_of_a_query_alone_cost_only_their_own_products() -> None:
+    tensors, grads = tensors_of("tiles", torch.float32)
+    whole = gradients(tensors, "native", grads, layout="bhsd")
+    for name in "qkv":
+        some = {n: t.detach().requires_grad_(n == name) for n, t in tensors.items()}
+        assert torch.equal(gradients(some, "native", grads, layout="bhsd")[name], whole[name])
+
+
+def test_a_sum_over_rows_is_near_whatever_the_rows_are() -> None:
+    """`sum().backward()` gives a gradient of stride 0; the kernel reads rows."""
+    q = torch.randn(1, 2, 50, 16, requires_grad=True)
+    (got,) = torch.autograd.grad(undivided.attention(q, q, q, layout="bhsd", backend="native").sum(), q)
+    (want,) = torch.autograd.grad(undivided.attention(q, q, q, layout="bhsd", backend="reference").sum(), q)
+    assert apart(got, want.double()) < 1e-5
