@@ -105,47 +105,47 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 # One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn,
-# C cudnn, X flex, N native. A new backend changes this table, on purpose.
+# C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose.
 NAMES = {
     "R": "reference", "F": "torch_flash", "E": "torch_efficient", "T": "torch_cudnn", "A": "flash_attn", "C": "cudnn",
-    "X": "flex", "N": "native",
+    "X": "flex", "N": "native", "G": "triton",
 }  # fmt: skip
 GOLDEN = """
                         cpu  t4  a100-bare  a100  h100  b200  amd
-plain                   N    R   F          A     C     C     R
-plain-fp16              N    E   F          A     C     C     R
-plain-fp32              N    E   E          E     E     E     R
+plain                   N    R   F          A     C     C     G
+plain-fp16              N    E   F          A     C     C     G
+plain-fp32              N    E   E          E     E     E     G
 plain-fp64              F    R   R          R     R     R     R
-train-causal            N    R   F          A     C     C     R
-train-causal-fp32       N    E   E          E     E     E     R
-train-gqa               N    R   F          A     C     C     R
-decode                  N    R   F          A     C     C     R
-decode-lengths          N    R   R          A     A     R     R
-decode-pages-16         N    R   R          R     R     R     R
-decode-pages-256        N    R   R          A     A     R     R
-prefill-top-left        N    R   E          T     C     C     R
-prefill-bottom-right    N    R   F          A     C     C     R
-train-window            N    R   F          A     C     C     R
-two-sided-window        N    R   F          A     C     C     R
-window-with-globals     N    R   R          R     R     R     R
-prefix-lm               N    R   R          R     R     R     R
-train-packed            N    R   F          A     C     C     R
-train-packed-slots      N    R   R          R     C     C     R
-train-padded            N    R   R          C     C     C     R
-left-padded             N    R   R          R     R     R     R
-dense-mask              N    R   R          R     R     R     R
-predicate               N    R   R          R     R     R     R
-chunks                  N    R   R          R     R     R     R
-bias                    N    R   R          R     R     R     R
-train-bias-fp32         N    E   E          E     E     E     R
-alibi                   N    R   F          A     A     F     R
-train-softcap           N    R   R          A     A     A     R
-train-sinks             N    R   R          R     R     A     R
-train-dropout           N    R   R          R     R     R     R
-train-lse               N    R   R          R     R     A     R
-train-mla               N    R   E          E     C     C     R
-train-head-320          N    R   E          E     E     E     R
-head-100                N    R   R          R     R     R     R
+train-causal            N    R   F          A     C     C     G
+train-causal-fp32       N    E   E          E     E     E     G
+train-gqa               N    R   F          A     C     C     G
+decode                  N    R   F          A     C     C     G
+decode-lengths          N    R   G          A     A     G     G
+decode-pages-16         N    R   G          G     G     G     G
+decode-pages-256        N    R   G          A     A     G     G
+prefill-top-left        N    R   E          T     C     C     G
+prefill-bottom-right    N    R   F          A     C     C     G
+train-window            N    R   F          A     C     C     G
+two-sided-window        N    R   F          A     C     C     G
+window-with-globals     N    R   G          G     G     G     G
+prefix-lm               N    R   G          G     G     G     G
+train-packed            N    R   F          A     C     C     G
+train-packed-slots      N    R   G          G     C     C     G
+train-padded            N    R   G          C     C     C     G
+left-padded             N    R   G          G     G     G     G
+dense-mask              N    R   G          G     G     G     G
+predicate               N    R   G          G     G     G     G
+chunks                  N    R   G          G     G     G     G
+bias                    N    R   G          G     G     G     G
+train-bias-fp32         N    E   E          E     E     E     G
+alibi                   N    R   F          A     A     F     G
+train-softcap           N    R   G          A     A     A     G
+train-sinks             N    R   G          G     G     A     G
+train-dropout           N    R   G          G     G     G     G
+train-lse               N    R   G          G     G     A     G
+train-mla               N    R   E          E     C     C     G
+train-head-320          N    R   E          E     E     E     G
+head-100                N    R   G          G     G     G     G
 no-keys                 N    R   R          R     R     R     R
 """
 
@@ -211,7 +211,7 @@ def test_a_failed_request_leaves_nothing_behind() -> None:
 
 def test_a_backend_that_hesitates_runs_when_named_but_not_by_family_or_default() -> None:
     arguments = PROBLEMS["predicate"]
-    machine = MACHINES["a100"]
+    machine = MACHINES["t4"]
     by_default = undivided.explain(**arguments, machine=machine)
     assert by_default.backend.name == "reference"
     assert by_default.reasons["flex"] == ("compiles for seconds per shape; ask with backend='flex'",)

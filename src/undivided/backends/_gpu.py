@@ -35,6 +35,7 @@ _CUDNN_FIRST = {
     "torch_cudnn": 12,
     "flash_attn": 14,
     "torch_flash": 16,
+    "triton": 50,
     "torch_efficient": 40,
     "flex": 60,
 }
@@ -43,6 +44,7 @@ _FLASH_FIRST = {
     "torch_flash": 12,
     "torch_cudnn": 16,
     "cudnn": 18,
+    "triton": 50,
     "torch_efficient": 40,
     "flex": 60,
 }

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.verification.cases import Case
 
-__all__ = ["DTYPES", "SUITES", "Benchmark", "Goal", "benchmarks"]
+__all__ = ["DTYPES", "GPU_SUITES", "SUITES", "Benchmark", "Goal", "benchmarks"]
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": FLOAT, "bf16": BFLOAT, "fp16": HALF})
@@ -130,13 +131,13 @@ def _backward() -> Iterator[Benchmark]:
 
 
 @functools.cache
-def _packed(shortest: int, longest: int) -> Mask:
-    """Causal documents of random lengths, 8192 tokens in all."""
+def _packed(shortest: int, longest: int, tokens: int = 8192) -> Mask:
+    """Causal documents of random lengths."""
     draw = torch.Generator().manual_seed(0)
     offsets = [0]
-    while offsets[-1] < 8192:
+    while offsets[-1] < tokens:
         offsets.append(offsets[-1] + int(torch.randint(shortest, longest + 1, (), generator=draw)))
-    return masks.documents([*offsets[:-1], 8192]) & masks.causal()
+    return masks.documents([*offsets[:-1], tokens]) & masks.causal()
 
 
 @functools.cache
@@ -214,8 +215,68 @@ def _small() -> Iterator[Benchmark]:
                         yield Benchmark("small", case, dtype, backward=backward, goal=goal, quick=quick)
 
 
+# a GPU
+
+
+_ADDED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("alibi", {"alibi": "h"}), ("softcap", {"softcap": 30.0}), ("sinks", {"sinks": True}),
+)  # fmt: skip
+
+
+def _gpu() -> Iterator[Benchmark]:
+    """Training and serving shapes of a large GPU, bf16: every one forward and backward, decoding forward."""
+    for dim in (64, 128, 256):
+        for length in (1024, 4096, 16384, 65536):
+            for name, mask in (("full", None), ("causal", masks.causal)):
+                yield from _both_ways(
+                    f"d{dim}-{length}-{name}", length, dim, mask=mask, quick=length == 4096 and dim == 128
+                )
+    yield from _both_ways("window1024-32768", 32768, 128, mask=lambda: masks.window(1023, 0))
+    yield from _both_ways("prefix-lm-16384", 16384, 128, mask=lambda: masks.causal() | masks.prefix(2048))
+    for name, changes in (
+        ("alibi", {"alibi": "h"}),
+        ("softcap", {"softcap": 30.0}),
+        ("sinks", {"sinks": True}),
+    ):
+        yield from _both_ways(f"{name}-8192", 8192, 128, mask=masks.causal, **changes)
+    packed = Case("documents-512-4096", layout="thd", batch=1, q_len=32768, heads=16, qk_dim=128,
+                  mask=functools.partial(_packed, 512, 4096, 32768))  # fmt: skip
+    yield Benchmark("gpu", replace(packed, needs=()), BFLOAT)
+    yield Benchmark("gpu", replace(packed, name="documents-512-4096-backward"), BFLOAT, backward=True)
+    for batch in (1, 64):
+        for length in (8192, 32768, 131072):
+            if batch * length <= 64 * 32768:
+                case = Case(f"decode-batch{batch}-{length}", batch=batch, q_len=1, kv_len=length, heads=32, kv_heads=8,
+                            qk_dim=128, needs=())  # fmt: skip
+                yield Benchmark("gpu", case, BFLOAT, reads=True, quick=length == 8192)
+
+
+def _both_ways(name: str, length: int, dim: int, quick: bool = False, **rest: Any) -> Iterator[Benchmark]:
+    """About 16k tokens and 2048 features in all, whatever the length and the head size."""
+    case = Case(
+        name,
+        layout="bshd",
+        batch=max(16384 // length, 1),
+        q_len=length,
+        heads=2048 // dim,
+        qk_dim=dim,
+        **rest,
+    )
+    yield Benchmark("gpu", replace(case, needs=()), BFLOAT, quick=quick)
+    yield Benchmark("gpu", replace(case, name=f"{name}-backward"), BFLOAT, backward=True, quick=quick)
+
+
 _PROBLEMS: Mapping[str, Callable[[], Iterator[Benchmark]]] = MappingProxyType(
-    {"forward": _forward, "backward": _backward, "mask": _mask, "decode": _decode, "small": _small}
+    {
+        "forward": _forward,
+        "backward": _backward,
+        "mask": _mask,
+        "decode": _decode,
+        "small": _small,
+        "gpu": _gpu,
+    }
 )
-SUITES = (*_PROBLEMS, "overhead", "memory")
-"""Every suite, in the order they run."""
+SUITES = (*(name for name in _PROBLEMS if name != "gpu"), "overhead", "memory")
+"""Every suite for a CPU, in the order they run."""
+GPU_SUITES = ("gpu",)
+"""Those that would take a CPU hours."""

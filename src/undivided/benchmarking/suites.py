@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from undivided.benchmarking import memory as _memory
-from undivided.benchmarking.catalogue import DTYPES, SUITES, Benchmark, benchmarks
+from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
 from undivided.benchmarking.runs import Settings, run, run_small
 from undivided.errors import InputError
@@ -59,7 +59,7 @@ def plan(
     """Choose benchmarks.
 
     Args:
-        suites: of `SUITES`. dtypes: of `DTYPES`; the overhead and the memory are looked at in fp32.
+        suites: of `SUITES` and `GPU_SUITES`. dtypes: of `DTYPES`; the overhead and the memory are looked at in fp32.
         filter: a part of ``suite/name``, such as ``forward/bf16-d128``; empty for all.
         quick: only those that stand for others.
 
@@ -69,14 +69,14 @@ def plan(
     >>> [benchmark.name for benchmark in plan(["forward"], ["bf16"], quick=True).single]
     ['bf16-d128-2048-full', 'bf16-d128-2048-causal']
     """
-    for flag, words, known in (("suite", suites, SUITES), ("dtype", dtypes, tuple(DTYPES))):
+    for flag, words, known in (("suite", suites, (*SUITES, *GPU_SUITES)), ("dtype", dtypes, tuple(DTYPES))):
         for word in words:
             if word not in known:
                 raise InputError(flag, f"be one of {', '.join(known)}", repr(word))
     wanted = {DTYPES[name] for name in dtypes}
     chosen = [
         benchmark
-        for suite in SUITES
+        for suite in (*SUITES, *GPU_SUITES)
         if suite in suites and suite not in ("overhead", "memory")
         for benchmark in benchmarks(suite)
         if benchmark.dtype in wanted and (benchmark.quick or not quick)

@@ -1,0 +1,201 @@
+"""What the Triton kernels are launched with: views, strides, the mask's tables, positions, switches.
+
+Legend: B batch, H query heads, N key/value heads, S sequence (Sq queries, Sk keys), D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._problem import Operands, Problem
+from undivided.backends import _triton_tables as tables
+from undivided.kernels import philox
+from undivided.kernels.triton import config
+from undivided.masks import NormalForm
+from undivided.masks._intervals import DensePairs
+
+MASK_PAIRS = 1 << 28
+"""Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """ "sm90", "gfx942", or "interpreter" on the CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 8 stand for them on the CPU, so that decoding splits its keys there too."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def precision() -> str:
+    """fp32 products: "tf32" where PyTorch's own matrix products may use it, else exact."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of every axis; 0 along an axis of length 1, so that a broadcast axis is read in place."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a problem (all, or as many as a mask is evaluated for at once) and their dense mask [B|1, H|1, R, Sk]."""
+
+    span: slice
+    dense: Tensor | None
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Everything that every kernel takes, for one problem. Tensors are held here until the launches are queued."""
+
+    problem: Problem
+    operands: Operands
+
+    def __post_init__(self) -> None:
+        problem, operands = self.problem, self.operands
+        self.q = _layout.heads_first(operands.q, problem.layout)
+        if operands.pages is None:
+            self.k = _layout.heads_first(operands.k, problem.layout)
+            self.v = _layout.heads_first(operands.v, problem.layout)
+            self.pages, self.page_strides = self.q, (0, 0, 0, 0)
+        else:  # pools [pages, page_size, N, D]: a key's row is found through the table
+            self.k, self.v = operands.k.transpose(1, 2), operands.v.transpose(1, 2)
+            self.pages = operands.pages.contiguous()
+            self.page_strides = (
+                0 if problem.packed else self.pages.stride(0),
+                self.k.stride(0), self.v.stride(0), self.k.shape[0],
+            )  # fmt: skip
+        needs_positions = problem.features & {"alibi", "dropout"}
+        form = None
+        if needs_positions or not operands.mask.is_full:
+            form = operands.normal_form(problem)
+        self.form: NormalForm | None = form
+        self.masked = not operands.mask.is_full
+        self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
+        self.ranges = form.table if form is not None and self.masked else self._nothing(torch.int32)
+        self.bias = None
+        if operands.bias is not None:
+            self.bias = operands.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
+        self.slopes = None if operands.alibi_slopes is None else self._row_slopes(operands.alibi_slopes)
+        self.sinks = (
+            self._nothing() if operands.sinks is None else operands.sinks.detach().float().contiguous()
+        )
+        seed = 0 if operands.dropout_seed is None else operands.dropout_seed
+        self.seed = torch.as_tensor(seed, dtype=torch.int64, device=self.q.device).reshape(1)
+
+    def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Stands for a tensor that the kernel does not read."""
+        return torch.empty(1, dtype=dtype, device=self.operands.q.device)
+
+    def _row_slopes(self, slopes: Tensor) -> Tensor:
+        """[B, H, Sq] fp32, a view where every sequence has the same slopes."""
+        problem, slopes = self.problem, slopes.detach().float()
+        if slopes.dim() == 1:
+            of_rows = slopes[None, :, None]
+        else:
+            assert self.form is not None
+            sequence = self.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
+            of_rows = slopes[sequence].transpose(1, 2)
+        return of_rows.expand(problem.batch, problem.heads, problem.q_len)
+
+    @property
+    def always_masked(self) -> bool:
+        """Whether no tile is free of a mask: a bias may hold -inf, a dense mask anything."""
+        return self.bias is not None or (self.form is not None and not self.form.exact)
+
+    def parts(self) -> Iterator[Rows]:
+        """All rows at once, unless the mask is neither ranges nor one dense tensor: then as many as fit in MASK_PAIRS."""
+        problem, form = self.problem, self.form
+        everything = slice(0, problem.q_len)
+        if form is None or form.exact or not self.masked:
+            yield Rows(everything, None)
+        elif (
+            len(form.extras) == 1
+            and isinstance(extra := form.extras[0], DensePairs)
+            and form.row_index is None
+        ):
+            yield Rows(everything, extra.tensor)
+        else:
+            step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1) // 128 * 128, 128)
+            for start in range(0, problem.q_len, step):
+                rows = slice(start, min(start + step, problem.q_len))
+                yield Rows(rows, form.allowed(slice(None), rows, slice(0, problem.kv_len), slice(None)))
+
+    def tiles(self, block_m: int, block_n: int, group: int = 1, columns: bool = False) -> tables.Tables:
+        """The mask's tables for these tile sizes."""
+        problem = self.problem
+        return tables.of(
+            self.form if self.masked else None, problem.q_len, problem.kv_len, block_m, block_n, self.q.device,
+            group=group, always_masked=self.always_masked, columns=columns,
+        )  # fmt: skip
+
+    def tensors(self, rows: Rows) -> dict[str, Any]:
+        """The arguments that say what is masked, added and dropped, for these rows."""
+        form, nothing = self.form, self._nothing()
+        bias = nothing if self.bias is None else self.bias[:, :, rows.span]
+        dense = nothing if rows.dense is None else rows.dense.view(torch.uint8)
+        if rows.dense is not None:
+            dense = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
+        slopes = nothing if self.slopes is None else self.slopes
+        found: dict[str, Any] = {
+            "ranges": self.ranges, "bias": bias, "dense": dense, "slopes": slopes, "seed": self.seed,
+            "row_at": nothing, "key_at": nothing, "sequence": nothing, "position": nothing,
+        }  # fmt: skip
+        if form is not None and self.problem.features & {"alibi", "dropout"}:
+            found["key_at"] = form.kv_position.contiguous()
+            found["position"] = form.q_position.contiguous()
+            found["row_at"] = (form.q_position + form.shift).contiguous()
+            found["sequence"] = form.q_sequence.contiguous()
+        for name in ("ranges", "row_at", "key_at", "sequence", "position"):
+            found[f"{name}_b"] = (
+                found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
+            )
+        for name, tensor in (("bias", bias), ("dense", dense)):
+            given = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
+            found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), given, strict=True))
+        given = slopes.stride() if self.slopes is not None else (0, 0, 0)
+        return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), given, strict=True))
+
+    def switches(self, rows: Rows) -> dict[str, Any]:
+        """Sizes and scalars, and what the kernels are specialised for."""
+        problem, operands = self.problem, self.operands
+        dropout = 0
+        if operands.dropout_p > 0:
+            dropout = 2 if self._keys_stand_in_order() else 1
+        return {
+            "kv_len": problem.kv_len, "q_len": rows.span.stop - rows.span.start, "first_row": rows.span.start,
+            "scale": operands.scale, "softcap": operands.softcap or 0.0,
+            "threshold": philox.threshold(operands.dropout_p), "survivor": philox.survivor_scale(operands.dropout_p),
+            "HEADS_PER_KV": problem.heads // problem.kv_heads, "QK_DIM": problem.qk_dim, "V_DIM": problem.v_dim,
+            "DIM_STEP": config.step_of(problem.qk_dim), "VALUE_STEP": config.step_of(problem.v_dim),
+            "COLUMNS": self.columns, "DENSE": rows.dense is not None, "ALIBI": self.slopes is not None,
+            "SOFTCAP": operands.softcap is not None, "SINKS": operands.sinks is not None, "DROPOUT": dropout,
+            "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
+        }  # fmt: skip
+
+    def _keys_stand_in_order(self) -> bool:
+        """Whether key j of the tensor is position j of its sequence, so that one draw serves eight neighbours."""
+        moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
+        return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
+
+    def tile(self, name: str) -> config.Config:
+        """The tile sizes of a pass."""
+        problem = self.problem
+        size = max(problem.qk_dim, problem.v_dim)
+        return config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))

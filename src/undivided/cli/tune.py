@@ -1,0 +1,64 @@
+"""``undivided tune``: the fastest tiles of the Triton kernels on this GPU, measured and remembered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from undivided.cli._options import DTYPES, Dtype
+from undivided.cli._terminal import console, print_json, progress, table
+from undivided.errors import InputError
+from undivided.kernels.triton import config
+
+
+def tune(
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Of queries, keys and values; bf16 if not given.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256 or 512; the first three if not given.")] = None,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of the sequence that is measured.")] = 4096,
+    turns: Annotated[int, typer.Option(min=1, help="Timings of each candidate.")] = 5,
+    device: Annotated[str, typer.Option(help="Where to measure.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Measure tile sizes of the Triton kernels on this GPU, and use the fastest from now on.
+
+    Written to UNDIVIDED_TUNED, or to a file in your cache folder; delete it to go back. Nothing is ever tuned unasked. Tens
+    of minutes for everything: most of the time Triton compiles.
+    """
+    widths = head_dim or [64, 128, 256]
+    for width in widths:
+        if width not in config.WIDTHS:
+            raise InputError("--head-dim", f"be one of {', '.join(map(str, config.WIDTHS))}", width)
+    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "--device", "be there", device, hint="tune on the machine whose GPU will run the kernels"
+        )
+    from undivided.backends._triton_inputs import architecture
+    from undivided.benchmarking.tuning import tune as measure
+
+    dtypes = [DTYPES[one] for one in dtype or [Dtype.bf16]]
+    rows: list[dict[str, Any]] = []
+    with progress(3 * len(dtypes) * len(widths), as_json) as step:
+        found = list(measure(device, dtypes, widths, length=length, turns=turns, step=step))
+    path = config.remember(
+        architecture(torch.device(device)), {(one.name, one.itemsize, one.width): one.tile for one in found}
+    )
+    for one in found:
+        rows.append({
+            "pass": one.name, "bits": 8 * one.itemsize, "head_dim": one.width, "tile": one.tile._asdict(),
+            "seconds": one.seconds, "before": one.before, "right_candidates": one.tried,
+        })  # fmt: skip
+    if as_json:
+        print_json({"file": str(path), "tiles": rows})
+        return
+    made = table("pass", "bits", "head size", "rows x keys", "warps", "stages", "time", "before",
+                 right=("bits", "head size", "warps", "stages", "time", "before"))  # fmt: skip
+    for one in found:
+        made.add_row(
+            one.name, str(8 * one.itemsize), str(one.width), f"{one.tile.block_m} x {one.tile.block_n}", str(one.tile.warps),
+            str(one.tile.stages), f"{1e6 * one.seconds:.0f} us", f"{1e6 * one.before:.0f} us",
+        )  # fmt: skip
+    screen = console()
+    screen.print(made)
+    screen.print(str(path))

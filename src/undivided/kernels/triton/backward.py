@@ -1,0 +1,355 @@
+"""Gradients by recomputation from the output and the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
+With ``p = exp(s - lse)`` (sinks left out), ``w = p * sigmoid(lse - sink)`` the weights that were used, ``g`` the gradient of
+the output and ``delta = sum(g * out)``:
+
+    dv = (dropout(w))^T g          ds = w * (dropout(g v^T) - delta) + p * dlse
+    dq = scale * (ds * rate) k     dk = scale * (ds * rate)^T q          dbias = ds      dslope = -ds * |i + d - j|
+
+where rate is the derivative of the softcap. Three passes, each deterministic: rows write dq and what ALiBi needs, keys write
+dk and dv (every head of the group in turn), pairs write the gradient of a bias.
+
+Memory traffic: the pass over rows reads a key tile once a block of rows, the pass over keys reads q and g once a key tile.
+"""
+
+import triton
+import triton.language as tl
+
+from undivided.kernels.triton.forward import nth_tile
+from undivided.kernels.triton.tile import (
+    LOG2E,
+    allowed_pairs,
+    dot,
+    finish_scores,
+    kept,
+    load_rows,
+    row_ranges,
+)
+
+
+@triton.jit
+def _product(left, left_rows, left_ok, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
+    """left @ right^T over DIM columns, STEP at a time: rows at the given offsets, 0 outside."""
+    a = load_rows(left, left_rows, left_ok, DIM, 0, STEP)
+    b = load_rows(right, right_rows, right_ok, DIM, 0, STEP)
+    acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
+    for d in tl.static_range(STEP, DIM, STEP):
+        a = load_rows(left, left_rows, left_ok, DIM, d, STEP)
+        b = load_rows(right, right_rows, right_ok, DIM, d, STEP)
+        acc = dot(a, tl.trans(b), acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def _score_gradient(
+    qk, gv, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, i_m, heads, b_m, seed,
+    lse, factor, delta, grad_lse, scale, softcap, threshold, survivor,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile [M, N], from ``q k^T`` and ``g v^T``."""
+    s, allowed, rate, distance = finish_scores(
+        qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
+        scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
+    )  # fmt: skip
+    p = tl.exp2(s - lse[:, None])
+    if MASKED:
+        p = tl.where(allowed, p, 0.0)
+        gv = tl.where(allowed, gv, 0.0)
+    w = p * factor[:, None]
+    dropped = w
+    if DROPOUT:
+        keep = kept(o_n, kv_len, key_at, i_m, heads, b_m, seed, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N)
+        dropped = tl.where(keep, w * survivor, 0.0)
+        gv = tl.where(keep, gv * survivor, 0.0)
+    ds = w * (gv - delta[:, None]) + p * grad_lse[:, None]
+    if MASKED:
+        ds = tl.where(allowed, ds, 0.0)
+        if SOFTCAP:
+            rate = tl.where(allowed, rate, 0.0)  # NaN where q or k is
+    return dropped, ds, allowed, rate, distance
+
+
+@triton.jit
+def _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
+    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights 0."""
+    natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
+    base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+    d = tl.load(delta + offsets, mask=ok_m, other=0.0)
+    f = tl.full(d.shape, 1.0, tl.float32)
+    if SINKS:
+        f = tl.load(factor + offsets, mask=ok_m, other=0.0)
+    g = d * 0.0
+    if GRAD_LSE:
+        g = tl.load(grad_lse + offsets, mask=ok_m, other=0.0)
+    return base2, f, d, g
+
+
+@triton.jit
+def rows_kernel(
+    q, k, v, g, dq, dslope, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
+    position, seed,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dq_b, dq_h, dq_s, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
+
+    The grid is (blocks of rows * steps, heads, batch). lse, factor, delta, grad_lse and dslope are contiguous
+    [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables.
+    """
+    block, step = tl.program_id(0) // steps, tl.program_id(0) % steps
+    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_head = (h // HEADS_PER_KV).to(tl.int64)
+    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok_m = o_m < q_len
+    start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+    offsets = (b * heads + h) * row_values + o_m + first_row
+    base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+    rows = o_m.to(tl.int64)
+    bias_rows = bias + b * bias_b + h * bias_h + rows * bias_q
+    dense_rows = dense + b * dense_b + h * dense_h + rows * dense_q
+    slope, at_m, i_m, b_m, seed_value = 0.0, 0, 0, 0, 0
+    if ALIBI:
+        slope = tl.load(
+            slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q, mask=ok_m, other=0.0
+        )
+        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+    if DROPOUT:
+        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
+        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
+        seed_value = tl.load(seed)
+    q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+    k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
+    run = tiles + b * tiles_b + block * 8
+    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+    first2, full_first2, full_last2, last2 = (
+        tl.load(run + 4),
+        tl.load(run + 5),
+        tl.load(run + 6),
+        tl.load(run + 7),
+    )
+    edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
+    whole = full_last - full_first + full_last2 - full_first2
+    acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
+    slope_sum = tl.zeros([BLOCK_M], tl.float32)
+    h_m = o_m * 0 + h
+
+    for masked in tl.static_range(2):
+        for n in range(0, edges if masked else whole):
+            tile = nth_tile(
+                n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
+            )
+            o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            ok_n = o_n < kv_len
+            keys = o_n.to(tl.int64)
+            qk = _product(q_head, rows * q_s, ok_m, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION)
+            gv = _product(g_head, rows * g_s, ok_m, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION)
+            allowed = ok_m[:, None] & ok_n[None, :]
+            if masked:
+                allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
+            _, ds, allowed, rate, distance = _score_gradient(
+                qk, gv, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                key_at + b * key_at_b, i_m, h_m, b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
+                masked, BIAS, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            if ALIBI:
+                slope_sum -= tl.sum(ds * distance, 1)
+            k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP)
+            if masked:
+                used = tl.max(allowed.to(tl.int32), 0) > 0
+                k_tile = tl.where(used[:, None], k_tile, 0.0)
+            acc = dot((ds * rate).to(k_tile.dtype), k_tile, acc, PRECISION)
+
+    o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
+    out = dq + b * dq_b + h * dq_h + rows * dq_s
+    tl.store(
+        out[:, None] + o_d[None, :],
+        (acc * scale).to(dq.dtype.element_ty),
+        mask=ok_m[:, None] & (o_d < QK_DIM)[None, :],
+    )
+    if ALIBI:
+        if step == 0:
+            tl.store(dslope + offsets, slope_sum, mask=ok_m)
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, g, dk, dv, lse, factor, delta, grad_lse, columns, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
+    position, seed,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
+    columns_b, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one key tile of one key/value head, one step of the columns of each.
+
+    The grid is (key tiles * steps, key/value heads, batch). With ADD the sums are added to what dk and dv hold (fp32): the
+    rows then come in several calls.
+    """
+    tile, step = tl.program_id(0) // steps, tl.program_id(0) % steps
+    n_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok_n = o_n < kv_len
+    keys = o_n.to(tl.int64)
+    k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
+    hull = columns + b * columns_b + tile * 4
+    part_first, part_last, whole_first, whole_last = (
+        tl.load(hull), tl.load(hull + 1), tl.load(hull + 2), tl.load(hull + 3),
+    )  # fmt: skip
+    seed_value = 0
+    if DROPOUT:
+        seed_value = tl.load(seed)
+    acc_k = tl.zeros([BLOCK_N, DIM_STEP], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, VALUE_STEP], tl.float32)
+
+    for of_group in range(0, HEADS_PER_KV):
+        h = n_head * HEADS_PER_KV + of_group
+        q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+        for masked in tl.static_range(2):
+            for block in range(part_first if masked else whole_first, part_last if masked else whole_last):
+                run = tiles + b * tiles_b + block * 8
+                first, full_first, full_last, last = (
+                    tl.load(run),
+                    tl.load(run + 1),
+                    tl.load(run + 2),
+                    tl.load(run + 3),
+                )
+                first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
+                full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
+                visit = ((tile >= full_first) & (tile < full_last)) | (
+                    (tile >= full_first2) & (tile < full_last2)
+                )
+                if masked:
+                    visit = (((tile >= first) & (tile < last)) | ((tile >= first2) & (tile < last2))) & (
+                        visit == 0
+                    )
+                if visit:
+                    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+                    ok_m = o_m < q_len
+                    rows = o_m.to(tl.int64)
+                    offsets = (b * heads + h) * row_values + o_m + first_row
+                    base2, f, d, g_lse = _row_values(
+                        lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
+                    )
+                    slope, at_m, i_m, b_m = 0.0, 0, 0, 0
+                    if ALIBI:
+                        slope = tl.load(
+                            slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q,
+                            mask=ok_m,
+                            other=0.0,
+                        )
+                        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+                    if DROPOUT:
+                        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
+                        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
+                    qk = _product(
+                        q_head, rows * q_s, ok_m, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION
+                    )
+                    gv = _product(
+                        g_head, rows * g_s, ok_m, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION
+                    )
+                    allowed = ok_m[:, None] & ok_n[None, :]
+                    if masked:
+                        start, stop, start2, stop2 = row_ranges(
+                            ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
+                        )
+                        allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
+                    w, ds, allowed, rate, _ = _score_gradient(
+                        qk, gv, allowed, o_n, ok_m, kv_len, bias + b * bias_b + h * bias_h + rows * bias_q, bias_k,
+                        dense + b * dense_b + h * dense_h + rows * dense_q, dense_k, slope, at_m, key_at + b * key_at_b,
+                        i_m, (o_m * 0 + h), b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
+                        masked, BIAS, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
+                    q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP)
+                    g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP)
+                    if masked:  # rows that see none of these keys may hold NaN
+                        used = tl.max(allowed.to(tl.int32), 1) > 0
+                        q_tile = tl.where(used[:, None], q_tile, 0.0)
+                        g_tile = tl.where(used[:, None], g_tile, 0.0)
+                    acc_v = dot(tl.trans(w.to(g_tile.dtype)), g_tile, acc_v, PRECISION)
+                    acc_k = dot(tl.trans((ds * rate).to(q_tile.dtype)), q_tile, acc_k, PRECISION)
+
+    o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
+    o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+    to_k = (dk + b * dk_b + n_head * dk_h + keys * dk_s)[:, None] + o_d[None, :]
+    to_v = (dv + b * dv_b + n_head * dv_h + keys * dv_s)[:, None] + o_v[None, :]
+    in_k, in_v = ok_n[:, None] & (o_d < QK_DIM)[None, :], ok_n[:, None] & (o_v < V_DIM)[None, :]
+    acc_k *= scale
+    if ADD:
+        acc_k += tl.load(to_k, mask=in_k, other=0.0)
+        acc_v += tl.load(to_v, mask=in_v, other=0.0)
+    tl.store(to_k, acc_k.to(dk.dtype.element_ty), mask=in_k)
+    tl.store(to_v, acc_v.to(dv.dtype.element_ty), mask=in_v)
+
+
+@triton.jit
+def pairs_kernel(
+    q, k, v, g, dbias, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position,
+    seed,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dbias_b, dbias_h, dbias_q, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, own_batch, own_heads, batches, first_row, row_values, scale, softcap,
+    threshold, survivor,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the scores, summed over the batch rows and heads that share a bias: dbias fp32 [b, h, Sq, Sk].
+
+    The grid is (key tiles, blocks of rows, own_batch * own_heads); own_batch and own_heads are the bias' own sizes.
+    """
+    tile, block, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_b, own_h = own // own_heads, own % own_heads
+    o_m, o_n = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok_m, ok_n = o_m < q_len, o_n < kv_len
+    rows, keys = o_m.to(tl.int64), o_n.to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    seed_value = 0
+    if DROPOUT:
+        seed_value = tl.load(seed)
+    # a size of its own means one turn, a broadcast one all of them
+    for turn in range(0, (batches // own_batch) * (heads // own_heads)):
+        b = (own_b + turn // (heads // own_heads)).to(tl.int64)
+        h = (own_h + turn % (heads // own_heads)).to(tl.int64)
+        run = tiles + b * tiles_b + block * 8
+        needed = ((tile >= tl.load(run)) & (tile < tl.load(run + 3))) | (
+            (tile >= tl.load(run + 4)) & (tile < tl.load(run + 7))
+        )
+        if needed:
+            n_head = h // HEADS_PER_KV
+            offsets = (b * heads + h) * row_values + o_m + first_row
+            base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+            slope, at_m, i_m, b_m = 0.0, 0, 0, 0
+            if ALIBI:
+                slope = tl.load(
+                    slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q, mask=ok_m, other=0.0
+                )
+                at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+            if DROPOUT:
+                i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
+                b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
+            qk = _product(q + b * q_b + h * q_h, rows * q_s, ok_m, k + b * k_b + n_head * k_h, keys * k_s, ok_n,
+                          QK_DIM, DIM_STEP, PRECISION)  # fmt: skip
+            gv = _product(g + b * g_b + h * g_h, rows * g_s, ok_m, v + b * v_b + n_head * v_h, keys * v_s, ok_n,
+                          V_DIM, VALUE_STEP, PRECISION)  # fmt: skip
+            start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+            allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
+            _, ds, _, _, _ = _score_gradient(
+                qk, gv, allowed, o_n, ok_m, kv_len, bias + b * bias_b + h * bias_h + rows * bias_q, bias_k,
+                dense + b * dense_b + h * dense_h + rows * dense_q, dense_k, slope, at_m, key_at + b * key_at_b,
+                i_m, (o_m * 0 + h), b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
+                True, True, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            acc += ds
+    out = dbias + own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h + rows * dbias_q
+    tl.store(out[:, None] + keys[None, :], acc, mask=ok_m[:, None] & ok_n[None, :])

@@ -1,0 +1,154 @@
+"""Tile sizes: one frozen table, and what `undivided tune` has measured on this machine in its place.
+
+Nothing in the table was measured by this project yet: the sizes are those that FlashAttention-2 (csrc/flash_attn,
+flash_fwd_launch_template.h and flash_bwd_launch_template.h) and Triton's fused-attention tutorial use for the same work on
+sm80 and sm90, made smaller where fp32 doubles a tile. `undivided tune` measures on yours; nothing is tuned at a first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """Rows and keys of a tile, warps of a program, and loads in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (pass, bytes of an element, largest head size up to) -> tiles
+_TABLE: Mapping[tuple[str, int, int], Config] = {
+    ("forward", 2, 64): Config(128, 64, 4, 3),
+    ("forward", 2, 128): Config(128, 64, 8, 3),
+    ("forward", 2, 256): Config(64, 64, 8, 2),
+    ("forward", 4, 64): Config(64, 32, 4, 2),
+    ("forward", 4, 128): Config(64, 32, 8, 2),
+    ("forward", 4, 256): Config(32, 32, 8, 1),
+    ("decode", 2, 64): Config(16, 128, 4, 3),
+    ("decode", 2, 128): Config(16, 64, 4, 3),
+    ("decode", 2, 256): Config(16, 32, 4, 2),
+    ("decode", 4, 64): Config(16, 64, 4, 2),
+    ("decode", 4, 128): Config(16, 32, 4, 2),
+    ("decode", 4, 256): Config(16, 16, 4, 2),
+    ("backward", 2, 64): Config(64, 64, 4, 2),
+    ("backward", 2, 128): Config(64, 64, 8, 2),
+    ("backward", 2, 256): Config(32, 32, 8, 1),
+    ("backward", 4, 64): Config(32, 32, 4, 2),
+    ("backward", 4, 128): Config(32, 32, 8, 1),
+    ("backward", 4, 256): Config(16, 16, 4, 1),
+    # heads contracted in steps: what is not held in registers is read again for every tile
+    ("forward", 2, 512): Config(64, 32, 4, 2),
+    ("forward", 4, 512): Config(32, 32, 4, 1),
+    ("decode", 2, 512): Config(16, 32, 4, 2),
+    ("decode", 4, 512): Config(16, 16, 4, 1),
+    ("backward", 2, 512): Config(32, 32, 4, 1),
+    ("backward", 4, 512): Config(16, 16, 4, 1),
+}
+
+_LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
+"""99 KiB of shared memory a program instead of 163 and more (CUDA programming guide, compute capabilities): a load less in
+flight."""
+
+WIDTHS = (64, 128, 256, 512)
+"""Head sizes up to each have tiles of their own; the last stands for all that are larger."""
+WIDEST = 256
+"""Head sizes up to here are one step; larger ones are contracted STEP columns at a time."""
+STEP = 128
+
+CANDIDATES = tuple(
+    Config(m, n, warps, stages)
+    for m in (16, 32, 64, 128)
+    for n in (16, 32, 64, 128)
+    for warps in (4, 8)
+    for stages in (1, 2, 3, 4)
+)
+"""What `undivided tune` tries."""
+
+INTERPRETED = Config(32, 32, 1, 1)
+"""Under Triton's interpreter, where only the numbers matter: small, so that short sequences have several tiles."""
+
+
+def step_of(dim: int) -> int:
+    """Columns of a head held at once: a power of two, as Triton's tiles are."""
+    return STEP if dim > WIDEST else max(16, 1 << (dim - 1).bit_length())
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, on the CPU: set before Triton is first imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
+    """Tiles of a pass ("forward", "decode", "backward") for this head size on this architecture ("sm90", "gfx942")."""
+    if name in _trials:
+        return _trials[name]
+    if is_interpreted():
+        return INTERPRETED
+    width = next(width for width in WIDTHS if dim <= width or width == WIDTHS[-1])
+    tuned = _tuned(tuned_path()).get(_key(architecture, name, itemsize, width))
+    if tuned is not None:
+        return tuned
+    found = _TABLE[name, itemsize, width]
+    return found._replace(stages=max(found.stages - 1, 1)) if architecture in _LITTLE_SHARED else found
+
+
+_trials: dict[str, Config] = {}
+
+
+@contextmanager
+def trial(name: str, tile: Config) -> Iterator[None]:
+    """Inside the block this pass runs with these tiles: for measuring them."""
+    _trials[name] = tile
+    try:
+        yield
+    finally:
+        del _trials[name]
+
+
+def _key(architecture: str, name: str, itemsize: int, width: int) -> str:
+    return f"{architecture}/{name}/{8 * itemsize}/{width}"
+
+
+def tuned_path() -> Path:
+    """Where `undivided tune` writes and `config` reads: UNDIVIDED_TUNED, or a file in the user's cache folder."""
+    if given := os.environ.get("UNDIVIDED_TUNED"):
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "undivided" / "triton-tiles.json"
+
+
+@functools.cache
+def _tuned(path: Path) -> Mapping[str, Config]:
+    try:
+        return {key: Config(*value) for key, value in json.loads(path.read_text())["tiles"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def remember(
+    architecture: str, found: Mapping[tuple[str, int, int], Config], path: Path | None = None
+) -> Path:
+    """Write measured tiles beside those of other architectures; calls from now on use them.
+
+    Args:
+        found: (pass, bytes of an element, head size up to) -> tiles.
+    """
+    path = path or tuned_path()
+    tiles = {key: list(value) for key, value in _tuned(path).items()}
+    for (name, itemsize, width), tile in found.items():
+        tiles[_key(architecture, name, itemsize, width)] = list(tile)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"tiles": tiles}, indent=1) + "\n")
+    fresh.replace(path)
+    _tuned.cache_clear()
+    return path

@@ -1,0 +1,192 @@
+"""Output and log-sum-exp, by FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135; Milakov and Gimelshein 2018).
+
+Memory traffic: a program reads its query rows once and each key tile that its rows need once; it writes its output rows once.
+Rows are (query, head of the group) pairs, GROUP heads side by side: with GROUP = 1 a tile of rows is one head's; in decoding
+all heads that share a key/value head read it together. With SPLITS > 1 each program takes an equal share of its tiles and
+`combine` merges the parts in a fixed order, so results repeat bit for bit.
+
+Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are held in registers, larger ones are
+contracted in steps and read again for every tile.
+"""
+
+import triton
+import triton.language as tl
+
+from undivided.kernels.triton.tile import (
+    LN2,
+    allowed_pairs,
+    dot,
+    finish_scores,
+    kept,
+    key_offsets,
+    load_rows,
+    row_ranges,
+)
+
+
+@triton.jit
+def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_last2, FULL: tl.constexpr):
+    """The n-th tile to visit: of the full ones, or of those at the edges of the two runs."""
+    if FULL:
+        one = full_last - full_first
+        return tl.where(n < one, full_first + n, full_first2 + n - one)
+    left, right, left2 = full_first - first, last - full_last, full_first2 - first2
+    in_first = tl.where(n < left, first + n, full_last + n - left)
+    m = n - left - right
+    return tl.where(n < left + right, in_first, tl.where(m < left2, first2 + m, full_last2 + m - left2))
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed, pages,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, pages_b, k_page, v_page, num_pages, q_len, kv_len, kv_heads, value_steps, first_row,
+    scale, softcap, threshold, survivor,
+    GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
+    DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one head (or group of heads), one share of its tiles, one step of value columns.
+
+    The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). Rows from `first_row` on of the
+    mask's tables; q, out, lse, bias and dense begin at that row.
+    """
+    part = tl.program_id(0)
+    split = part % SPLITS
+    step = part // SPLITS % value_steps
+    block = part // SPLITS // value_steps
+    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_head = (h if GROUP > 1 else h // HEADS_PER_KV).to(tl.int64)
+
+    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = o_m // GROUP
+    heads = (h * GROUP + o_m % GROUP).to(tl.int64)
+    ok_m = rows < q_len
+    start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
+    q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
+    bias_rows = bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q
+    dense_rows = dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q
+    slope, at_m = 0.0, 0
+    if ALIBI:
+        slope = tl.load(
+            slopes + b * slopes_b + heads * slopes_h + (rows + first_row) * slopes_q, mask=ok_m, other=0.0
+        )
+        at_m = tl.load(row_at + b * row_at_b + rows + first_row, mask=ok_m, other=0)
+    i_m, b_m, seed_value = 0, 0, 0
+    if DROPOUT:
+        i_m = tl.load(position + b * position_b + rows + first_row, mask=ok_m, other=0)
+        b_m = tl.load(sequence + b * sequence_b + rows + first_row, mask=ok_m, other=0)
+        seed_value = tl.load(seed)
+    k_head, v_head = k + n_head * k_h, v + n_head * v_h
+    if not PAGE:
+        k_head += b * k_b
+        v_head += b * v_b
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_STEP], tl.float32)
+    o_d = tl.arange(0, DIM_STEP)
+    q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
+
+    run = tiles + b * tiles_b + block * 8
+    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+    first2, full_first2, full_last2, last2 = (
+        tl.load(run + 4),
+        tl.load(run + 5),
+        tl.load(run + 6),
+        tl.load(run + 7),
+    )
+    edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
+    whole = full_last - full_first + full_last2 - full_first2
+
+    for masked in tl.static_range(2):
+        count = edges if masked else whole
+        for n in range(count * split // SPLITS, count * (split + 1) // SPLITS):
+            tile = nth_tile(
+                n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
+            )
+            o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            ok_n = o_n < kv_len
+            k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
+            qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            qk = dot(q_tile, tl.trans(load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP)), qk, PRECISION)
+            for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
+                q_more = tl.load(
+                    q_rows[:, None] + d + o_d[None, :],
+                    mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
+                    other=0.0,
+                )
+                k_more = load_rows(k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP)
+                qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
+            allowed = ok_m[:, None] & ok_n[None, :]
+            if masked:
+                allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
+            s, allowed, _, _ = finish_scores(
+                qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at + b * key_at_b,
+                scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
+            )  # fmt: skip
+            m_new = tl.maximum(m, tl.max(s, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            shrink = tl.exp2(m - m_safe)
+            total = total * shrink + tl.sum(p, 1)
+            m = m_new
+            if DROPOUT:
+                keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, heads, b_m, seed_value, threshold,
+                            DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
+                p = tl.where(keep, p * survivor, 0.0)
+            v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
+            v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP)
+            if masked:  # what no row of the block sees may be NaN, and 0 * NaN is NaN
+                used = tl.max(allowed.to(tl.int32), 0) > 0
+                v_tile = tl.where(used[:, None], v_tile, 0.0)
+            acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
+
+    some = total > 0
+    o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+    natural = tl.where(some, (m + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    result = acc / tl.where(some, total, 1.0)[:, None]
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=ok_m, other=0.0)
+        result *= tl.where(some, tl.sigmoid(natural - sink), 0.0)[:, None]
+    o_rows = out + split * out_z + b * out_b + heads * out_h + rows.to(tl.int64) * out_s
+    tl.store(
+        o_rows[:, None] + o_v[None, :],
+        result.to(out.dtype.element_ty),
+        mask=ok_m[:, None] & (o_v < V_DIM)[None, :],
+    )
+    if step == 0:
+        tl.store(lse + split * lse_z + b * lse_b + heads * lse_h + rows, natural, mask=ok_m)
+
+
+@triton.jit
+def combine_kernel(
+    parts, part_lses, out, lse, sinks, part_z, part_row, lse_z, out_b, out_h, out_s, heads, q_len,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
+
+    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. The grid is (B * H * Sq,).
+    """
+    r = tl.program_id(0).to(tl.int64)
+    o_z = tl.arange(0, SPLITS)
+    o_d = tl.arange(0, WIDTH)
+    lses = tl.load(part_lses + o_z * lse_z + r)
+    largest = tl.max(lses, 0)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp(lses - safe)
+    total = tl.sum(weight, 0)
+    some = total > 0
+    natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
+    values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
+    result = tl.sum(values * weight[:, None], 0) / tl.where(some, total, 1.0)
+    b, h, row = r // (heads * q_len), r // q_len % heads, r % q_len
+    if SINKS:
+        result *= tl.where(some, tl.sigmoid(natural - tl.load(sinks + h)), 0.0)
+    tl.store(
+        out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM
+    )
+    tl.store(lse + r, natural)

@@ -1,0 +1,173 @@
+"""One tile of scores, as every kernel of this folder computes it.
+
+Legend: M query rows, N keys of the tile; D head size of q and k. Scores are in base 2: ``log2(e)`` times the natural
+ones, so that ``exp2`` serves. A query row may be any (query, head) pair: rows carry their own head where heads are grouped.
+
+Memory: a tile is read once by each program that needs it; nothing of size S x S is ever written, but the gradient of a
+dense bias, which is that large.
+"""
+
+import triton
+import triton.language as tl
+
+from undivided.kernels.triton.config import is_interpreted
+
+INTERPRETED = tl.constexpr(is_interpreted())
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Philox4x32 (Salmon et al. 2011), as `undivided.kernels.philox` defines the pattern.
+ROUND_A = tl.constexpr(0xD2511F53)
+ROUND_B = tl.constexpr(0xCD9E8D57)
+WEYL_A = tl.constexpr(0x9E3779B9)
+WEYL_B = tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in fp32. The interpreter multiplies no bfloat16, so it gets the same numbers as fp32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: tl.constexpr):
+    """Element offsets of these keys' rows [N] within one head: in place, or through the block table."""
+    if PAGE:
+        page = tl.load(pages + b * pages_b + o_n // PAGE)
+        page = tl.minimum(
+            tl.maximum(page, 0), num_pages - 1
+        )  # entries that no length reaches may hold anything
+        return page.to(tl.int64) * stride_page + (o_n % PAGE).to(tl.int64) * stride_n
+    return o_n.to(tl.int64) * stride_n
+
+
+@triton.jit
+def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr):
+    """[N, WIDTH] columns from `first` on of rows at these offsets; 0 outside."""
+    o_d = first + tl.arange(0, WIDTH)
+    inside = ok_n[:, None] & (o_d < DIM)[None, :]
+    return tl.load(base + offsets[:, None] + o_d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
+    """The keys of each row, [start, stop) twice; the second is empty where there is one range."""
+    nothing = rows * 0
+    if COLUMNS == 0:
+        return nothing, nothing, nothing, nothing
+    at = ranges + rows * COLUMNS
+    start, stop = tl.load(at, mask=ok, other=0), tl.load(at + 1, mask=ok, other=0)
+    if COLUMNS == 2:
+        return start, stop, nothing, nothing
+    return start, stop, tl.load(at + 2, mask=ok, other=0), tl.load(at + 3, mask=ok, other=0)
+
+
+@triton.jit
+def allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS: tl.constexpr):
+    """[M, N]: inside the rows' ranges and inside the tensors."""
+    inside = ok_m[:, None] & (o_n < kv_len)[None, :]
+    if COLUMNS == 0:
+        return inside
+    pairs = (o_n[None, :] >= start[:, None]) & (o_n[None, :] < stop[:, None])
+    if COLUMNS == 4:
+        pairs |= (o_n[None, :] >= start2[:, None]) & (o_n[None, :] < stop2[:, None])
+    return inside & pairs
+
+
+@triton.jit
+def tanh(x):
+    """Exact near 0 too, where 1 - exp(-2x) would cancel."""
+    y = tl.abs(x)
+    e = tl.exp(-2.0 * y)
+    far = (1.0 - e) / (1.0 + e)
+    z = y * y
+    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    t = tl.where(y < 0.25, near, far)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def finish_scores(
+    qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, row_at, key_at, scale, softcap,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each [M, N]."""
+    x = qk * scale
+    rate = 1.0
+    distance = 0.0
+    if SOFTCAP:
+        t = tanh(x / softcap)
+        x = t * softcap
+        rate = 1.0 - t * t
+    if ALIBI:
+        at_n = tl.load(key_at + o_n, mask=o_n < kv_len, other=0)
+        distance = tl.abs(row_at[:, None] - at_n[None, :]).to(tl.float32)
+        x -= slope[:, None] * distance
+    inside = ok_m[:, None] & (o_n < kv_len)[None, :]
+    if BIAS:
+        added = tl.load(bias_rows[:, None] + o_n[None, :].to(tl.int64) * bias_k, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        allowed &= added != float("-inf")
+        x += added
+    if DENSE:
+        pairs = tl.load(dense_rows[:, None] + o_n[None, :].to(tl.int64) * dense_k, mask=inside, other=0)
+        allowed &= pairs != 0
+    x *= LOG2E
+    if MASKED:
+        x = tl.where(allowed, x, float("-inf"))
+    return x, allowed, rate, distance
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, seed):
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(7):
+        a, b = c0, c2
+        c0 = tl.umulhi(b, ROUND_B) ^ c1 ^ k0
+        c2 = tl.umulhi(a, ROUND_A) ^ c3 ^ k1
+        c1 = b * ROUND_B
+        c3 = a * ROUND_A
+        k0 += WEYL_A
+        k1 += WEYL_B
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def kept(
+    o_n,
+    kv_len,
+    key_at,
+    i_m,
+    h_m,
+    b_m,
+    seed,
+    threshold,
+    ALIGNED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Which weights survive dropout, [M, N]: a function of seed, sequence, head and the two positions alone.
+
+    One generator call serves eight neighbouring keys where keys stand at their own index (ALIGNED), one each elsewhere.
+    """
+    i, h, b = i_m.to(tl.uint32)[:, None], h_m.to(tl.uint32)[:, None], b_m.to(tl.uint32)[:, None]
+    if ALIGNED:
+        group = (tl.min(o_n, 0) // 8 + tl.arange(0, N // 8)).to(tl.uint32)[None, :]
+        zero = (i * 0) + (group * 0)
+        w0, w1, w2, w3 = _philox(group + zero, i + zero, h + zero, b + zero, seed)
+        even = tl.interleave(tl.interleave(w0 & 0xFFFF, w2 & 0xFFFF), tl.interleave(w1 & 0xFFFF, w3 & 0xFFFF))
+        odd = tl.interleave(tl.interleave(w0 >> 16, w2 >> 16), tl.interleave(w1 >> 16, w3 >> 16))
+        draw = tl.interleave(even, odd)
+    else:
+        j = tl.load(key_at + o_n, mask=o_n < kv_len, other=0)
+        group = (j // 8).to(tl.uint32)[None, :]
+        zero = (i * 0) + (group * 0)
+        w0, w1, w2, w3 = _philox(group + zero, i + zero, h + zero, b + zero, seed)
+        which = (j % 8)[None, :]
+        word = tl.where(which < 4, tl.where(which < 2, w0, w1), tl.where(which < 6, w2, w3))
+        draw = (word >> (which % 2 * 16).to(tl.uint32)) & 0xFFFF
+    return draw.to(tl.int32) >= threshold

@@ -1,0 +1,285 @@
+"""The `triton` backend beyond the contract suite, which runs it too, both under Triton's interpreter: its tables, decoding,
+pages, head sizes in steps, rows in parts; and that every kernel compiles for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import undivided
+from undivided import _problem, masks
+from undivided._result import Result
+from undivided.backends import _triton_inputs, get
+from undivided.backends import _triton_tables as tables
+from undivided.backends import triton as backend
+from undivided.benchmarking import tuning
+from undivided.kernels.triton import config
+from undivided.verification import contract
+from undivided.verification.cases import CASES
+
+SHARED = {"sm80": 163 * 1024, "sm89": 99 * 1024, "sm90": 227 * 1024}
+"""Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
+
+MASKS = {
+    "causal": masks.causal(),
+    "window": masks.window(7, 3),
+    "global": masks.window(6, 0) | masks.prefix(5),
+    "lengths": masks.lengths([70, 3]) & masks.causal("top_left"),
+    "chunks": masks.chunks(13),
+    "nothing": masks.lengths([0, 0]),
+}
+
+
+def _close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (32, 16), (16, 64)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
+    name: str, block_m: int, block_n: int, group: int
+) -> None:
+    q_len, kv_len = 75, 75
+    form = MASKS[name].normal_form(2, 1, q_len, kv_len, "cpu")
+    rows = tables.of(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
+    dense = form.allowed(slice(0, 2), slice(0, q_len), slice(0, kv_len), slice(0, 1)).expand(2, 1, -1, -1)[
+        :, 0
+    ]
+    dense = dense.repeat_interleave(group, 1)
+    for b in range(2):
+        for block, run in enumerate(rows[min(b, rows.shape[0] - 1)].tolist()):
+            first, full, full_end, last, first2, full2, full_end2, last2 = run
+            assert first <= full <= full_end <= last and first2 <= full2 <= full_end2 <= last2  # noqa: PT018
+            visited = [*range(first, last), *range(first2, last2)]
+            assert len(visited) == len(set(visited)), "a tile is visited once"
+            own = dense[b, block * block_m : (block + 1) * block_m]
+            for tile in range(-(-kv_len // block_n)):
+                pairs = own[:, tile * block_n : (tile + 1) * block_n]
+                assert tile in visited or not pairs.any()
+                if tile in [*range(full, full_end), *range(full2, full_end2)]:
+                    assert pairs.all()
+                    assert pairs.shape[1] == block_n
+
+
+def test_a_window_visits_its_tiles_alone() -> None:
+    form = masks.window(63, 0).normal_form(1, 1, 4096, 4096, "cpu")
+    rows = tables.of(form, 4096, 4096, 64, 64, torch.device("cpu")).rows
+    assert int((rows[..., 3] - rows[..., 0]).max()) <= 2
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "global", "chunks"])
+def test_columns_name_every_block_of_rows_that_needs_a_tile(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "PAIRS_AT_ONCE", 10)  # several chunks
+    form = MASKS[name].normal_form(1, 1, 75, 75, "cpu")
+    found = tables.of(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
+    assert found.columns is not None
+    for tile, (part, part_end, whole, whole_end) in enumerate(found.columns[0].tolist()):
+        for block, run in enumerate(found.rows[0].tolist()):
+            is_full = run[1] <= tile < run[2] or run[5] <= tile < run[6]
+            is_needed = run[0] <= tile < run[3] or run[4] <= tile < run[7]
+            assert not is_full or whole <= block < whole_end
+            assert is_full or not is_needed or part <= block < part_end
+
+
+def _decode(pages: bool, q_len: int, **options: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(triton, reference) of a few rows over unequal caches; unused memory and table entries are garbage."""
+    torch.manual_seed(0)
+    lengths, page = torch.tensor([700, 5, 64], dtype=torch.int32), 16
+    q, table = torch.randn(3, q_len, 6, 24), torch.full((3, 48), 2**20, dtype=torch.int32)
+    k, v = torch.full((120, page, 2, 24), torch.nan), torch.full((120, page, 2, 24), torch.nan)
+    free = torch.randperm(120).tolist()
+    for b, length in enumerate(lengths.tolist()):
+        for n in range(-(-length // page)):
+            table[b, n] = free.pop()
+            used = min(page, length - n * page)
+            k[table[b, n], :used], v[table[b, n], :used] = torch.randn(2, used, 2, 24)
+    if not pages:
+        index = table.clamp(0, 119).long()
+        k, v = k[index].flatten(1, 2), v[index].flatten(1, 2)
+    mask = masks.lengths(lengths) & masks.causal("bottom_right")
+    given: dict[str, Any] = {
+        "layout": "bshd",
+        "mask": mask,
+        "pages": table if pages else None,
+        "return_lse": True,
+    }
+    answers = [
+        undivided.attention(q, k, v, backend=name, **given, **options) for name in ("triton", "reference")
+    ]
+    return answers[0], answers[1]
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_decoding_splits_the_keys_and_merges_them(
+    pages: bool, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = []
+    splits = backend._splits
+
+    def counted(*arguments: int) -> int:
+        cut.append(splits(*arguments))
+        return cut[-1]
+
+    monkeypatch.setattr(backend, "_splits", counted)
+    for options in ({}, {"sinks": torch.randn(6), "softcap": 3.0, "alibi_slopes": torch.rand(6)}):
+        ours, theirs = _decode(pages, q_len, **options)
+        _close(ours[0], theirs[0])
+        _close(ours[1], theirs[1])
+    assert cut == [2, 2], "the keys were cut"
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(300, 40), (24, 272), (260, 300)])
+def test_head_sizes_in_steps(qk_dim: int, v_dim: int) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 35, 2, qk_dim), torch.randn(1, 35, 1, qk_dim)
+    v, g = torch.randn(1, 35, 1, v_dim), torch.randn(1, 35, 2, v_dim)
+    found = []
+    for name in ("triton", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = undivided.attention(*leaves, layout="bshd", mask=masks.causal(), backend=name)
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton_inputs, "MASK_PAIRS", 1)
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 150, 2, 16) for _ in range(4))
+    bias = torch.randn(1, 2, 150, 150)
+    mask = masks.predicate(lambda b, h, i, j: (i - j) % 3 != h) & masks.causal()
+    problem, operands = _problem.normalise(q, k, v, layout="bshd", mask=mask)
+    assert len(list(_triton_inputs.Inputs(problem, operands).parts())) == 2
+    found = []
+    for name in ("triton", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+        out = undivided.attention(*leaves[:3], bias=leaves[3], layout="bshd", mask=mask, backend=name)
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_tuned_tiles_are_read_back_and_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "deep" / "tiles.json"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    before = config.config("forward", 2, 128, "sm90")
+    config.remember("sm80", {("forward", 2, 128): config.Config(16, 32, 4, 1)})
+    config.remember("sm90", {("forward", 2, 128): config.Config(32, 32, 4, 1)})
+    assert config.config("forward", 2, 100, "sm90") == config.Config(32, 32, 4, 1) != before
+    assert config.config("forward", 2, 128, "sm80") == config.Config(16, 32, 4, 1)
+    assert config.config("backward", 2, 128, "sm90") == config._TABLE["backward", 2, 128]
+    (tmp_path / "deep" / "tiles.json").write_text("not json")
+    config._tuned.cache_clear()
+    assert config.config("forward", 2, 128, "sm90") == before
+
+
+def test_tune_measures_right_candidates_alone_and_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "tiles.json"))
+    right, wrong = config.Config(16, 32, 1, 1), config.Config(16, 7, 1, 1)  # 7 keys are no tile of Triton's
+    found = list(tuning.tune("cpu", [torch.float32], [64], length=40, turns=1, candidates=(right, wrong)))
+    assert [(one.name, one.tried) for one in found] == [("forward", 1), ("backward", 1), ("decode", 1)]
+    monkeypatch.setattr(tuning.tune, "__kwdefaults__", tuning.tune.__kwdefaults__ | {"candidates": (right,)})
+    from undivided.cli._app import app
+
+    app(["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "40", "--turns", "1", "--json"],
+        standalone_mode=False)  # fmt: skip
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "tiles.json").read_text())["tiles"]
+    assert [row["pass"] for row in printed["tiles"]] == ["forward", "backward", "decode"]
+    assert set(written) == {f"interpreter/{name}/32/64" for name in ("forward", "backward", "decode")}
+
+
+def test_tune_wants_a_gpu_and_a_known_head_size() -> None:
+    from undivided.cli._app import app
+
+    for arguments, message in (
+        (["--head-dim", "80"], "--head-dim must be one of"),
+        ([], "--device must be there"),
+    ):
+        done = CliRunner().invoke(app, ["tune", *arguments])
+        assert done.exit_code == 2
+        assert message in done.stderr
+
+
+def test_a_wrong_kernel_is_a_line_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (CASES["gqa-4"], CASES["plain-bshd"])
+    right = contract.contract("cpu", (get("reference"), get("triton")), cases[:1])
+    assert {line.verdict for line in right} <= {"right", "refused"}
+    monkeypatch.setattr(backend.Triton, "forward", lambda *arguments: 1 / 0)
+    lines = contract.contract("cpu", (get("triton"),), cases)
+    assert {line.verdict for line in lines if line.dtype == "float32"} == {"wrong"}
+    assert "ZeroDivisionError" in next(line.detail[0] for line in lines if line.verdict == "wrong")
+
+
+def test_without_interpreter_or_gpu_it_says_so() -> None:
+    program = (
+        "import torch, undivided; q = torch.zeros(1, 4, 2, 16); "
+        "print(undivided.explain(q, q, q, layout='bshd').reasons['triton']); import sys; assert 'triton' not in sys.modules"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert "only under Triton's interpreter: TRITON_INTERPRET=1" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm80", "sm90"])
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there(architecture: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    program = Path(__file__).with_name("triton_compile.py")
+    done = subprocess.run(
+        [sys.executable, str(program), architecture],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in compiled} == {
+        "forward_kernel", "combine_kernel", "rows_kernel", "keys_kernel", "pairs_kernel",
+    }  # fmt: skip
+    assert all(row["shared"] <= SHARED[architecture] for row in compiled), compiled
+
+
+def test_its_name_is_its_file() -> None:
+    assert get("triton") is backend.BACKEND
+
+
+def test_the_gradient_of_a_part_of_the_keys_follows_from_the_whole() -> None:
+    """What context parallelism asks of a backend: (out, lse) of all keys, gradients of some."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 40, 2, 16) for _ in range(4))
+    out, lse = undivided.attention(q, k, v, layout="bshd", return_lse=True, backend="reference")
+    whole = Result(out, lse)
+    total = [torch.zeros_like(t) for t in (q, k, v)]
+    for keys in (slice(0, 13), slice(13, 40)):
+        leaves = [t.clone().requires_grad_() for t in (q, k[:, keys], v[:, keys])]
+        problem, operands = _problem.normalise(*leaves, layout="bshd")
+        with torch.no_grad():
+            dq, dk, dv = backend.BACKEND.backward(problem, operands, whole, g, None)[:3]
+        total[0] += dq
+        total[1][:, keys], total[2][:, keys] = dk, dv
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    want = torch.autograd.grad(undivided.attention(*leaves, layout="bshd", backend="reference"), leaves, g)
+    for ours, right in zip(total, want, strict=True):
+        _close(ours, right)

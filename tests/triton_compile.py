@@ -1,0 +1,101 @@
+"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90``.
+
+The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its name, the
+problem, bytes of shared memory. Run as a program of its own, without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from undivided import _problem, masks
+from undivided.backends import _triton_inputs, get
+
+POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8",
+}  # fmt: skip
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[..., None]:
+    """What stands for the launch of a kernel."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        bound = dict(zip(names, args)) | {name: value for name, value in given.items() if name in names}  # noqa: B905
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            value, name = bound[parameter.name], parameter.name
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+                signature[name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name], attributes[(place,)] = POINTERS[value.dtype], ALIGNED
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if abs(value) < 2**31 else "i64"
+                if value % 16 == 0:
+                    attributes[(place,)] = ALIGNED
+        options = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
+        source = ASTSource(kernel, signature, constants, attributes)
+        told(kernel.__name__, triton.compile(source, target=target, options=options).metadata)
+
+    return run
+
+
+def problems() -> Iterator[tuple[str, Any]]:
+    """(name, what `_problem.normalise` gives): dense, everything at once, heads in steps, paged decoding."""
+
+    def made(
+        dtype: torch.dtype,
+        q_len: int,
+        kv_len: int,
+        heads: int,
+        dims: tuple[int, int],
+        grad: bool,
+        **rest: Any,
+    ) -> Any:
+        q, k = (
+            torch.zeros(1, q_len, heads, dims[0], dtype=dtype),
+            torch.zeros(1, kv_len, 2, dims[0], dtype=dtype),
+        )
+        leaves = [t.requires_grad_(grad) for t in (q, k, torch.zeros(1, kv_len, 2, dims[1], dtype=dtype))]
+        return _problem.normalise(*leaves, layout="bshd", **rest)
+
+    leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
+    yield "causal-bf16-128", made(torch.bfloat16, 512, 512, 2, (128, 128), True, mask=masks.causal())
+    yield "everything-fp16-64", made(
+        torch.float16, 256, 256, 4, (64, 64), True, mask=masks.window(64, 0) | masks.prefix(4), softcap=30.0, sinks=leaf(4),
+        alibi_slopes=leaf(4), bias=leaf(1, 4, 256, 256), dropout_p=0.1, dropout_seed=1,
+    )  # fmt: skip
+    yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
+    yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+
+
+def main(architecture: str) -> None:
+    backend = get("triton")
+    _triton_inputs.architecture = lambda device: architecture  # type: ignore[assignment]
+    for name, (problem, operands) in problems():
+
+        def told(kernel: str, metadata: Any, name: str = name) -> None:
+            print(json.dumps({"kernel": kernel, "problem": name, "shared": metadata.shared}), flush=True)
+
+        JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
+        with torch.no_grad():
+            result = backend.forward(problem, operands)
+            if any(operands.needs):
+                backend.backward(problem, operands, result, torch.zeros_like(result.out), None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
