@@ -14,6 +14,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "dropout.h"
+#include "extra.h"
 #include "rows.h"
 #include "tile.h"
 
@@ -63,20 +64,6 @@ template <class Mode>
 constexpr int64_t kDkStep = Mode::kTiled ? 32 : 1;
 template <class Mode>
 constexpr int64_t kDvStep = Mode::kTiled ? 16 : 1;
-
-struct Segment {
-  int64_t start, stop;
-};
-constexpr int kMostSegments = 2 * kPanel;
-
-// What a panel of kPanel virtual rows may see.
-struct Panel {
-  int32_t start[2][kPanel], stop[2][kPanel];
-  int64_t rows;
-  int64_t covered[2][2];  // keys that every row sees through its first, its second range
-  int segments, next;     // next: the first segment that the tiles to come may touch
-  Segment segment[kMostSegments];
-};
 
 INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -330,47 +317,6 @@ static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t
 
 // ---- softmax of a tile
 
-// What is added to the scores of rows and keys [start, stop), in units of log 2, -inf where masked; and which keys some row
-// sees. False where none is.
-static bool fill_extra(const Attention& a, const RowBlock& block, int64_t first, const Panel& p, int64_t start, int64_t stop,
-                       float* extra, uint8_t* seen) {
-  memset(seen, 0, kTile);
-  for (int r = 0; r < kPanel; r++) {
-    if (r >= p.rows) {
-      for (int64_t j = start; j < stop; j++) extra[(j - start) * kPanel + r] = -kInfinity;
-      continue;
-    }
-    int64_t virtual_row = block.row + first + r, row = virtual_row % a.q_len;
-    int64_t head = block.first_head + virtual_row / a.q_len, b = block.batch;
-    const uint8_t* dense = a.dense ? a.dense + b * a.dense_b + head * a.dense_h + row * a.dense_q : nullptr;
-    int64_t bias_at = b * a.bias_b + head * a.bias_h + row * a.bias_q;
-    float slope = 0;
-    int32_t position = 0;
-    const int32_t* keys = nullptr;
-    if (a.slopes) {
-      slope = a.slopes[b * a.slopes_b + head * a.slopes_h + row * a.slopes_q];
-      position = a.row_position[b * a.row_position_b + row];
-      keys = a.key_position + b * a.key_position_b;
-    }
-    for (int64_t j = start; j < stop; j++) {
-      bool allowed = (j >= p.start[0][r] && j < p.stop[0][r]) || (j >= p.start[1][r] && j < p.stop[1][r]);
-      if (dense) allowed = allowed && dense[j * a.dense_k];
-      float x = 0;
-      if (allowed && keys) x = -slope * fabsf((float)(position - keys[j]));
-      if (allowed && a.bias) {
-        int64_t at = bias_at + j * a.bias_k;
-        x += a.bias_dtype == kFloat32  ? ((const float*)a.bias)[at]
-             : a.bias_dtype == kBFloat16 ? to_float(((const BFloat16*)a.bias)[at])
-                                                     : to_float(((const Float16*)a.bias)[at]);
-        allowed = x != -kInfinity;
-      }
-      extra[(j - start) * kPanel + r] = allowed ? x * kLog2E : -kInfinity;
-      seen[j - start] |= allowed;
-    }
-  }
-  return memchr(seen, 1, (size_t)(stop - start)) != nullptr;
-}
-
 static void apply_extra(const Attention& a, const float* extra, int64_t keys, float* st) {
   const float scale = (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
@@ -525,7 +471,7 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   typedef typename Mode::Arith Arith;
   typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
   const Panel& p = w.panels[index];
-  const bool extras = a.bias || a.dense || a.slopes;
+  const bool extras = has_extra(a, block, index * kPanel, p, start, stop);
   uint8_t seen[kTile];
   if (extras && !fill_extra(a, block, index * kPanel, p, start, stop, w.extra, seen)) return;
   float factor = (float)(a.scale * (double)kLog2E);

@@ -123,7 +123,7 @@ class TiledStep {
       factor = 1;
     }
     // positional terms may rise with every key, so that it is better to look at once
-    const bool searched = extra_ || lacks_base(most_);
+    const bool searched = a_.slopes || lacks_base(most_);
     if (a_.dropout) {
       const int64_t key = start_ + i * kKeyBlock;
       draw_tile(a_, batch_, *drops_, key, smaller_of(key + kKeyBlock, a_.kv_len), kept_);
@@ -168,7 +168,7 @@ template <class Mode>
 static void tiled_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
                        int64_t stop, const Workspace& w) {
   const Panel& p = w.panels[index];
-  const bool extras = a.bias || a.dense || a.slopes;
+  const bool extras = has_extra(a, block, index * kPanel, p, start, stop);
   const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
   if (extras) {
     uint8_t seen[kTile];

@@ -222,6 +222,20 @@ INLINE float max(Vec x) {
   return larger(x, turned<1>(x, Lanes{}))[0];
 }
 
+INLINE bool any(IVec condition) {  // of comparisons: lanes are 0 or -1
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)condition) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)condition) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)condition) != 0;
+#else
+  int32_t some = 0;
+  for (int i = 0; i < kLanes; i++) some |= condition[i];
+  return some != 0;
+#endif
+}
+
 // ---- functions
 
 // 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. The polynomials are minimax, 7.5e-8 in relative error. (Degree 3,
