@@ -410,7 +410,7 @@ def test_only_flash_says_why_it_cannot() -> None:
     """PyTorch would say "No available kernel" here, or warn and fall to math."""
     q, k, v = qkv()
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(NoBackendError) as error:
-        ours(q, k, v[..., :3], dropout_p=0.5)
+        ours(q.double(), k.double(), v[..., :3].double(), dropout_p=0.5)
     reasons = error.value.decision.reasons
     assert any("value head size" in reason for reason in reasons["torch_flash"])
     said = "switched off by sdpa_kernel or torch.backends.cuda.enable_math_sdp(False)"
