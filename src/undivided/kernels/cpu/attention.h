@@ -111,6 +111,7 @@ struct Backward {
   int64_t rows, panels, row_panels, row_blocks, key_block;
   float *base, *delta;  // [B, N, panels, panel] of each row: log-sum-exp in units of log 2 (inf: no key), what dP loses
   float* dqt;           // [B, N, panels, Dk, panel]
+  char* packed;         // [B, N, panels]: Q and dO as the products take them; null: packed for each visit
   int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
 };
@@ -137,6 +138,9 @@ struct Kernels {
   void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
+  const Kernels* (*gradients)(int64_t dtype);  // who computes gradients: this one, or a lower one that is faster
+  int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO; 0: not packed beforehand
+  int64_t dq_multiple;                         // of the rows of dqt
   int64_t (*key_scratch)(const Backward&);
   void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
   void (*key_block)(const Backward&, const KeyBlock&, char* scratch);

@@ -364,11 +364,12 @@ int64_t keys_of_block(const Attention& a, int64_t tile) {
 // What all units of a backward share, in one allocation.
 class Shared {
  public:
-  Shared(Backward& p, int64_t panel) {
+  Shared(Backward& p, const Kernels& k) {
     const Attention& a = p.a;
-    const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * panel;
-    const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * a.qk_dim * 4 : 0, heads * p.panels * 8,
-                             heads * p.row_blocks * 8};
+    const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * k.panel;
+    const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
+    const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
+                             heads * p.row_blocks * 8, heads * p.panels * packed};
     int64_t bytes = 64;
     for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
     if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
@@ -376,10 +377,10 @@ class Shared {
       return;
     }
     char* at = (char*)memory_;
-    void* parts[5];
-    for (int i = 0; i < 5; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    void* parts[6];
+    for (int i = 0; i < 6; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
     p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
-    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4];
+    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = packed ? (char*)parts[5] : nullptr;
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;
@@ -405,11 +406,12 @@ std::vector<KeyBlock> key_units(const Backward& p) {
 }
 
 int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels().prefill(a.dtype);
+  const Kernels& k = *kernels().gradients(a.dtype);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
   const int64_t row_blocks = (panels + k.row_panels - 1) / k.row_panels, heads = a.batch * a.kv_heads;
-  Backward p = {a, g, rows, panels, k.row_panels, row_blocks, keys_of_block(a, k.tile), nullptr, nullptr, nullptr, nullptr, nullptr};
-  Shared shared(p, k.panel);
+  Backward p = {a, g, rows, panels, k.row_panels, row_blocks, keys_of_block(a, k.tile), nullptr, nullptr, nullptr, nullptr, nullptr,
+                nullptr};
+  Shared shared(p, k);
   if (!shared) return kNoMemory;
   const int64_t threads = threads_for(a);
   int status = run_units(heads * row_blocks, 64, threads,

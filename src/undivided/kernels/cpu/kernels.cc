@@ -64,16 +64,22 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
   });
 }
 
-// The same for gradients, which AMX does not serve yet: there bf16 dot products are slower than fp32.
+// The same for gradients.
 template <class F>
 INLINE auto with_key_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
-  return dtype == kBFloat16 ? f(Widened<BFloat16>()) : f(Widened<Float16>());
+  (void)dtype;
+  return f(Tiled<BFloat16>());
 #else
   return with_mode(dtype, f);
 #endif
 }
-
+int64_t packed_bytes(const Attention& a) {
+  return with_key_mode(a.dtype, [&](auto mode) {
+    typedef decltype(mode) Mode;
+    return Mode::kTiled ? PackedRows<Mode>(a, nullptr).bytes : (int64_t)0;
+  });
+}
 int64_t key_scratch(const Backward& p) {
   return with_key_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
 }
@@ -166,8 +172,15 @@ static const Kernels* prefill(int64_t dtype) {
   (void)dtype;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
+static const Kernels* gradients(int64_t dtype) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype != kBFloat16) return &kernels_avx512_bf16;
+#endif
+  (void)dtype;
+  return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
     UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kBlockBytes, kPanel, kTile, kRowPanels, block_scratch, block, decodes,
-    chunk_scratch, chunk, merge, key_scratch, rows_before, key_block, rows_after, peak,
+    chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1, key_scratch, rows_before, key_block, rows_after, peak,
 };
 }  // namespace undivided

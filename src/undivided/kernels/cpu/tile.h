@@ -122,12 +122,13 @@ struct Slots {
 
 // out[i][lanes] += sum over the rows of the slots of a[slot][i][row] (broadcast) * b[row][lanes], for i < N keys.
 template <class Arith, int N, int V, class T>
-INLINE void add_keys(const T* a, int64_t a_slot, const float* b, const int* slot, const int* panel, int count, float* out) {
+INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const int* slot, const int* panel, int count,
+                     float* out) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T), depth = kPanel / step;
   Vec acc[N][V] = {};
   for (int n = 0; n < count; n++) {
     const T* at = a + slot[n] * a_slot;
-    const float* from = b + panel[n] * depth * kPanel;
+    const float* from = b + panel[n] * b_panel;
     for (int64_t r = 0; r < depth; r++) {
       Vec y[V];
 #pragma GCC unroll 4
@@ -151,17 +152,17 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, const int* slot
 
 // The same for the keys of a tile, and `vectors` of the lanes; kBroadcasts divides the rows that a and out have.
 template <class Arith, class T>
-static __attribute__((noinline)) void add_tile(const T* a, int64_t a_slot, const float* b, const Slots& slots, int64_t keys,
-                                               int vectors, float* out) {
+static __attribute__((noinline)) void add_tile(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots,
+                                               int64_t keys, int vectors, float* out) {
   for (int64_t j = 0; j < keys; j += kBroadcasts) {
     int slot[kMostSlots], panel[kMostSlots], count = 0;
     for (int n = 0; n < slots.count; n++)
       if (slots.start[n] < j + kBroadcasts && slots.stop[n] > j) slot[count] = n, panel[count++] = slots.panel[n];
     const T* at = a + j * kPanel;
     float* to = out + j * kPanel;
-    if (vectors == kVectors) add_keys<Arith, kBroadcasts, kVectors>(at, a_slot, b, slot, panel, count, to);
-    else if (kVectors > 2 && vectors == 2) add_keys<Arith, kBroadcasts, 2>(at, a_slot, b, slot, panel, count, to);
-    else add_keys<Arith, kBroadcasts, 1>(at, a_slot, b, slot, panel, count, to);
+    if (vectors == kVectors) add_keys<Arith, kBroadcasts, kVectors>(at, a_slot, b, b_panel, slot, panel, count, to);
+    else if (kVectors > 2 && vectors == 2) add_keys<Arith, kBroadcasts, 2>(at, a_slot, b, b_panel, slot, panel, count, to);
+    else add_keys<Arith, kBroadcasts, 1>(at, a_slot, b, b_panel, slot, panel, count, to);
   }
 }
 

@@ -1,0 +1,230 @@
+// The backward's rows: what is one number or vector a row, before the keys come and after, and how Q and dO are packed.
+#pragma once
+
+#include "block.h"
+
+namespace {
+
+using undivided::Backward;
+
+constexpr bool kHasTiles = kTile != 128;
+constexpr int kRowPanels = ((kHasTiles ? 256 : 128) + kPanel - 1) / kPanel;  // of a block: about so many query rows
+static_assert(kRowPanels <= kMostSlots);
+
+// Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.
+struct Columns {
+  int64_t vectors, panels, width;
+  explicit Columns(int64_t dim)
+      : vectors((dim + kLanes - 1) / kLanes), panels((vectors + kVectors - 1) / kVectors),
+        width((vectors + panels - 1) / panels * kLanes) {}
+  int used(int64_t panel) const { return (int)smaller_of(vectors - panel * (width / kLanes), width / kLanes); }
+};
+
+// Elements along a head axis in 32-bit lanes, as the micro-kernels contract them.
+template <class Mode>
+INLINE int64_t depth_of(int64_t dim) {
+  const int64_t padded = round_up(dim, kDkStep<Mode>);
+  return Mode::Arith::kPairs ? (padded + 1) / 2 : padded;
+}
+// Vectors along d of dQt and their number of lanes.
+template <class Mode>
+INLINE int64_t dq_depth(const Backward& p) {
+  return round_up(p.a.qk_dim, kDvStep<Mode>);
+}
+
+// Q and dO of a panel: transposed, [depth][kPanel], and with lanes along d, [column panel][row or pair of rows][kPanel].
+template <class Mode>
+struct PackedRows {
+  static constexpr int64_t kColumns = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;  // floats of a column panel
+  float *qt, *dot, *q, *grad;
+  int64_t bytes;
+  PackedRows(const Attention& a, char* at) {
+    auto take = [&](int64_t floats) {
+      float* start = (float*)at;
+      at += floats * 4;
+      return start;
+    };
+    char* first = at;
+    qt = take(depth_of<Mode>(a.qk_dim) * kPanel), dot = take(depth_of<Mode>(a.v_dim) * kPanel);
+    q = take(Columns(a.qk_dim).panels * kColumns), grad = take(Columns(a.v_dim).panels * kColumns);
+    bytes = round_up(at - first, 64);
+  }
+};
+
+// One key/value head of one batch element, and a block of its virtual rows.
+struct Head {
+  int64_t batch, kv_head, index;
+};
+INLINE RowBlock rows_of(const Backward& p, const Head& head, int64_t row_block) {
+  const int64_t step = p.row_panels * kPanel, row = row_block * step;
+  return {head.batch, head.kv_head * (p.a.heads / p.a.kv_heads), head.kv_head, row, smaller_of(step, p.rows - row), 0};
+}
+INLINE Head head_of(const Backward& p, int64_t index) { return {index / p.a.kv_heads, index % p.a.kv_heads, index}; }
+
+// A vector of a row from `column` on, zeros beyond its `left` columns.
+template <class T>
+INLINE Vec load_columns(const T* row, int64_t left) {
+  if (left >= kLanes) return load_as_float(row);
+  Vec x = {};
+  for (int64_t i = 0; i < left; i++) x[i] = to_float(row[i]);
+  return x;
+}
+#if defined(__AVX512BF16__)
+template <class Half>
+INLINE UVec load_bits(const Half* row, int64_t left) {
+  if (left >= kLanes) return __builtin_convertvector(*(const UnalignedHVec*)row, UVec);
+  UVec x = {};
+  for (int64_t i = 0; i < left; i++) x[i] = row[i].bits;
+  return x;
+}
+#endif
+
+// Rows with lanes along d; a null pointer gives zeros.
+template <class Mode>
+static void pack_rows(const typename Mode::T* const* row, int64_t dim, float* to) {
+  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
+  const int64_t width = Columns(dim).width;
+  for (int64_t r = 0; r < kPanel; r += step)
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
+#if defined(__AVX512BF16__)
+      if constexpr (Mode::Arith::kPairs) {
+        UVec low = row[r] ? load_bits(row[r] + d, dim - d) : UVec{};
+        UVec high = row[r + 1] ? load_bits(row[r + 1] + d, dim - d) : UVec{};
+        store(at, (Vec)(low | high << 16));
+        continue;
+      }
+#endif
+      store(at, row[r] ? load_columns(row[r] + d, dim - d) : Vec{});
+    }
+}
+
+// A panel's rows; those without a key are not read.
+template <class Mode>
+static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, const float* base, char* memory) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  const PackedRows<Mode> to(a, memory);
+  const T *q[kPanel] = {}, *grad[kPanel] = {};
+  for (int64_t r = 0; r < smaller_of(block.rows - first, kPanel); r++) {
+    if (base[r] == kInfinity) continue;
+    const int64_t virtual_row = block.row + first + r, head = block.first_head + virtual_row / a.q_len, row = virtual_row % a.q_len;
+    q[r] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s;
+    grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
+  }
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    transpose_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, depth_of<Mode>(a.qk_dim), to.qt + lane);
+    transpose_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, depth_of<Mode>(a.v_dim), to.dot + lane);
+  }
+  pack_rows<Mode>(q, a.qk_dim, to.q);
+  pack_rows<Mode>(grad, a.v_dim, to.grad);
+}
+
+// ---- before and after the keys
+
+template <class T>
+static float dot_of(const T* x, const T* y, int64_t dim) {
+  Vec total = {};
+  float rest = 0;
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) total += load_as_float(x + d) * load_as_float(y + d);
+  for (; d < dim; d++) rest += to_float(x[d]) * to_float(y[d]);
+  return sum(total) + rest;
+}
+
+// A row's log-sum-exp, sink included, and delta. Rows without a key may hold anything and are not read.
+template <class T>
+static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta) {
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
+  const int64_t at = batch * g.rows_b + head * g.rows_h + row;
+  if (lse == -kInfinity) {
+    *base = kInfinity, *delta = 0;
+    return;
+  }
+  const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
+  const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
+  const float lost = dot_of(out, grad, a.v_dim);
+  float total = lse;
+  if (a.sinks) {
+    const float sink = a.sinks[head];
+    total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
+    if (g.sinks) g.sinks[at] = -lost * expf(sink - total);
+  }
+  *base = total * kLog2E;
+  *delta = lost;
+  if (g.grad_lse) *delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row] * expf(total - lse);
+}
+
+template <class Mode>
+static void before_rows(const Backward& p, int64_t index, int64_t row_block) {
+  const Attention& a = p.a;
+  const Head head = head_of(p, index);
+  const RowBlock block = rows_of(p, head, row_block);
+  int64_t from = a.kv_len, to = 0;
+  Panel panel;
+  for (int64_t first = 0; first < block.rows; first += kPanel) {
+    read_ranges(a, block, first, panel);
+    const int64_t at = index * p.panels + (block.row + first) / kPanel;
+    p.hull[2 * at] = panel.segments ? (int32_t)panel.segment[0].start : 0;
+    p.hull[2 * at + 1] = panel.segments ? (int32_t)panel.segment[panel.segments - 1].stop : 0;
+    if (panel.segments) {
+      from = smaller_of(from, p.hull[2 * at]);
+      to = larger_of(to, p.hull[2 * at + 1]);
+    }
+    float *base = p.base + at * kPanel, *delta = p.delta + at * kPanel;
+    for (int64_t r = 0; r < kPanel; r++) {
+      const int64_t row = block.row + first + r;
+      base[r] = kInfinity, delta[r] = 0;
+      if (r < panel.rows)
+        describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, base + r, delta + r);
+    }
+    if (p.packed) pack_panel<Mode>(p, block, first, base, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
+    const int64_t sums = dq_depth<Mode>(p) * kPanel;
+    if (p.dqt) memset(p.dqt + at * sums, 0, (size_t)sums * 4);
+  }
+  p.turn[index * p.row_blocks + row_block] = from < to ? from / p.key_block : -1;
+}
+
+// A vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
+template <class T>
+INLINE void put_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
+                         const float* from) {
+  const bool whole = left >= kLanes;
+  if (p.g.type == kFloat32) {
+    float* to = row_float + column;
+    if (whole) store(to, accumulate ? load(to) + load(from) : load(from));
+    else
+      for (int64_t i = 0; i < left; i++) to[i] = accumulate ? to[i] + from[i] : from[i];
+  } else if (whole) {
+    store_from_float(row + column, load(from));
+  } else {
+    for (int64_t i = 0; i < left; i++) from_float(from[i], row + column + i);
+  }
+}
+
+template <class Mode>
+static void after_rows(const Backward& p, int64_t index, int64_t row_block) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  const RowBlock block = rows_of(p, head_of(p, index), row_block);
+  for (int64_t first = 0; first < block.rows; first += kLanes) {
+    const int64_t row = block.row + first, count = smaller_of(block.rows - first, kLanes);
+    const float* from = p.dqt + (index * p.panels + row / kPanel) * dq_depth<Mode>(p) * kPanel + row % kPanel;
+    int64_t offset[kLanes];
+    for (int64_t i = 0; i < count; i++)
+      offset[i] = block.batch * g.dq_b + (block.first_head + (row + i) / a.q_len) * g.dq_h + (row + i) % a.q_len * g.dq_s;
+    for (int64_t d = 0; d < a.qk_dim; d += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};
+      transpose(x);
+      for (int64_t i = 0; i < count; i++)
+        put_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, (const float*)&x[i]);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,137 @@
+// The backward's elementwise part: scores and dP of a panel become weights and gradients of scores.
+#pragma once
+
+#include "backward_rows.h"
+
+namespace {
+
+// What the micro-kernels broadcast: float, or pairs of halves.
+template <class Mode>
+using Weight = typename std::conditional<Mode::Arith::kPairs, typename Mode::T, float>::type;
+
+// What a panel's entries are worked out from.
+struct Derive {
+  const Attention& a;
+  const Panel& panel;
+  const float *base, *delta;
+  const float *st, *dpt;  // [key of the tile][kPanel]
+  float* extra;           // what is added to the scores; becomes the gradients of what is added to them
+  const Kept* kept;
+  int64_t first;  // key of the tile's row 0
+  bool ranged, added, collects;
+};
+enum Kind { kCovered, kRanged, kGeneral };
+struct Derived {
+  Vec weight, score;
+};
+
+template <Kind kKind, bool kDrops>
+INLINE Derived derive(const Derive& d, int64_t j, int v) {
+  const int64_t at = j * kPanel + v * kLanes;
+  const float scale = (float)d.a.scale, cap = (float)d.a.softcap;
+  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = splat(scale), x = s * (float)(d.a.scale * (double)kLog2E);
+  IVec allowed = isplat(-1);
+  if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
+    const Panel& p = d.panel;
+    IVec key = isplat((int32_t)(d.first + j));
+    auto bound = [&](const int32_t* of) { return *(const UnalignedIVec*)(of + v * kLanes); };
+    allowed = ((key >= bound(p.start[0])) & (key < bound(p.stop[0]))) | ((key >= bound(p.start[1])) & (key < bound(p.stop[1])));
+  }
+  if (kKind == kGeneral) {
+    if (cap != 0) {
+      Vec t = tanh_of(s * (float)(d.a.scale / d.a.softcap));
+      x = t * (cap * kLog2E), slope *= 1 - t * t;
+    }
+    if (d.added) {
+      Vec e = load(d.extra + at);
+      x += e, allowed = e != -kInfinity;
+    }
+  }
+  if (kKind != kCovered) x = allowed ? x : splat(-kInfinity);
+  Vec p = exp2_of_negative(x - load(d.base + v * kLanes)), weight = p;
+  if (kDrops) {
+    const float survivors = (float)d.a.survivors;
+    const Kept kept = d.kept[j * kVectors + v];
+    weight = surviving(kept, p) * survivors, grad = surviving(kept, grad) * survivors;
+  }
+  Vec u = p * (grad - load(d.delta + v * kLanes));
+  if (kKind != kCovered) u = allowed ? u : Vec{};
+  if (kKind == kGeneral && d.collects) store(d.extra + at, u);
+  return {weight, u * slope};
+}
+
+template <class Mode, Kind kKind, bool kDrops>
+static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start, int64_t stop, Weight<Mode>* weights,
+                                                  Weight<Mode>* scores, float* pairs) {
+  if constexpr (Mode::Arith::kPairs) {
+    for (int64_t j = start & ~(int64_t)1; j < stop; j += 2)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Derived even = {}, odd = {};
+        const int64_t at = j * kPanel + v * kLanes;
+        if (j >= start) {
+          even = derive<kKind, kDrops>(d, j, v);
+          store_from_float(weights + at, even.weight);
+          store_from_float(scores + at, even.score);
+        }
+        if (j + 1 < stop) {
+          odd = derive<kKind, kDrops>(d, j + 1, v);
+          store_from_float(weights + at + kPanel, odd.weight);
+          store_from_float(scores + at + kPanel, odd.score);
+        }
+        store(pairs + j / 2 * kPanel + v * kLanes, pair_bf16(even.score, odd.score));
+      }
+  } else {
+    for (int64_t j = start; j < stop; j++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Derived x = derive<kKind, kDrops>(d, j, v);
+        store(weights + j * kPanel + v * kLanes, x.weight);
+        store(scores + j * kPanel + v * kLanes, x.score);
+      }
+  }
+}
+
+template <class Mode>
+static void derive_any(const Derive& d, bool general, int64_t start, int64_t stop, Weight<Mode>* weights,
+                       Weight<Mode>* scores, float* pairs) {
+  const bool drops = d.a.dropout != 0;
+  auto with = [&](auto kind) {
+    constexpr Kind chosen = decltype(kind)::value;
+    if (drops) derive_tile<Mode, chosen, true>(d, start, stop, weights, scores, pairs);
+    else derive_tile<Mode, chosen, false>(d, start, stop, weights, scores, pairs);
+  };
+  if (general) with(std::integral_constant<Kind, kGeneral>());
+  else if (d.ranged) with(std::integral_constant<Kind, kRanged>());
+  else with(std::integral_constant<Kind, kCovered>());
+}
+
+// The gradients of the scores [start, stop) to those of bias and slopes.
+static void add_extras(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel, const float* u,
+                    int64_t tile, int64_t start, int64_t stop) {
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  for (int64_t r = 0; r < panel.rows; r++) {
+    const int64_t virtual_row = block.row + first + r, row = virtual_row % a.q_len;
+    const int64_t b = block.batch, head = block.first_head + virtual_row / a.q_len;
+    const float* from = u + r;
+    if (g.slopes) {
+      const int32_t position = a.row_position[b * a.row_position_b + row];
+      const int32_t* keys = a.key_position + b * a.key_position_b + tile;
+      float total = 0;
+      for (int64_t j = start; j < stop; j++) total -= from[j * kPanel] * fabsf((float)(position - keys[j]));
+      g.slopes[b * g.rows_b + head * g.rows_h + row] += total;
+    }
+    if (!g.bias) continue;
+    float* to = g.bias + b * g.bias_b + head * g.bias_h + row * g.bias_q + tile * g.bias_k;
+    if (g.bias_k == 0) {
+      float total = 0;
+      for (int64_t j = start; j < stop; j++) total += from[j * kPanel];
+      *to += total;
+    } else {
+      for (int64_t j = start; j < stop; j++) to[j * g.bias_k] += from[j * kPanel];
+    }
+  }
+}
+
+}  // namespace
