@@ -139,7 +139,7 @@ struct Kernels {
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   const Kernels* (*gradients)(int64_t dtype);  // who computes gradients: this one, or a lower one that is faster
-  int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO; 0: not packed beforehand
+  int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO
   int64_t dq_multiple;                         // of the rows of dqt
   int64_t (*key_scratch)(const Backward&);
   void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]

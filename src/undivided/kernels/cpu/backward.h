@@ -38,11 +38,15 @@ struct BackwardSpace {
   int64_t bytes;
 };
 
+// Elements between rows of a copy in fp32: an odd number of lines, so that neighbours share no set of L1. (In place, rows of
+// 512 bytes use an eighth of them.)
+INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
+
 // Bytes of the copies of K, V and K for dQ.
 template <class Mode>
 INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2;
-  if (Mode::kConvertsK) return p.key_block * dim * 4;
+  if (!Mode::Arith::kPairs) return p.key_block * padded_row(dim) * 4;
   return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
 }
 
@@ -81,7 +85,7 @@ static BackwardSpace carve_backward(const Backward& p, char* base) {
 // The keys of a unit as the micro-kernels take them.
 template <class Mode>
 struct KeyRows {
-  typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type Row;
+  typedef Weight<Mode> Row;
   int64_t first, count;
   const Row *k, *v;
   int64_t k_stride, v_stride;
@@ -131,10 +135,11 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
   } else
 #endif
-  if constexpr (Mode::kConvertsK) {
-    widen(k, a.k_s, count, a.qk_dim, nullptr, (float*)w.k);
-    widen(v, a.v_s, count, a.v_dim, nullptr, (float*)w.v);
-    return {key, count, (const float*)w.k, (const float*)w.v, a.qk_dim, a.v_dim};
+  if constexpr (!Mode::Arith::kPairs) {
+    const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
+    for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
+    for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
   } else {
     KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
 #if defined(__AVX512BF16__) && !defined(UNDIVIDED_AMX)

@@ -353,10 +353,13 @@ int run_chunks(const Attention& a) {
 
 // Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
 // few units. Never by the number of threads, which would change the order of sums.
-constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 32;
+constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16;
+// Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
+// of its time at 256 keys in fp32, and more than the products on AMX.
+constexpr int64_t kMostPackedBytes = 1 << 30;
 
 int64_t keys_of_block(const Attention& a, int64_t tile) {
-  int64_t keys = std::min(kKeyBlockBytes / (8 * (a.qk_dim + a.v_dim + 1)), kMostBlockKeys);
+  int64_t keys = std::min(kKeyBlockBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMostBlockKeys);
   while (keys > tile && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kFewestUnits) keys /= 2;
   return std::max(keys / tile, (int64_t)1) * tile;
 }
@@ -368,8 +371,9 @@ class Shared {
     const Attention& a = p.a;
     const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * k.panel;
     const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
+    const int64_t all_packed = heads * p.panels * packed <= kMostPackedBytes ? heads * p.panels * packed : 0;
     const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
-                             heads * p.row_blocks * 8, heads * p.panels * packed};
+                             heads * p.row_blocks * 8, all_packed};
     int64_t bytes = 64;
     for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
     if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
@@ -380,7 +384,7 @@ class Shared {
     void* parts[6];
     for (int i = 0; i < 6; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
     p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
-    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = packed ? (char*)parts[5] : nullptr;
+    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = all_packed ? (char*)parts[5] : nullptr;
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;

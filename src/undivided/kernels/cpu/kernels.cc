@@ -75,10 +75,7 @@ INLINE auto with_key_mode(int64_t dtype, F f) {
 #endif
 }
 int64_t packed_bytes(const Attention& a) {
-  return with_key_mode(a.dtype, [&](auto mode) {
-    typedef decltype(mode) Mode;
-    return Mode::kTiled ? PackedRows<Mode>(a, nullptr).bytes : (int64_t)0;
-  });
+  return with_key_mode(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
 }
 int64_t key_scratch(const Backward& p) {
   return with_key_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
