@@ -57,7 +57,9 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   Vec u = p * (grad - load(d.delta + v * kLanes));
   if (kKind != kCovered) u = allowed ? u : Vec{};
   if (kKind == kGeneral && d.collects) store(d.extra + at, u);
-  return {weight, u * slope};
+  Vec score = u * slope;
+  if (kKind == kGeneral) score = allowed ? score : Vec{};  // where softcap's slope may be NaN
+  return {weight, score};
 }
 
 template <class Mode, Kind kKind, bool kDrops>
