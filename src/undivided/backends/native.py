@@ -23,11 +23,6 @@ TINY = 1 << 17
 """Multiply-adds of a plain fp32 problem below which torch_flash comes first. Measured on Zen 4 (one thread, a whole call):
 at 1x4x16x64 (2^17) 30 us against 27, at 1x8x32x64 (2^20) 51 against 60; bf16 and grouped heads are never slower."""
 
-AMX_TRAINING = 1024
-"""Queries and keys above which bf16 training is left to torch_flash on AMX: there its gradients are products on AMX. Measured on
-Granite Rapids (one thread, backward alone): 512 tokens 1.0 and 1.5x as fast as torch_flash (full, causal), 2048 tokens 0.54 and
-0.65x."""
-
 _BANDS = frozenset({"causal", "window"})
 _EXTRAS = frozenset({"bias", "alibi", "sinks", "dropout"})
 
@@ -49,9 +44,8 @@ class Native(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """First on the CPU, but for what is so small that calling PyTorch's operator costs less than ours, and for bf16
-        training on AMX, which our gradients do not use yet."""
-        return 25 if _is_tiny(problem) or _wants_amx_gradients(problem, machine) else 10
+        """First on the CPU, but for what is so small that calling PyTorch's operator costs less than ours."""
+        return 25 if _is_tiny(problem) else 10
 
     def unavailable(self, machine: Machine) -> str | None:
         """Not built, or not loadable. A described machine is taken to have it."""
@@ -92,15 +86,6 @@ class Native(Backend):
     ) -> Gradients:
         """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
         return _native_backward.backward(problem, operands, result, grad_out, grad_lse)
-
-
-def _wants_amx_gradients(problem: Problem, machine: Machine) -> bool:
-    if "backward" not in problem.features or problem.dtype != torch.bfloat16 or not machine.probed:
-        return False
-    if not problem.mask.kinds <= {"causal"} or min(problem.q_len, problem.kv_len) <= AMX_TRAINING:
-        return False
-    library = cpu.load()
-    return not isinstance(library, str) and library.level == "amx"
 
 
 def _is_tiny(problem: Problem) -> bool:
