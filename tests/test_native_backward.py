@@ -21,6 +21,7 @@ import undivided
 from test_native import LEVELS, MASKS, SIZES, apart, needs_library
 from undivided import masks
 from undivided.backends import _native_call
+from undivided.kernels import cpu
 from undivided.masks import Mask
 
 pytestmark = needs_library
@@ -164,6 +165,8 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
         "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
+        "  t.test_long_values(dtype, 0.25)\n"
+        "  t.test_small_gradients_do_not_vanish(dtype)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
@@ -177,6 +180,14 @@ def _one_head(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tens
     return tensors, (torch.randn(1, 1, 700, 64), torch.randn(1, 1, 700)), {"mask": masks.causal()}
 
 
+def _long_values(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+    """Gradients of scores that do not fit fp16 when scaled as those of usual values, in some rows of one of the heads."""
+    tensors = {name: torch.randn(1, 2, 500, 64).to(dtype) for name in "qkv"}
+    tensors["v"][:, 1, 300:] *= 4096
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    return tensors, (torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500)), {"mask": masks.causal()}
+
+
 def _shared_bias(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
     tensors, grads = everything(dtype, (1, 1, 70, 150))
     return tensors, grads, {"mask": masks.causal("bottom_right"), "dropout_p": 0.1, "dropout_seed": 1}
@@ -184,6 +195,7 @@ def _shared_bias(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, T
 
 CASES: dict[str, Callable[[torch.dtype], tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]]] = {
     "one-head": _one_head,
+    "long-values": _long_values,
     "shared-bias": _shared_bias,
 }
 
@@ -204,6 +216,74 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
     for other in results[1:]:
         for name, x in other.items():
             assert torch.equal(x, results[0][name]), name
+
+
+@DTYPES
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_long_values(dtype: torch.dtype, dropout: float) -> None:
+    """Gradients of fp16 scores are scaled on AMX; these do not fit, and all is computed again in fp32."""
+    torch.manual_seed(0)
+    tensors, grads, arguments = _long_values(dtype)
+    check(tensors, grads, layout="bhsd", dropout_p=dropout, dropout_seed=3, **arguments)
+    tensors, grads = everything(dtype, (1, 4, 70, 150))
+    tensors["v"].detach().mul_(4096)
+    check(tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"), dropout_p=dropout, dropout_seed=3)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_what_does_not_fit_is_computed_again_from_nothing(
+    in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of the first attempt, buffers of sums included, leave no trace, whichever of its calls fails."""
+    if in_parts:
+        monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    tensors, grads = everything(torch.float16, (1, 4, 70, 150))
+    mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0) & masks.causal("bottom_right")
+    precise, run, calls = cpu.GRADIENT_FIELDS.index("precise"), cpu.Library.backward, []
+
+    def fails(self: cpu.Library, record: bytes, gradients: bytes) -> bool:
+        run(self, record, gradients)
+        calls.append(cpu.GRADIENT_RECORD.unpack(gradients)[precise])
+        return calls[-1] == 1 or len(calls) < parts
+
+    parts, results = 10**6, []
+    monkeypatch.setattr(cpu.Library, "backward", fails)
+    want = gradients(tensors, "native", grads, torch.float32, layout="bhsd", mask=mask)
+    for parts in range(1, len(calls) + 1):
+        calls.clear()
+        results.append(gradients(tensors, "native", grads, layout="bhsd", mask=mask))
+        assert calls == [0] * parts + [1] * (3 if in_parts else 1)
+    assert len(results) == (3 if in_parts else 1)
+    for result in results:
+        for name, x in result.items():
+            assert torch.equal(x, results[0][name])
+            assert apart(x, want[name].double()) < ALLOWED[torch.float16], name
+
+
+@DTYPES
+def test_small_gradients_do_not_vanish(dtype: torch.dtype) -> None:
+    """2^-9 of the usual, which over 700 keys is little in fp16, and rows of 2^-10 of their neighbours."""
+    tensors, (grad, grad_lse) = tensors_of("blocks", dtype)
+    check(tensors, (grad * 2**-9, grad_lse * 2**-9), layout="bhsd")
+    grad[:, :, 7::64] *= 1024
+    grads = grad, torch.zeros_like(grad_lse)
+    got = gradients(tensors, "native", grads, layout="bhsd")["q"]
+    want = gradients(tensors, "reference", grads, torch.float64, layout="bhsd")["q"]
+    for start in range(64):
+        assert apart(got[:, :, start::64], want[:, :, start::64]) < ALLOWED[dtype]
+
+
+@DTYPES
+def test_rows_whose_gradient_is_not_finite_leave_others_alone(dtype: torch.dtype) -> None:
+    tensors, (grad, grad_lse) = tensors_of("blocks", dtype)
+    grad[:, :, 65], grad[:, :, 1099] = torch.nan, torch.inf
+    got = gradients(tensors, "native", (grad, grad_lse), layout="bhsd")
+    want = gradients(tensors, "reference", (grad, grad_lse), torch.float64, layout="bhsd")
+    assert got["q"][:, :, 65].isnan().all()
+    assert not got["k"].isfinite().any()
+    fine = torch.ones(1100, dtype=torch.bool)
+    fine[[65, 1099]] = False
+    assert apart(got["q"][:, :, fine], want["q"][:, :, fine]) < ALLOWED[dtype]
 
 
 def native(tensors: dict[str, Tensor], grads: list[Tensor], **arguments: Any) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
 The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for a
 bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another: the
 order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+
+On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit (rows of
+V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between.
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ def backward(
     out, lse = _unit_last(result.out.transpose(1, 2)), _unit_last(result.lse)
     call = Call(problem, operands, (*operands.heads_first(), out, lse))
     slices = call.slices()
-    gradients = _Gradients(problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1)
-    for rows in slices:
-        library.backward(call.record(rows), gradients.record(rows))
+    for precise in (False, True):
+        gradients = _Gradients(
+            problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, precise=precise
+        )
+        if all(library.backward(call.record(rows), gradients.record(rows)) for rows in slices):
+            break
     return gradients.finish()
 
 
@@ -47,9 +53,10 @@ class _Gradients:
     """The results, the buffers that the kernel fills, and the records that point to them."""
 
     def __init__(
-        self, problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool
-    ) -> None:
-        self._problem, self._operands, self._in_parts = problem, operands, in_parts
+        self, problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool,
+        precise: bool,
+    ) -> None:  # fmt: skip
+        self._problem, self._operands, self._in_parts, self._precise = problem, operands, in_parts, precise
         self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
         needs, layout = operands.needs, problem.layout
@@ -79,6 +86,7 @@ class _Gradients:
             _SIZE,
             DTYPES[torch.float32 if self._in_parts else self._problem.dtype],
             int(self._in_parts),
+            int(self._precise),
         ]
         fields += [grad.data_ptr(), *grad.stride()[:3]]
         fields += [0, 0, 0] if lse is None else [lse[:, :, rows].data_ptr(), *lse.stride()[:2]]

@@ -28,11 +28,12 @@ FIELDS = (
 RECORD = struct.Struct("".join("d" if name in ("scale", "softcap", "survivors") else "q" for name in FIELDS))
 # struct Gradients, all integers
 GRADIENT_FIELDS = (
-    "size type accumulate grad_out grad_out_b grad_out_h grad_out_s grad_lse grad_lse_b grad_lse_h "
+    "size type accumulate precise grad_out grad_out_b grad_out_h grad_out_s grad_lse grad_lse_b grad_lse_h "
     "dq dq_b dq_h dq_s dk dk_b dk_h dk_s dv dv_b dv_h dv_s sinks slopes rows_b rows_h "
     "bias bias_b bias_h bias_q bias_k"
 ).split()
 GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
+_EXCEEDED = 3
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
 _forked = False
@@ -71,13 +72,17 @@ class Library:
         """
         _check(self._forward(record))
 
-    def backward(self, record: bytes, gradients: bytes) -> None:
-        """The gradients of one problem.
+    def backward(self, record: bytes, gradients: bytes) -> bool:
+        """The gradients of one problem; False where they have to be computed again, with `precise` and fresh buffers.
 
         Raises:
             RuntimeError: it could not.
         """
-        _check(self._backward(record, gradients))
+        status = self._backward(record, gradients)
+        if status == _EXCEEDED:
+            return False
+        _check(status)
+        return True
 
     def peak(self, dtype: int, repeats: int) -> float:
         """Run independent multiply-adds on one core; how many operations it were, for the caller to time."""

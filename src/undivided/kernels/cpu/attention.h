@@ -64,6 +64,7 @@ struct Gradients {
   int64_t size;  // sizeof(Gradients)
   // of dq, dk, dv: kFloat32, or the problem's own; where accumulate is not 0 (kFloat32 only) dk and dv are added to
   int64_t type, accumulate;
+  int64_t precise;       // not 0: gradients of scores stay in fp32, see kExceeded
   const void* grad_out;  // of the problem's type, last axis of stride 1
   int64_t grad_out_b, grad_out_h, grad_out_s;
   const float* grad_lse;  // [B, H, Sq] or null
@@ -82,7 +83,9 @@ struct Gradients {
 };
 
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2 };
+// kExceeded: of the backward alone. Some gradient of a score, scaled for fp16, does not fit it: what was written is of no use,
+// buffers of sums included, and the problem has to be done again with `precise`.
+enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3 };
 }
 
 namespace undivided {
@@ -114,6 +117,8 @@ struct Backward {
   char* packed;         // [B, N, panels]: Q and dO as the products take them; null: packed for each visit
   int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
+  float* norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
+  int64_t* exceeded;    // becomes 1: see kExceeded
 };
 
 // A slice of the keys of some batch elements and key/value heads, one after another, against every query row.
@@ -138,7 +143,8 @@ struct Kernels {
   void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
-  const Kernels* (*gradients)(int64_t dtype);  // who computes gradients: this one, or a lower one that is faster
+  // who computes gradients: this one, or a lower one that is faster or has to be `precise`
+  const Kernels* (*gradients)(int64_t dtype, bool precise);
   int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO
   int64_t dq_multiple;                         // of the rows of dqt
   int64_t (*key_scratch)(const Backward&);

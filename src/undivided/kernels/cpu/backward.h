@@ -156,8 +156,10 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 
 // ---- a block of rows against the keys of a unit
 
-static void wait_for(const int64_t* turn, int64_t index) {
-  for (int64_t tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != index; tries++) {
+INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
+
+static void wait_for(const Backward& p, const int64_t* turn, int64_t index) {
+  for (int64_t tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != index && !was_exceeded(p); tries++) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -174,14 +176,15 @@ struct Visit {
   int64_t index;  // of the key block
   RowBlock block;
   const float *base, *delta;
-  char* rows;  // PackedRows of the block's first panel
+  char* rows;   // PackedRows of the block's first panel
+  float slope, unit;  // see Derive
   bool has_turn;
 
   PackedRows<Mode> packed(int64_t panel) const {
     return PackedRows<Mode>(p.a, rows + panel * PackedRows<Mode>(p.a, nullptr).bytes);
   }
   void take_turn() {
-    if (!has_turn) wait_for(p.turn + head.index * p.row_blocks + block.row / (p.row_panels * kPanel), index);
+    if (!has_turn) wait_for(p, p.turn + head.index * p.row_blocks + block.row / (p.row_panels * kPanel), index);
     has_turn = true;
   }
   float* dqt(int64_t panel) const {
@@ -212,7 +215,7 @@ static Derive inputs_of(const Visit<Mode>& s, int64_t index, int64_t tile, int64
   const bool extras = a.bias || a.dense || a.slopes, covered = (panel.covered[0][0] <= key && tile + stop <= panel.covered[0][1]) ||
                                                               (panel.covered[1][0] <= key && tile + stop <= panel.covered[1][1]);
   return {a,        panel, s.base + first,      s.delta + first, st, dpt, s.w.extra, s.w.kept, tile,
-          !extras && !covered, extras, s.p.g.bias || s.p.g.slopes};
+          !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, s.slope, s.unit, s.p.exceeded};
 }
 
 template <class Mode>
@@ -361,6 +364,7 @@ static void row_block_step(Visit<Mode>& s, int64_t row_block) {
   const Backward& p = s.p;
   const BackwardSpace& w = s.w;
   const int64_t first_panel = row_block * p.row_panels;
+  if (was_exceeded(p)) return;
   s.block = rows_of(p, s.head, row_block);
   const int64_t panels = (s.block.rows + kPanel - 1) / kPanel, at = s.head.index * p.panels + first_panel;
   int64_t from = p.a.kv_len, to = 0;
@@ -388,14 +392,15 @@ static void row_block_step(Visit<Mode>& s, int64_t row_block) {
 
 template <class Mode>
 static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride, int64_t dim,
-                       const float* sums) {
+                       const float* sums, int bits) {
   typedef typename Mode::T T;
   const int64_t width = Columns(dim).width;
+  const float unit = ldexpf(1, -bits);
   for (int64_t j = 0; j < keys.count; j++) {
     const int64_t row = at + (keys.first + j) * stride;
     for (int64_t d = 0; d < dim; d += kLanes)
       put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d,
-                   sums + (d / width * p.key_block + j) * kPanel + d % width);
+                   load(sums + (d / width * p.key_block + j) * kPanel + d % width) * unit);
   }
 }
 
@@ -414,10 +419,12 @@ static void run_key_block(const Backward& p, const KeyBlock& unit, char* scratch
       const KeyRows<Mode> keys = prepare_keys<Mode>(p, head, unit.index * p.key_block, w);
       memset(w.dk, 0, (size_t)(Columns(a.qk_dim).panels * p.key_block * kPanel) * 4);
       memset(w.dv, 0, (size_t)(Columns(a.v_dim).panels * p.key_block * kPanel) * 4);
-      Visit<Mode> visit = {p, w, keys, head, unit.index, {}, nullptr, nullptr, nullptr, false};
+      const int scores = score_bits<Mode>(p, head.index), weights = weight_bits<Mode>(a);
+      const float slope = ldexpf((float)a.scale, scores - weights);
+      Visit<Mode> visit = {p, w, keys, head, unit.index, {}, nullptr, nullptr, nullptr, slope, ldexpf(1, -weights), false};
       for (int64_t r = 0; r < p.row_blocks; r++) row_block_step(visit, r);
-      if (g.dk) write_keys<Mode>(p, keys, g.dk, b * g.dk_b + n * g.dk_h, g.dk_s, a.qk_dim, w.dk);
-      if (g.dv) write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv);
+      if (g.dk) write_keys<Mode>(p, keys, g.dk, b * g.dk_b + n * g.dk_h, g.dk_s, a.qk_dim, w.dk, scores);
+      if (g.dv) write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, weights);
     }
 }
 

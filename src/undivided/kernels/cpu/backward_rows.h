@@ -32,6 +32,26 @@ INLINE int64_t dq_depth(const Backward& p) {
   return round_up(p.a.qk_dim, kDvStep<Mode>);
 }
 
+// fp16 on AMX: P and dS are rounded to fp16, scaled by powers of two so that small ones keep their bits. Both are divided out
+// of the fp32 sums. Weights then reach 2^14. Gradients of scores are scaled by what makes the largest |dO| * |scale| of a head
+// 2^8 to 2^9: they fit where rows of V have norms below some 2^7. Where they do not the problem is computed in fp32 instead.
+template <class Mode>
+constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>::value;
+constexpr float kMostFloat16 = 65504;
+
+template <class Mode>
+INLINE int weight_bits(const Attention& a) {
+  return kScaled<Mode> ? 14 - (a.dropout && a.survivors > 0 ? ilogbf((float)a.survivors * 1.9999f) : 0) : 0;
+}
+template <class Mode>
+INLINE int score_bits(const Backward& p, int64_t head) {
+  if (!kScaled<Mode>) return 0;
+  float most = 0;
+  for (int64_t i = 0; i < p.panels; i++) most = most > p.norm[head * p.panels + i] ? most : p.norm[head * p.panels + i];
+  most *= fabsf((float)p.a.scale);
+  return most > 0 ? 8 - (ilogbf(most) < -100 ? -100 : ilogbf(most)) : 0;
+}
+
 // Q and dO of a panel: transposed, [depth][kPanel], and with lanes along d, [column panel][row or pair of rows][kPanel].
 template <class Mode>
 struct PackedRows {
@@ -135,7 +155,7 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
 
 // A row's log-sum-exp, sink included, and delta. Rows without a key may hold anything and are not read.
 template <class T>
-static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta) {
+static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* norm) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
@@ -147,6 +167,10 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
   const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   const float lost = dot_of(out, grad, a.v_dim);
+  if (norm) {  // rows that are not finite come to nothing at any scale
+    const float length = sqrtf(dot_of(grad, grad, a.v_dim));
+    if (length < kInfinity) *norm = fmaxf(*norm, length);
+  }
   float total = lse;
   if (a.sinks) {
     const float sink = a.sinks[head];
@@ -174,12 +198,15 @@ static void before_rows(const Backward& p, int64_t index, int64_t row_block) {
       from = smaller_of(from, p.hull[2 * at]);
       to = larger_of(to, p.hull[2 * at + 1]);
     }
+    p.norm[at] = 0;
     float *base = p.base + at * kPanel, *delta = p.delta + at * kPanel;
     for (int64_t r = 0; r < kPanel; r++) {
       const int64_t row = block.row + first + r;
       base[r] = kInfinity, delta[r] = 0;
       if (r < panel.rows)
-        describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, base + r, delta + r);
+        describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, base + r, delta + r,
+                                       kScaled<Mode> ? p.norm + at : nullptr);
+      base[r] -= (float)weight_bits<Mode>(a);
     }
     if (p.packed) pack_panel<Mode>(p, block, first, base, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
     const int64_t sums = dq_depth<Mode>(p) * kPanel;
@@ -191,7 +218,8 @@ static void before_rows(const Backward& p, int64_t index, int64_t row_block) {
 // A vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
 template <class T>
 INLINE void put_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
-                         const float* from) {
+                         Vec sums) {
+  const float* from = (const float*)&sums;
   const bool whole = left >= kLanes;
   if (p.g.type == kFloat32) {
     float* to = row_float + column;
@@ -211,6 +239,7 @@ static void after_rows(const Backward& p, int64_t index, int64_t row_block) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const RowBlock block = rows_of(p, head_of(p, index), row_block);
+  const float unit = ldexpf(1, -score_bits<Mode>(p, index));
   for (int64_t first = 0; first < block.rows; first += kLanes) {
     const int64_t row = block.row + first, count = smaller_of(block.rows - first, kLanes);
     const float* from = p.dqt + (index * p.panels + row / kPanel) * dq_depth<Mode>(p) * kPanel + row % kPanel;
@@ -222,7 +251,7 @@ static void after_rows(const Backward& p, int64_t index, int64_t row_block) {
       for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};
       transpose(x);
       for (int64_t i = 0; i < count; i++)
-        put_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, (const float*)&x[i]);
+        put_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unit);
     }
   }
 }

@@ -19,6 +19,9 @@ struct Derive {
   const Kept* kept;
   int64_t first;  // key of the tile's row 0
   bool ranged, added, collects;
+  float slope;  // of a score over what P is multiplied with, scales included
+  float unit;   // what undoes the scale of P
+  int64_t* exceeded;
 };
 enum Kind { kCovered, kRanged, kGeneral };
 struct Derived {
@@ -28,8 +31,8 @@ struct Derived {
 template <Kind kKind, bool kDrops>
 INLINE Derived derive(const Derive& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
-  const float scale = (float)d.a.scale, cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = splat(scale), x = s * (float)(d.a.scale * (double)kLog2E);
+  const float cap = (float)d.a.softcap;
+  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = splat(d.slope), x = s * (float)(d.a.scale * (double)kLog2E);
   IVec allowed = isplat(-1);
   if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
     const Panel& p = d.panel;
@@ -56,7 +59,7 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   }
   Vec u = p * (grad - load(d.delta + v * kLanes));
   if (kKind != kCovered) u = allowed ? u : Vec{};
-  if (kKind == kGeneral && d.collects) store(d.extra + at, u);
+  if (kKind == kGeneral && d.collects) store(d.extra + at, u * d.unit);
   Vec score = u * slope;
   if (kKind == kGeneral) score = allowed ? score : Vec{};  // where softcap's slope may be NaN
   return {weight, score};

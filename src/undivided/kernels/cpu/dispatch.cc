@@ -373,7 +373,7 @@ class Shared {
     const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
     const int64_t all_packed = heads * p.panels * packed <= kMostPackedBytes ? heads * p.panels * packed : 0;
     const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
-                             heads * p.row_blocks * 8, all_packed};
+                             heads * p.row_blocks * 8, all_packed, heads * p.panels * 4, 8};
     int64_t bytes = 64;
     for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
     if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
@@ -381,10 +381,12 @@ class Shared {
       return;
     }
     char* at = (char*)memory_;
-    void* parts[6];
-    for (int i = 0; i < 6; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    void* parts[8];
+    for (int i = 0; i < 8; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
     p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
     p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = all_packed ? (char*)parts[5] : nullptr;
+    p.norm = (float*)parts[6], p.exceeded = (int64_t*)parts[7];
+    *p.exceeded = 0;
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;
@@ -410,11 +412,11 @@ std::vector<KeyBlock> key_units(const Backward& p) {
 }
 
 int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels().gradients(a.dtype);
+  const Kernels& k = *kernels().gradients(a.dtype, g.precise != 0);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
   const int64_t row_blocks = (panels + k.row_panels - 1) / k.row_panels, heads = a.batch * a.kv_heads;
   Backward p = {a, g, rows, panels, k.row_panels, row_blocks, keys_of_block(a, k.tile), nullptr, nullptr, nullptr, nullptr, nullptr,
-                nullptr};
+                nullptr, nullptr, nullptr};
   Shared shared(p, k);
   if (!shared) return kNoMemory;
   const int64_t threads = threads_for(a);
@@ -424,6 +426,7 @@ int run_backward(const Attention& a, const Gradients& g) {
   if (status == kOk)
     status = run_units((int64_t)units.size(), k.key_scratch(p), threads,
                        [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
+  if (status == kOk && *p.exceeded) return kExceeded;
   if (status == kOk && g.dq)
     status = run_units(heads * row_blocks, 64, threads,
                        [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });

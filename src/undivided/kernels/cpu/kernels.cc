@@ -68,8 +68,7 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
 template <class F>
 INLINE auto with_key_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
-  (void)dtype;
-  return f(Tiled<BFloat16>());
+  return dtype == kBFloat16 ? f(Tiled<BFloat16>()) : f(Tiled<Float16>());
 #else
   return with_mode(dtype, f);
 #endif
@@ -169,11 +168,11 @@ static const Kernels* prefill(int64_t dtype) {
   (void)dtype;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
-static const Kernels* gradients(int64_t dtype) {
+static const Kernels* gradients(int64_t dtype, bool precise) {
 #if defined(UNDIVIDED_AMX)
-  if (dtype != kBFloat16) return &kernels_avx512_bf16;
+  if (dtype == kFloat32 || (dtype == kFloat16 && (precise || !has_fp16_tiles()))) return &kernels_avx512_bf16;
 #endif
-  (void)dtype;
+  (void)dtype, (void)precise;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {

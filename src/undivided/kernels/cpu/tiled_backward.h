@@ -28,9 +28,16 @@ INLINE void store_halves(BFloat16* to, Vec low, Vec high) {
   *(__m512i_u*)to = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
+INLINE void store_halves(Float16* to, Vec low, Vec high) {
+  store_from_float(to, low);
+  store_from_float(to + kLanes, high);
+}
+
 // Weights and gradients of scores of kKeyBlock keys from j on: as rows of A, and the latter as pairs of keys besides.
 template <class T, Kind kKind, bool kDrops>
 static __attribute__((noinline)) void derive_block(const Derive& d, int64_t first, T* weights, T* scores, float* pairs) {
+  constexpr bool checked = std::is_same<T, Float16>::value;
+  Vec most = {};
   for (int64_t j = first; j < first + kKeyBlock; j += 2) {
     Derived x[2][kVectors];
 #pragma GCC unroll 2
@@ -41,11 +48,13 @@ static __attribute__((noinline)) void derive_block(const Derive& d, int64_t firs
     for (int i = 0; i < 2; i++) {
       store_halves(weights + (j + i) * kPanel, x[i][0].weight, x[i][1].weight);
       store_halves(scores + (j + i) * kPanel, x[i][0].score, x[i][1].score);
+      for (int v = 0; checked && v < kVectors; v++) most = larger((Vec)((UVec)x[i][v].score & 0x7fffffffu), most);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v++)
       store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(x[0][v].score, x[1][v].score, T()));
   }
+  if (checked && any(most > kMostFloat16)) __atomic_store_n(d.exceeded, 1, __ATOMIC_RELAXED);
 }
 
 template <class T>
