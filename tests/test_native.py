@@ -116,6 +116,7 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  for mask in ('full', 'causal', 'globals', 'dense'):\n"
         "    for dtype in t.ALLOWED:\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+        "t.test_many_keys_weigh_as_much_early_as_late()\n"
         "for case in t.DROPPED:\n"
         "  for dtype in t.ALLOWED:\n"
         "    with t.pytest.MonkeyPatch.context() as patch:\n"
@@ -182,6 +183,16 @@ def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
     out = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
     assert torch.equal(out, clean)
     assert not out[5:9].any()
+
+
+@needs_library
+def test_many_keys_weigh_as_much_early_as_late() -> None:
+    # rescaling earlier sums by a 2^0 that is not exactly 1, once a tile, would let the first keys fade
+    torch.manual_seed(3)
+    q, k, v = torch.randn(1, 1, 50, 16), torch.randn(1, 1, 16384, 16), torch.randn(1, 1, 16384, 16)
+    want, _ = oracle(q, k, v, torch.ones(1, 1, 50, 16384, dtype=torch.bool))
+    out = undivided.attention(q, k, v, layout="bhsd", backend="native")
+    assert apart(out, want) < 7e-7
 
 
 @needs_library

@@ -2,7 +2,7 @@
 //
 // Memory traffic. A block of R rows reads each K and V tile from memory once and works on it R / kPanel times from L2: a
 // multiply-add costs 2 operations, a tile of 128 keys costs 128 * (Dk + Dv) elements, so R rows do 2 * R operations for
-// each element read: 512 for R = 256, some ten times what a core needs to hide DRAM. Per panel of rows, Qt (Dk rows of
+// each element read: 768 for R = 384, some ten times what a core needs to hide DRAM. Per panel of rows, Qt (Dk rows of
 // kPanel lanes: 16 KiB at Dk = 128) and the scores of a tile (16 KiB) share L1; the output Ot passes through once a tile,
 // 1 / kTile of the multiply-adds. Only what a panel's rows may attend to is read or computed: the union of their ranges, as
 // a short list of segments, each cut at the tiles' edges. A tile edge is a multiple of kTile keys, and panels start at
@@ -83,6 +83,11 @@ INLINE int64_t o_depth(const Attention& a) {
   return round_up(a.v_dim, kDvStep<Mode>);
 }
 
+// A tile of V is copied, for all panels but the only one, into groups of kBroadcasts columns: what a micro-kernel reads then
+// lies in one run, where rows of V in place share few of L1's sets. Groups are a line apart beyond a power of two.
+constexpr int64_t kColumnGroup = kTile * kBroadcasts + 16;
+INLINE int64_t groups_of(int64_t columns) { return (columns + kBroadcasts - 1) / kBroadcasts; }
+
 struct Workspace {
   Panel* panels;
   float *qt, *ot, *most, *total;  // most: the largest score so far, in units of log 2
@@ -116,7 +121,7 @@ static Workspace carve(const Attention& a, int64_t rows, char* base) {
                   : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
                                             : 0);
   bool copies = sizeof(typename Mode::T) == 2;
-  w.v_tile = take(copies ? kTile * o_depth<Mode>(a) * 4 : 0);
+  w.v_tile = take(copies ? kTile * o_depth<Mode>(a) * 4 : groups_of(a.v_dim) * kColumnGroup * 4);
   w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
   w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
@@ -299,6 +304,15 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
+// Rows as groups of kBroadcasts columns, kColumnGroup apart, each row by row; unseen rows give zeros.
+static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+  for (int64_t j = 0; j < rows; j++, from += stride, to += kBroadcasts) {
+    int64_t d = 0;
+    for (float* group = to; d + kBroadcasts <= columns; d += kBroadcasts, group += kColumnGroup) memcpy(group, from + d, kBroadcasts * 4);
+    for (; d < columns; d++) to[d / kBroadcasts * kColumnGroup + d % kBroadcasts] = from[d];
+  }
+}
+
 // Keys j and j + 1 side by side in 32 bits, from key `start` at v on; a key outside [start, stop) or unseen gives zeros.
 static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* seen,
                        uint32_t* to) {
@@ -314,6 +328,37 @@ static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t
     for (; d < columns; d++) to[d] = (even ? even[d].bits : 0u) | (uint32_t)(odd ? odd[d].bits : 0) << 16;
   }
 }
+
+// The next tile of keys, asked for line by line while a tile is worked on: the processor's own prefetching does not see so far.
+template <class T>
+class NextTile {
+ public:
+  // Keys [start, stop) within `steps` steps.
+  NextTile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, int64_t steps)
+      : rows_{key_rows<T>(a, block.batch, block.kv_head), value_rows<T>(a, block.batch, block.kv_head)},
+        bytes_{a.qk_dim * (int64_t)sizeof(T), a.v_dim * (int64_t)sizeof(T)}, start_(start), stop_(stop), key_(start) {
+    const int64_t lines = (lines_of(bytes_[0]) + lines_of(bytes_[1])) * larger_of(0, stop - start);
+    lines_a_step_ = (lines + steps - 1) / steps;
+  }
+
+  inline __attribute__((always_inline)) void step() {
+    for (int64_t i = 0; i < lines_a_step_ && side_ < 2; i++) {
+      __builtin_prefetch((const char*)rows_[side_](key_) + at_, 0, 2);
+      if ((at_ += kLineBytes) < bytes_[side_]) continue;
+      at_ = 0;
+      if (++key_ == stop_) side_++, key_ = start_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLineBytes = 64;
+  static int64_t lines_of(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
+
+  const Rows<T> rows_[2];  // of K, of V
+  const int64_t bytes_[2], start_, stop_;
+  int64_t key_, at_ = 0, lines_a_step_;
+  int side_ = 0;
+};
 
 // ---- softmax of a tile
 
@@ -376,7 +421,7 @@ static __attribute__((noinline)) void soften(float* st, int64_t keys, float fact
   for (int v = 0; v < kVectors; v++) {
     Vec before = load(most + v * kLanes), now = larger(larger(high[0][v], high[1][v]), before);
     base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    decay[v] = exp2_of_negative(before - base[v]);
+    decay[v] = before == base[v] ? splat(1) : exp2_of_negative(before - base[v]);  // the polynomial's 2^0 is not quite 1
     store(most + v * kLanes, now);
   }
   if constexpr (Arith::kPairs) {
@@ -413,13 +458,14 @@ struct Tile {
   int64_t k_stride;
   const typename Mode::Tile* v;  // row (or pair) of key `start`
   int64_t v_stride;
+  int64_t v_group;                // see weigh_tile
   const typename Mode::T* own_v;  // the row of key `start` as the caller has it
   int64_t own_v_stride;
 };
 
 template <class Mode>
 static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const uint8_t* seen,
-                               const Workspace& w) {
+                               const Workspace& w, bool shared) {
   typedef typename Mode::T T;
   const Rows<T> k_rows = key_rows<T>(a, block.batch, block.kv_head), v_rows = value_rows<T>(a, block.batch, block.kv_head);
   const T *k, *v;
@@ -431,7 +477,7 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
     collect(v_rows, start, stop, a.v_dim, seen, (T*)w.v_rows);
     k = (T*)w.k_rows, v = (T*)w.v_rows, k_s = a.qk_dim, v_s = a.v_dim;
   }
-  Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, v, v_s};
+  Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, 0, v, v_s};
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled) {
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
@@ -458,6 +504,9 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
     widen(v, v_s, stop - start, a.v_dim, nullptr, (float*)w.v_tile);
     tile.k = w.k_tile, tile.k_stride = a.qk_dim;
     tile.v = (float*)w.v_tile, tile.v_stride = a.v_dim;
+  } else if (shared) {
+    group_columns(v, v_s, stop - start, a.v_dim, (float*)w.v_tile);
+    tile.v = (float*)w.v_tile, tile.v_stride = kBroadcasts, tile.v_group = kColumnGroup;
   } else {
     tile.v = v;
   }
@@ -467,7 +516,7 @@ static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_
 // One panel against keys [start, stop) of a tile, all of which lie in one segment.
 template <class Mode>
 static void panel_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
-                       int64_t stop, const Workspace& w) {
+                       int64_t stop, const Workspace& w, NextTile<typename Mode::T>& next) {
   typedef typename Mode::Arith Arith;
   typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
   const Panel& p = w.panels[index];
@@ -480,7 +529,7 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
   score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
-                    tile.k_stride, q_depth<Mode>(a), keys, st);
+                    tile.k_stride, q_depth<Mode>(a), keys, st, &next);
   bool covered = (p.covered[0][0] <= start && stop <= p.covered[0][1]) ||
                  (p.covered[1][0] <= start && stop <= p.covered[1][1]);
   if (extras || a.softcap != 0) {
@@ -505,21 +554,21 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   }
 
   const typename Mode::Tile* v;
-  int64_t v_stride = tile.v_stride;
+  int64_t v_stride = tile.v_stride, v_group = tile.v_group;
   if (extras && memchr(seen, 0, (size_t)keys)) {
     // 0 * NaN is NaN: what no row of the panel sees becomes 0
     const typename Mode::T* from = tile.own_v + (start - tile.start) * tile.own_v_stride;
     if constexpr (Arith::kPairs) interleave(from, tile.own_v_stride, start, stop, a.v_dim, seen, (uint32_t*)w.v_own);
     else widen(from, tile.own_v_stride, keys, a.v_dim, seen, (float*)w.v_own);
     v = (const typename Mode::Tile*)w.v_own;
-    v_stride = a.v_dim;
+    v_stride = a.v_dim, v_group = 0;
   } else if constexpr (Arith::kPairs) {
     v = tile.v + (start / 2 - tile.start / 2) * v_stride;
   } else {
     v = tile.v + (start - tile.start) * v_stride;
   }
   weigh_tile<Arith>(w.scores, v, v_stride, Arith::kPairs ? (front + keys + back) / 2 : keys, a.v_dim, decay,
-                    w.ot + index * a.v_dim * kPanel);
+                    w.ot + index * a.v_dim * kPanel, v_group, &next);
 }
 
 template <class Mode>  // on AMX, in tiled.h
@@ -565,7 +614,9 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
     }
     if (first >= last) continue;
     first = round_down(first, kKeyStep<Mode>), last = round_up(last, kKeyStep<Mode>);
-    Tile<Mode> tile = prepare_tile<Mode>(a, block, first, last, seen + (first - tile_start), w);
+    Tile<Mode> tile = prepare_tile<Mode>(a, block, first, last, seen + (first - tile_start), w, panels > 1);
+    NextTile<typename Mode::T> next(a, block, tile_stop, smaller_of(tile_stop + kTile, to),
+                                  panels * (kTile + a.v_dim) / kBroadcasts);
     for (int64_t i = 0; i < panels; i++) {
       const Panel& p = w.panels[i];
       for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
@@ -574,7 +625,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
         while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
           stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
         if constexpr (Mode::kTiled) tiled_step<Mode>(a, block, i, tile, start, stop, w);
-        else panel_step<Mode>(a, block, i, tile, start, stop, w);
+        else panel_step<Mode>(a, block, i, tile, start, stop, w, next);
       }
     }
   }

@@ -106,7 +106,7 @@ static void few_soften(const Attention& a, const Panel& p, FewRows& few, int64_t
   for (int64_t r = 0; r < few.rows; r++) {
     const float now = max(high[r]) - (float)bits, grown = now > few.most[r] ? now : few.most[r];
     base[r] = grown == -kInfinity ? 0 : grown;
-    decay[r] = exp2_of_negative(splat(few.most[r] - base[r]))[0];
+    decay[r] = few.most[r] == base[r] ? 1 : exp2_of_negative(splat(few.most[r] - base[r]))[0];  // 2^0 is not quite 1 there
     few.most[r] = grown;
   }
   for (int64_t r = 0; r < few.rows; r++) {

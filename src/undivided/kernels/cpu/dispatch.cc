@@ -23,9 +23,9 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 namespace undivided {
 namespace {
 
-// Query rows of a block, fp32. K and V are read once for all of them (see block.h); Qt and Ot of 256 rows at D = 128 take
-// 256 KiB, a quarter of a 1 MiB L2. 16-bit types also convert or interleave V once a block, so theirs are larger.
-constexpr int64_t kBlockRows = 256;
+// Query rows of a block, fp32. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take
+// 384 KiB of an L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger.
+constexpr int64_t kBlockRows = 384;
 constexpr int64_t kUnitsPerThread = 4;          // blocks shrink until there are so many, for balance
 // Below so many query rows the heads of a group share a block, so that lanes are not idle.
 constexpr int64_t kShareHeadsBelow = 64;

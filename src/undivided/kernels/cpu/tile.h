@@ -58,13 +58,20 @@ INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t coun
     for (int v = 0; v < kVectors; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
 }
 
+// What a micro-kernel may do besides, once for every kBroadcasts keys or columns.
+struct Nothing {
+  inline __attribute__((always_inline)) void step() {}
+};
+
 // The scores of `keys` keys; count is the contracted length in Scalars.
-template <class Arith, class T>
+template <class Arith, class T, class Besides = Nothing>
 static __attribute__((noinline)) void score_tile(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
-                                                 float* st) {
+                                                 float* st, Besides* besides = nullptr) {
   int64_t j = 0;
-  for (; j + kBroadcasts <= keys; j += kBroadcasts)
+  for (; j + kBroadcasts <= keys; j += kBroadcasts) {
+    if (besides) besides->step();
     score_keys<Arith, kBroadcasts>(qt, k + j * stride, stride, count, st + j * kPanel);
+  }
   if (kBroadcasts > 4 && j + 4 <= keys) {
     score_keys<Arith, 4>(qt, k + j * stride, stride, count, st + j * kPanel);
     j += 4;
@@ -98,18 +105,22 @@ INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int6
     }
 }
 
-template <class Arith, class T>
+// V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
+template <class Arith, class T, class Besides = Nothing>
 static __attribute__((noinline)) void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t count, int64_t columns,
-                                                 const Vec* decay, float* ot) {
+                                                 const Vec* decay, float* ot, int64_t group = 0, Besides* besides = nullptr) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
+  if (group == 0) group = kBroadcasts * step;
   int64_t d = 0;
-  for (; d + kBroadcasts <= columns; d += kBroadcasts)
-    weigh_columns<Arith, kBroadcasts>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
-  if (kBroadcasts > 4 && d + 4 <= columns) {
-    weigh_columns<Arith, 4>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
-    d += 4;
+  for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
+    if (besides) besides->step();
+    weigh_columns<Arith, kBroadcasts>(pt, v, stride, count, decay, ot + d * kPanel);
   }
-  for (; d < columns; d++) weigh_columns<Arith, 1>(pt, v + d * step, stride, count, decay, ot + d * kPanel);
+  if (kBroadcasts > 4 && d + 4 <= columns) {
+    weigh_columns<Arith, 4>(pt, v, stride, count, decay, ot + d * kPanel);
+    d += 4, v += 4 * step;
+  }
+  for (; d < columns; d++, v += step) weigh_columns<Arith, 1>(pt, v, stride, count, decay, ot + d * kPanel);
 }
 
 // The tiles of several panels of rows that meet the same keys: which keys of the tile each sees.
