@@ -1,7 +1,7 @@
 """Train a small language model on packed documents, stop, continue from the checkpoint, and generate from its caches.
 
 The model is built from TransformerLayer (src/undivided/cli/byte_model.py: a page). Documents are files of Python's own
-library, packed one after the other: no padding, and no file sees another. `undivided demo --train` runs 300 steps and
+library, packed one after the other: no padding, and no file sees another. `undivided demo --train` runs 1000 steps and
 draws the loss; this takes a few, to show the parts.
 
     python examples/14_train_a_byte_model.py

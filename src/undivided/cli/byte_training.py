@@ -25,8 +25,8 @@ from undivided.errors import InputError
 class Recipe:
     """How to train: optimiser steps, tokens a step, highest learning rate, steps of warm-up, and the seed of everything."""
 
-    steps: int = 300
-    tokens: int = 4096
+    steps: int = 1000
+    tokens: int = 2048
     rate: float = 4e-3
     warm_up: int = 20
     seed: int = 0
