@@ -30,16 +30,18 @@ class Traffic:
     """What this rank has done since `reset`.
 
     bytes_sent, messages: sent to other ranks, handshakes not counted.
+    steps: exchanges in which it sent or got something.
     pairs: (query row, key) pairs allowed by the mask that it computed in forward passes, over batch elements and heads.
     """
 
     bytes_sent: int = 0
     messages: int = 0
+    steps: int = 0
     pairs: int = 0
 
     def reset(self) -> None:
         """Back to zero."""
-        self.bytes_sent = self.messages = self.pairs = 0
+        self.bytes_sent = self.messages = self.steps = self.pairs = 0
 
 
 class Communicator(Protocol):
@@ -84,6 +86,7 @@ class Counted:
     def exchange(self, sends: Messages, receives: Messages) -> Wait:
         """As the communicator's; tensors without elements are not sent."""
         sends, receives = _not_empty(sends), _not_empty(receives)
+        self.traffic.steps += bool(sends or receives)
         for tensors in sends.values():
             self.traffic.messages += len(tensors)
             self.traffic.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
