@@ -1,6 +1,7 @@
 """What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running anything.
 
-Bytes and pairs are those that `Traffic` counts in a run, exactly. Memory is the tensors that a layer's attention holds at its
+Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly.
+Memory is the tensors that a layer's attention holds at its
 fullest, kernels' own scratch left out. Time is an estimate from two numbers of the machine, to rank strategies by: what a
 ring hides behind work costs nothing until it is more than the work.
 
