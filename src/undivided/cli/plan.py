@@ -52,6 +52,11 @@ def plan(
     for option in found.options:
         table.add_row(*cells(option), style="bold green" if option is found.best else None)
     screen.print(table)
+    said_of = (
+        "memory: q, k, v, output, gradients, sums and keys on their way, of one layer, by formula: a run holds more. "
+        f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
+    )
+    screen.print(Text(said_of, "dim"), soft_wrap=True)
     screen.print(Text(f"Recommended: {found.reason}"), soft_wrap=True)
     if by_rank:
         screen.print(_ranks(found))

@@ -1,8 +1,7 @@
 """What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running anything.
 
-Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly.
-Memory is the tensors that a layer's attention holds at its
-fullest, kernels' own scratch left out. Time is an estimate from two numbers of the machine, to rank strategies by: what a
+Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory is a formula of the tensors
+that a layer's attention has to hold at its fullest, without copies that a run makes besides and kernels' own scratch. Time is an estimate from two numbers of the machine, to rank strategies by: what a
 ring hides behind work costs nothing until it is more than the work.
 
 Legend: W ranks, R x A the mesh [ring, heads], S tokens, H query heads, N key heads, D head size, e bytes of an entry.
@@ -37,7 +36,7 @@ class Option:
 
     shape: the mesh [ring, heads]. pairs: allowed pairs that it computes, over batch elements and heads.
     forward, backward: bytes that it sends in each. steps: exchanges that it takes part in, forward.
-    memory: bytes held at the fullest moment, forward and backward.
+    memory: bytes that have to be held at the fullest moment, forward and backward; a run holds more.
     seconds: estimated for a forward and a backward pass of the slowest rank.
     """
 
