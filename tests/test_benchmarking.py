@@ -447,8 +447,6 @@ class TestCompetitors:
 
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     def test_onnxruntime_gives_the_right_numbers(self, causal: bool) -> None:
-        pytest.importorskip("onnx")
-        pytest.importorskip("onnxruntime")
         one = tiny(q_len=200, mask=masks.causal if causal else None)
         found = entries(runs.run(one, hurried(others=("onnxruntime",))))["onnxruntime"]
         assert found["ok"], found
