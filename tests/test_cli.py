@@ -20,6 +20,7 @@ from undivided.cli._app import app
 from undivided.cli._batch import embed
 from undivided.cli._mask_words import parse
 from undivided.cli._terminal import human, shaded
+from undivided.kernels import cpu
 
 QUICK = ["demo", "--documents", "5", "--longest", "128", "--rounds", "0"]
 
@@ -137,6 +138,11 @@ class TestDoctor:
         assert {row["name"] for row in found["backends"]} == {row.name for row in undivided.backends()}
         for row in found["backends"]:
             assert row["available"] or row["why_not"]
+
+    def test_says_which_level_of_the_native_kernel_runs(self) -> None:
+        library = cpu.load()
+        level = "not loaded" if isinstance(library, str) else f"level {library.level}"
+        assert level in answer("doctor")["machine"]["native kernel"]
 
     def test_text_names_every_backend(self) -> None:
         done = run("doctor")
