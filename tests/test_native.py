@@ -189,7 +189,9 @@ def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
 def test_many_keys_weigh_as_much_early_as_late() -> None:
     # rescaling earlier sums by a 2^0 that is not exactly 1, once a tile, would let the first keys fade
     torch.manual_seed(3)
-    q, k, v = (torch.randn(1, 8, n, 16) for n in (256, 8192, 8192))  # so many rows that the keys are not divided
+    q, k, v = (
+        torch.randn(1, 8, n, 16) for n in (256, 8192, 8192)
+    )  # so many rows that the keys are not divided
     want, _ = oracle(q, k, v, torch.ones(1, 1, 256, 8192, dtype=torch.bool))
     out = undivided.attention(q, k, v, layout="bhsd", backend="native")
     assert apart(out, want) < 6e-7

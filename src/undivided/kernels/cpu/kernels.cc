@@ -16,7 +16,7 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill.
+// The same for prefill and gradients.
 template <class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
@@ -64,29 +64,20 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
   });
 }
 
-// The same for gradients.
-template <class F>
-INLINE auto with_key_mode(int64_t dtype, F f) {
-#if defined(UNDIVIDED_AMX)
-  return dtype == kBFloat16 ? f(Tiled<BFloat16>()) : f(Tiled<Float16>());
-#else
-  return with_mode(dtype, f);
-#endif
-}
 int64_t packed_bytes(const Attention& a) {
-  return with_key_mode(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
+  return with_block_mode(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
 }
 int64_t key_scratch(const Backward& p) {
-  return with_key_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
+  return with_block_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
 }
 void rows_before(const Backward& p, int64_t head, int64_t row_block) {
-  with_key_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head, row_block); });
+  with_block_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head, row_block); });
 }
 void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
-  with_key_mode(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
+  with_block_mode(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
 }
 void rows_after(const Backward& p, int64_t head, int64_t row_block) {
-  with_key_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head, row_block); });
+  with_block_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head, row_block); });
 }
 
 // Let the compiler believe that x is needed.

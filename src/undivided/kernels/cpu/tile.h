@@ -36,22 +36,28 @@ INLINE Scalar fetch(const T* p) {
   return x;
 }
 
+// acc[i][lanes] += sum over c < count of a[i * row + c * next] (broadcast) * b[c][lanes], for i < N.
+template <class Arith, int N, int V, class T>
+INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
+  for (int64_t c = 0; c < count; c++) {
+    Vec y[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) y[v] = load(b + c * kPanel + v * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      auto x = fetch<typename Arith::Scalar>(a + i * row + c * next);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) Arith::add(acc[i][v], x, y[v]);
+    }
+  }
+}
+
 // st[i][rows] for i < N keys; `step` elements of T make one Scalar.
 template <class Arith, int N, class T>
 INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][kVectors] = {};
-  for (int64_t d = 0; d < count; d++) {
-    Vec q[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) q[v] = load(qt + d * kPanel + v * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-      auto x = fetch<typename Arith::Scalar>(k + i * stride + d * step);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) Arith::add(acc[i][v], x, q[v]);
-    }
-  }
+  accumulate<Arith>(acc, k, stride, step, qt, count);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
@@ -85,17 +91,7 @@ template <class Arith, int N, class T>
 INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int64_t count, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][kVectors] = {};
-  for (int64_t j = 0; j < count; j++) {
-    Vec p[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) p[v] = load(pt + j * kPanel + v * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-      auto x = fetch<typename Arith::Scalar>(v_tile + j * stride + i * step);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) Arith::add(acc[i][v], x, p[v]);
-    }
-  }
+  accumulate<Arith>(acc, v_tile, step, stride, pt, count);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
@@ -137,21 +133,7 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel
                      float* out) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T), depth = kPanel / step;
   Vec acc[N][V] = {};
-  for (int n = 0; n < count; n++) {
-    const T* at = a + slot[n] * a_slot;
-    const float* from = b + panel[n] * b_panel;
-    for (int64_t r = 0; r < depth; r++) {
-      Vec y[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) y[v] = load(from + r * kPanel + v * kLanes);
-#pragma GCC unroll 8
-      for (int i = 0; i < N; i++) {
-        auto x = fetch<typename Arith::Scalar>(at + i * kPanel + r * step);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) Arith::add(acc[i][v], x, y[v]);
-      }
-    }
-  }
+  for (int n = 0; n < count; n++) accumulate<Arith>(acc, a + slot[n] * a_slot, kPanel, step, b + panel[n] * b_panel, depth);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
