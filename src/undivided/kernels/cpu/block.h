@@ -222,7 +222,7 @@ static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t
 template <class Mode>
 static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt) {
   typedef typename Mode::T T;
-  for (int v = 0; v < kVectors; v++) {
+  for (int v = 0; v * kLanes < rows; v++) {
     const T* row[kLanes] = {};
     for (int i = 0; i < smaller_of(rows - v * kLanes, kLanes); i++) {
       int64_t virtual_row = block.row + first + v * kLanes + i;
@@ -246,10 +246,10 @@ template <class Mode>
 static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                        const float* most, const float* total) {
   typedef typename Mode::T T;
-  for (int v = 0; v < kVectors; v++) {
+  for (int v = 0; v * kLanes < rows; v++) {
     T* row[kLanes];
     Vec inverse = {};
-    int64_t count = larger_of(0, smaller_of(rows - v * kLanes, kLanes));
+    const int64_t count = smaller_of(rows - v * kLanes, kLanes);
     for (int i = 0; i < count; i++) {
       int64_t virtual_row = block.row + first + v * kLanes + i;
       int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
@@ -376,8 +376,7 @@ static void apply_extra(const Attention& a, const float* extra, int64_t keys, fl
 }
 
 static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float factor, float* st) {
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; v++) {
+  for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
     for (int i = 0; i < 4; i++)
       bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
@@ -403,22 +402,22 @@ INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | r
 
 // Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
 // sums so far shrink by.
-template <class Arith, bool kDrops>
-static __attribute__((noinline)) void soften(float* st, int64_t keys, float factor, const Kept* kept, float* most,
-                                             float* total, Vec* decay) {
-  Vec high[2][kVectors], sum[kVectors] = {};
-  for (int v = 0; v < kVectors; v++) high[0][v] = high[1][v] = splat(-kInfinity);
+template <class Arith, bool kDrops, int V>
+static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, float factor, const Kept* kept, float* most,
+                                                     float* total, Vec* decay) {
+  Vec high[2][V], sum[V] = {};
+  for (int v = 0; v < V; v++) high[0][v] = high[1][v] = splat(-kInfinity);
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++)
+      for (int v = 0; v < V; v++)
         high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes) * factor, high[i][v]);
   for (; j < keys; j++)
-    for (int v = 0; v < kVectors; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes) * factor, high[0][v]);
-  Vec base[kVectors];
-  for (int v = 0; v < kVectors; v++) {
+    for (int v = 0; v < V; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes) * factor, high[0][v]);
+  Vec base[V];
+  for (int v = 0; v < V; v++) {
     Vec before = load(most + v * kLanes), now = larger(larger(high[0][v], high[1][v]), before);
     base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
     decay[v] = before == base[v] ? splat(1) : exp2_of_negative(before - base[v]);  // the polynomial's 2^0 is not quite 1
@@ -427,7 +426,7 @@ static __attribute__((noinline)) void soften(float* st, int64_t keys, float fact
   if constexpr (Arith::kPairs) {
     for (j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
+      for (int v = 0; v < V; v++) {
         const float* s = st + j * kPanel + v * kLanes;
         Vec even = exp2_of_negative(load(s) * factor - base[v]);
         Vec odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
@@ -438,14 +437,21 @@ static __attribute__((noinline)) void soften(float* st, int64_t keys, float fact
   } else {
     for (j = 0; j < keys; j++)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
+      for (int v = 0; v < V; v++) {
         float* s = st + j * kPanel + v * kLanes;
         Vec p = exp2_of_negative(load(s) * factor - base[v]);
         sum[v] += p;
         store(s, kDrops ? surviving(kept[j * kVectors + v], p) : p);
       }
   }
-  for (int v = 0; v < kVectors; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
+  for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
+}
+template <class Arith>
+static void soften(float* st, int64_t keys, float factor, const Kept* kept, float* most, float* total, int vectors, Vec* decay) {
+  with_vectors(vectors, [&](auto v) {
+    auto chosen = kept ? soften_vectors<Arith, true, v.value> : soften_vectors<Arith, false, v.value>;
+    chosen(st, keys, factor, kept, most, total, decay);
+  });
 }
 
 // ---- the driver
@@ -529,7 +535,7 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
   score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
-                    tile.k_stride, q_depth<Mode>(a), keys, st, &next);
+                    tile.k_stride, q_depth<Mode>(a), keys, st, p.vectors(), &next);
   bool covered = (p.covered[0][0] <= start && stop <= p.covered[0][1]) ||
                  (p.covered[1][0] <= start && stop <= p.covered[1][1]);
   if (extras || a.softcap != 0) {
@@ -546,12 +552,8 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
   }
   Vec decay[kVectors];
   float *most = w.most + index * kPanel, *total = w.total + index * kPanel;
-  if (a.dropout) {
-    draw_tile(a, block.batch, w.drops[index], start, stop, w.kept + front * kVectors);
-    soften<Arith, true>(w.scores, front + keys + back, factor, w.kept, most, total, decay);
-  } else {
-    soften<Arith, false>(w.scores, front + keys + back, factor, nullptr, most, total, decay);
-  }
+  if (a.dropout) draw_tile(a, block.batch, w.drops[index], start, stop, w.kept + front * kVectors);
+  soften<Arith>(w.scores, front + keys + back, factor, a.dropout ? w.kept : nullptr, most, total, p.vectors(), decay);
 
   const typename Mode::Tile* v;
   int64_t v_stride = tile.v_stride, v_group = tile.v_group;
@@ -568,7 +570,7 @@ static void panel_step(const Attention& a, const RowBlock& block, int64_t index,
     v = tile.v + (start - tile.start) * v_stride;
   }
   weigh_tile<Arith>(w.scores, v, v_stride, Arith::kPairs ? (front + keys + back) / 2 : keys, a.v_dim, decay,
-                    w.ot + index * a.v_dim * kPanel, v_group, &next);
+                    w.ot + index * a.v_dim * kPanel, v_group, p.vectors(), &next);
 }
 
 template <class Mode>  // on AMX, in tiled.h

@@ -18,6 +18,8 @@ struct Panel {
   int segments, next;     // next: the first segment that the tiles to come may touch
   Segment segment[kMostSegments];
 
+  // That hold its rows.
+  int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
   // Whether every row sees keys [from, to) through one of its ranges.
   bool covers(int64_t from, int64_t to) const {
     return (covered[0][0] <= from && to <= covered[0][1]) || (covered[1][0] <= from && to <= covered[1][1]);

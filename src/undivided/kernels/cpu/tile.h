@@ -6,7 +6,10 @@
 // so K and V are read in place at any row stride, no size needs padding, and max, sum, mask and rescale need no shuffles.
 // kBroadcasts x kVectors accumulators stay in registers; each step loads kVectors vectors and kBroadcasts scalars for
 // kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the contracted axis.
+// A panel with few rows takes only the `vectors` that hold them; the rest of its lanes is neither read nor written.
 #pragma once
+
+#include <type_traits>
 
 #include "vec.h"
 
@@ -28,6 +31,15 @@ struct Dot {
   }
 };
 #endif
+
+// Call `f` with the constant V = vectors, 1 to kVectors.
+template <class F>
+INLINE void with_vectors(int vectors, F f) {
+  static_assert(kVectors <= 3, "one case each");
+  if (vectors == kVectors) f(std::integral_constant<int, kVectors>());
+  else if (vectors == 1) f(std::integral_constant<int, 1>());
+  else f(std::integral_constant<int, 2>());
+}
 
 template <class Scalar, class T>
 INLINE Scalar fetch(const T* p) {
@@ -53,15 +65,15 @@ INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, 
 }
 
 // st[i][rows] for i < N keys; `step` elements of T make one Scalar.
-template <class Arith, int N, class T>
+template <class Arith, int N, int V, class T>
 INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][kVectors] = {};
+  Vec acc[N][V] = {};
   accumulate<Arith>(acc, k, stride, step, qt, count);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
+    for (int v = 0; v < V; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
 }
 
 // What a micro-kernel may do besides, once for every kBroadcasts keys or columns.
@@ -69,54 +81,67 @@ struct Nothing {
   inline __attribute__((always_inline)) void step() {}
 };
 
-// The scores of `keys` keys; count is the contracted length in Scalars.
-template <class Arith, class T, class Besides = Nothing>
-static __attribute__((noinline)) void score_tile(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
-                                                 float* st, Besides* besides = nullptr) {
+template <class Arith, int V, class T, class Besides>
+static __attribute__((noinline)) void score_vectors(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
+                                                    float* st, Besides* besides) {
   int64_t j = 0;
   for (; j + kBroadcasts <= keys; j += kBroadcasts) {
     if (besides) besides->step();
-    score_keys<Arith, kBroadcasts>(qt, k + j * stride, stride, count, st + j * kPanel);
+    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
   }
   if (kBroadcasts > 4 && j + 4 <= keys) {
-    score_keys<Arith, 4>(qt, k + j * stride, stride, count, st + j * kPanel);
+    score_keys<Arith, 4, V>(qt, k + j * stride, stride, count, st + j * kPanel);
     j += 4;
   }
-  for (; j < keys; j++) score_keys<Arith, 1>(qt, k + j * stride, stride, count, st + j * kPanel);
+  for (; j < keys; j++) score_keys<Arith, 1, V>(qt, k + j * stride, stride, count, st + j * kPanel);
+}
+// The scores of `keys` keys; count is the contracted length in Scalars.
+template <class Arith, class T, class Besides = Nothing>
+static void score_tile(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys, float* st,
+                       int vectors = kVectors, Besides* besides = nullptr) {
+  with_vectors(vectors, [&](auto v) { score_vectors<Arith, v.value>(qt, k, stride, count, keys, st, besides); });
 }
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
 // added: one chain over all keys would let the error grow with their number.
-template <class Arith, int N, class T>
+template <class Arith, int N, int V, class T>
 INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int64_t count, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][kVectors] = {};
+  Vec acc[N][V] = {};
   accumulate<Arith>(acc, v_tile, step, stride, pt, count);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) {
+    for (int v = 0; v < V; v++) {
       float* o = ot + i * kPanel + v * kLanes;
       store(o, load(o) * decay[v] + acc[i][v]);
     }
 }
 
-// V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
-template <class Arith, class T, class Besides = Nothing>
-static __attribute__((noinline)) void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t count, int64_t columns,
-                                                 const Vec* decay, float* ot, int64_t group = 0, Besides* besides = nullptr) {
+template <class Arith, int V, class T, class Besides>
+static __attribute__((noinline)) void weigh_vectors(const float* pt, const T* v, int64_t stride, int64_t count,
+                                                    int64_t columns, const Vec* decay, float* ot, int64_t group,
+                                                    Besides* besides) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   if (group == 0) group = kBroadcasts * step;
   int64_t d = 0;
   for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
     if (besides) besides->step();
-    weigh_columns<Arith, kBroadcasts>(pt, v, stride, count, decay, ot + d * kPanel);
+    weigh_columns<Arith, kBroadcasts, V>(pt, v, stride, count, decay, ot + d * kPanel);
   }
   if (kBroadcasts > 4 && d + 4 <= columns) {
-    weigh_columns<Arith, 4>(pt, v, stride, count, decay, ot + d * kPanel);
+    weigh_columns<Arith, 4, V>(pt, v, stride, count, decay, ot + d * kPanel);
     d += 4, v += 4 * step;
   }
-  for (; d < columns; d++, v += step) weigh_columns<Arith, 1>(pt, v, stride, count, decay, ot + d * kPanel);
+  for (; d < columns; d++, v += step) weigh_columns<Arith, 1, V>(pt, v, stride, count, decay, ot + d * kPanel);
+}
+// V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
+template <class Arith, class T, class Besides = Nothing>
+static void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t count, int64_t columns, const Vec* decay, float* ot,
+                       int64_t group = 0, int vectors = kVectors, Besides* besides = nullptr) {
+  with_vectors(vectors, [&](auto n) {
+    weigh_vectors<Arith, n.value>(pt, v, stride, count, columns, decay, ot, group, besides);
+  });
 }
 
 // The tiles of several panels of rows that meet the same keys: which keys of the tile each sees.
@@ -153,9 +178,9 @@ static __attribute__((noinline)) void add_tile(const T* a, int64_t a_slot, const
       if (slots.start[n] < j + kBroadcasts && slots.stop[n] > j) slot[count] = n, panel[count++] = slots.panel[n];
     const T* at = a + j * kPanel;
     float* to = out + j * kPanel;
-    if (vectors == kVectors) add_keys<Arith, kBroadcasts, kVectors>(at, a_slot, b, b_panel, slot, panel, count, to);
-    else if (kVectors > 2 && vectors == 2) add_keys<Arith, kBroadcasts, 2>(at, a_slot, b, b_panel, slot, panel, count, to);
-    else add_keys<Arith, kBroadcasts, 1>(at, a_slot, b, b_panel, slot, panel, count, to);
+    with_vectors(vectors, [&](auto v) {
+      add_keys<Arith, kBroadcasts, v.value>(at, a_slot, b, b_panel, slot, panel, count, to);
+    });
   }
 }
 
