@@ -1,0 +1,71 @@
+// How K and V reach the micro-kernels, and what sizes follow from that.
+#pragma once
+
+#include "attention.h"
+#include "tile.h"
+
+namespace {
+
+using undivided::kTile;
+using undivided::RowBlock;
+
+struct Direct {  // fp32, in place
+  typedef float T;
+  typedef Fma Arith;
+  typedef float Tile;
+  static constexpr bool kConvertsK = false, kTiled = false;
+};
+template <class Half>
+struct Widened {  // 16 bits converted to fp32, tile by tile
+  typedef Half T;
+  typedef Fma Arith;
+  typedef float Tile;
+  static constexpr bool kConvertsK = true, kTiled = false;
+};
+#if defined(__AVX512BF16__)
+struct Paired {  // bf16 dot products: K in place (pairs along d), V interleaved (pairs of keys)
+  typedef BFloat16 T;
+  typedef Dot Arith;
+  typedef uint32_t Tile;
+  static constexpr bool kConvertsK = false, kTiled = false;
+};
+#endif
+#if defined(UNDIVIDED_AMX)
+struct TilePairs {
+  static constexpr bool kPairs = true;
+};
+template <class Half>
+struct Tiled {  // AMX: K in place, V transposed
+  typedef Half T;
+  typedef TilePairs Arith;
+  typedef char Tile;
+  static constexpr bool kConvertsK = false, kTiled = true;
+};
+#endif
+
+// Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
+template <class Mode>
+constexpr int64_t kKeyStep = Mode::kTiled ? 32 : 1;
+template <class Mode>
+constexpr int64_t kDkStep = Mode::kTiled ? 32 : 1;
+template <class Mode>
+constexpr int64_t kDvStep = Mode::kTiled ? 16 : 1;
+
+INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
+
+// Elements along Dk of Qt, in 32-bit lanes.
+template <class Mode>
+INLINE int64_t q_depth(const Attention& a) {
+  const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>);
+  return Mode::Arith::kPairs ? (dim + 1) / 2 : dim;
+}
+// Elements along Dv of Ot.
+template <class Mode>
+INLINE int64_t o_depth(const Attention& a) {
+  return round_up(a.v_dim, kDvStep<Mode>);
+}
+
+}  // namespace

@@ -1,0 +1,101 @@
+// Scores of a tile become weights.
+#pragma once
+
+#include "dropout.h"
+#include "panel.h"
+
+namespace {
+
+static void apply_extra(const Attention& a, const float* extra, int64_t keys, float* st) {
+  const float scale = (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
+  for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
+    Vec x = load(st + i);
+    x = cap != 0 ? tanh_of(x * inverse) * (cap * kLog2E) : x * (scale * kLog2E);
+    if (extra) {
+      Vec e = load(extra + i);
+      x = e == -kInfinity ? e : x + e;
+    }
+    store(st + i, x);
+  }
+}
+
+static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float factor, float* st) {
+  for (int v = 0; v < p.vectors(); v++) {
+    IVec bound[4];
+    for (int i = 0; i < 4; i++)
+      bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
+    for (int64_t j = 0; j < keys; j++) {
+      IVec key = isplat((int32_t)(start + j));
+      IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
+      float* s = st + j * kPanel + v * kLanes;
+      store(s, allowed ? load(s) * factor : splat(-kInfinity));
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+INLINE Vec pair_bf16(Vec even, Vec odd) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (Vec)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+#else
+INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | rounded_to_bf16(odd) << 16); }
+#endif
+
+// Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
+// sums so far shrink by.
+template <class Arith, bool kDrops, int V>
+static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, float factor, const Kept* kept, float* most,
+                                                     float* total, Vec* decay) {
+  Vec high[2][V], sum[V] = {};
+  for (int v = 0; v < V; v++) high[0][v] = high[1][v] = splat(-kInfinity);
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++)
+        high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes) * factor, high[i][v]);
+  for (; j < keys; j++)
+    for (int v = 0; v < V; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes) * factor, high[0][v]);
+  Vec base[V];
+  for (int v = 0; v < V; v++) {
+    Vec before = load(most + v * kLanes), now = larger(larger(high[0][v], high[1][v]), before);
+    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
+    decay[v] = before == base[v] ? splat(1) : exp2_of_negative(before - base[v]);  // the polynomial's 2^0 is not quite 1
+    store(most + v * kLanes, now);
+  }
+  if constexpr (Arith::kPairs) {
+    for (j = 0; j < keys; j += 2)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        const float* s = st + j * kPanel + v * kLanes;
+        Vec even = exp2_of_negative(load(s) * factor - base[v]);
+        Vec odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
+        sum[v] += even + odd;
+        if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
+        store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
+      }
+  } else {
+    for (j = 0; j < keys; j++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        float* s = st + j * kPanel + v * kLanes;
+        Vec p = exp2_of_negative(load(s) * factor - base[v]);
+        sum[v] += p;
+        store(s, kDrops ? surviving(kept[j * kVectors + v], p) : p);
+      }
+  }
+  for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
+}
+template <class Arith>
+static void soften(float* st, int64_t keys, float factor, const Kept* kept, float* most, float* total, int vectors, Vec* decay) {
+  with_vectors(vectors, [&](auto v) {
+    auto chosen = kept ? soften_vectors<Arith, true, v.value> : soften_vectors<Arith, false, v.value>;
+    chosen(st, keys, factor, kept, most, total, decay);
+  });
+}
+
+}  // namespace
