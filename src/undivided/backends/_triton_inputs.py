@@ -96,12 +96,19 @@ class Inputs:
         self.sinks = (
             self._nothing() if operands.sinks is None else operands.sinks.detach().float().contiguous()
         )
-        seed = 0 if operands.dropout_seed is None else operands.dropout_seed
-        self.seed = torch.as_tensor(seed, dtype=torch.int64, device=self.q.device).reshape(1)
+        self.seed = self._seed(operands.dropout_seed)
 
     def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Stands for a tensor that the kernel does not read."""
         return torch.empty(1, dtype=dtype, device=self.operands.q.device)
+
+    def _seed(self, seed: int | Tensor | None) -> Tensor:
+        """int64 [1], filled in on the device: a number that is copied there waits for it."""
+        if seed is None:
+            return self._nothing(torch.int64)
+        if isinstance(seed, Tensor):
+            return seed.to(device=self.q.device, dtype=torch.int64).reshape(1)
+        return torch.full((1,), seed, dtype=torch.int64, device=self.q.device)
 
     def _row_slopes(self, slopes: Tensor) -> Tensor:
         """[B, H, Sq] fp32, a view where every sequence has the same slopes."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided.masks import NormalForm
+from undivided.masks._parts import is_traced
 
 _FAR = 2**31 - 1
 PAIRS_AT_ONCE = 1 << 22
@@ -31,6 +32,10 @@ class Tables(NamedTuple):
     columns: Tensor | None
 
 
+MOST_PLAIN = 64
+"""Tables of calls without a mask that are kept: a few lengths a layer kind, 32 bytes a block of rows each."""
+
+_plain: dict[object, Tables] = {}
 _known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
 
 
@@ -54,16 +59,37 @@ def of(
         rows = _row_table(
             normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact
         )
-        found = memory[key] = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
+        found = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
+        if not is_traced():
+            memory[key] = found
     return found
 
 
 def _every_pair(
     rows: int, kv_len: int, block_m: int, block_n: int, device: torch.device, always_masked: bool, columns: bool
 ) -> Tables:  # fmt: skip
-    tiles, whole = -(-kv_len // block_n), 0 if always_masked else kv_len // block_n
-    table = torch.tensor([0, 0, whole, tiles, 0, 0, 0, 0], dtype=torch.int32).to(device, non_blocking=True)
-    table = table.expand(1, max(-(-rows // block_m), 1), 8).contiguous()
+    key = (
+        -(-rows // block_m),
+        -(-kv_len // block_n),
+        0 if always_masked else kv_len // block_n,
+        device,
+        columns,
+    )
+    found = None if is_traced() else _plain.get(key)
+    if found is None:
+        found = _plain_tables(*key)
+        if not is_traced():
+            _plain[key] = found
+            if len(_plain) > MOST_PLAIN:
+                _plain.pop(next(iter(_plain)))
+    return found
+
+
+def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, columns: bool) -> Tables:
+    """Filled in on the device: numbers that are copied there wait for it."""
+    table = torch.zeros((1, max(blocks, 1), 8), dtype=torch.int32, device=device)
+    table[..., 2] = whole
+    table[..., 3] = tiles
     return Tables(table, column_table(table, tiles) if columns else None)
 
 

@@ -4,6 +4,7 @@ catalogue    what is timed, and the goals           competitors, onnx   who take
 timing       turns, medians, disturbed runs         peak                what the machine can do
 runs         one problem, from tensors to figures   overhead, memory    what a call costs, what it holds
 suites       all of it, into one report             report              the report as tables and Markdown
+tasks        one problem in a process of its own    __main__            all of it without the command line's packages
 
 Machines are shared and noisy: compare figures of one run with each other, not with those of another.
 """

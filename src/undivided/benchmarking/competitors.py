@@ -22,6 +22,7 @@ from undivided._policy import policy
 from undivided._problem import Operands, Problem, normalise
 from undivided._selection import decide
 from undivided.benchmarking.catalogue import Benchmark
+from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.verification.cases import Case
 from undivided.verification.inputs import Inputs, build
@@ -110,6 +111,10 @@ def competitors(
             made = make(prepared)
         except Absent as why:
             absent[name] = str(why)
+        except InputError:
+            raise
+        except Exception as error:  # a kernel that fails takes no part, and the others are timed
+            absent[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         else:
             found.append(made)
     return found, absent

@@ -6,7 +6,8 @@
   the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32. Matrix units
   (AMX) do more than twice that from registers alone, at a rate that no product of matrices in memory comes near.
 - Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, so that what a cache
-  holds of one it holds of the other.
+  holds of one it holds of the other. On a GPU a copy between two halves of such a buffer, bytes read and written counted, for
+  that is what its memory does at most; at least 1 GiB, which no cache holds.
 """
 
 from __future__ import annotations
@@ -32,8 +33,14 @@ BURST = 0.012
 SIDE = 2048
 """Rows of the matrices of a product: 8 MiB each in half types, beyond which the rate no longer rises."""
 
+GPU_SIDE = 8192
+"""The same on a GPU: smaller products do not fill it, and take less than the events around them cost."""
+
 TILES = "amx"
 """The level of the native library that computes in matrix units."""
+
+COPIED = 1 << 30
+"""Bytes that a copy moves at least: more than twenty times the level-2 cache of a large GPU."""
 
 PATIENCE = 0.1
 """Seconds after which no further product or read begins; there are at least two."""
@@ -84,6 +91,9 @@ def reading(size: int, device: str = "cpu") -> Probe:
     >>> reading(1 << 20).what
     'read of 1 MiB'
     """
+    if device != "cpu":
+        size = max(size, COPIED)
+        return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy(size, device))
     buffer = torch.ones(max(size // 4, 1), device=device)
     return Probe(f"read of {round(size / 2**20)} MiB", "B/s", lambda: read(buffer))
 
@@ -105,10 +115,17 @@ def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:
     return Reading(statistics.median(rates), share)
 
 
-def matrix_product(dtype: torch.dtype, device: str = "cpu", side: int = SIDE) -> Reading:
+def matrix_product(dtype: torch.dtype, device: str = "cpu", side: int | None = None) -> Reading:
     """Operations a second of large matrix products."""
+    side = side or (SIDE if device == "cpu" else GPU_SIDE)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return _rate(2 * side**3, lambda: torch.mm(a, b), device)
+
+
+def copy(size: int, device: str) -> Reading:
+    """Bytes a second, read and written, of a copy from one half of `size` bytes to the other."""
+    source, target = torch.ones(2, max(size // 2, 1), dtype=torch.uint8, device=device)
+    return _rate(2 * source.numel(), lambda: target.copy_(source), device)
 
 
 def read(buffer: Tensor) -> Reading:

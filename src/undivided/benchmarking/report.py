@@ -18,6 +18,7 @@ Case = Mapping[str, Any]
 TITLES = {
     "forward": "Forward", "backward": "Backward alone", "mask": "Masks and scores", "decode": "Decoding",
     "small": "Small problems", "overhead": "Overhead of a call", "memory": "Memory",
+    "gpu": "On a GPU", "gpu-decode": "Decoding on a GPU",
 }  # fmt: skip
 
 WORST = 8

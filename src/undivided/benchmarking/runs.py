@@ -73,6 +73,9 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
             "share": min(timed.before.share, timed.after.share), "used": timed.peak,
             "attempts": timed.attempts, "contended": timed.contended}  # fmt: skip
     case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
+    if benchmark.goal.pairs is not None:
+        problem = prepared.problem
+        case["share_of_pairs"] = _pairs(prepared) / (problem.batch * problem.q_len * problem.kv_len)
     _with_figures(case, seconds, benchmark)
     return case
 
@@ -221,9 +224,30 @@ def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
         found.append(
             _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
         )
+    found += _goals_of_the_kernel(entries, benchmark)
+    if goal.pairs is not None and case.get("share_of_pairs") and "without" in entries:
+        predicted = entries["without"]["seconds"] * case["share_of_pairs"]
+        found.append(_goal("x its pairs", goal.pairs, ours["seconds"] / predicted, at_most=True))
+    others = [entry["of_ours"] for name, entry in entries.items() if name not in ("undivided", "without")]
+    if goal.best is not None and others:
+        found.append(_goal("x the best other", goal.best, 1 / min(others), at_most=True))
     if goal.allowance is not None and "sdpa" in entries:
         allowed = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
         found.append(_goal("seconds", allowed, ours["seconds"], at_most=True))
+    return found
+
+
+def _goals_of_the_kernel(entries: Mapping[str, Entry], benchmark: Benchmark) -> list[dict[str, Any]]:
+    """Those of our own GPU kernel: chosen, or timed beside what was."""
+    goal, chosen = benchmark.goal, entries["undivided"]
+    kernel = chosen if chosen["label"] == "triton" else entries.get("triton")
+    if kernel is None:
+        return []
+    found = [] if goal.kernel is None else [_goal("peak by triton", goal.kernel, kernel["fraction"])]
+    for name, factor in goal.kernel_faster:
+        if name in entries:
+            ratio = entries[name]["seconds"] / kernel["seconds"]
+            found.append(_goal(f"x {name} by triton", factor, ratio))
     return found
 
 

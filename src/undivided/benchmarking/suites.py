@@ -112,17 +112,22 @@ def execute(
         The report; "failed" says why the overhead or the memory is not in it, where it was asked for.
     """
     with _threads(threads):
-        report: dict[str, Any] = {
-            "schema": SCHEMA, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": machine(settings.device), "commit": commit(), "quick": planned.quick,
-            "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
-            "interrupted": False, "failed": {}, "cases": [],
-        }  # fmt: skip
+        report = begun(planned, settings)
         try:
             _fill(report, planned, settings, step)
         except KeyboardInterrupt:
             report["interrupted"] = True
     return report
+
+
+def begun(planned: Plan, settings: Settings) -> dict[str, Any]:
+    """A report without a case: where and when, of what, and how."""
+    return {
+        "schema": SCHEMA, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(settings.device), "commit": commit(), "quick": planned.quick,
+        "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
+        "interrupted": False, "failed": {}, "cases": [],
+    }  # fmt: skip
 
 
 def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Callable[[str], None]) -> None:

@@ -37,6 +37,7 @@ from undivided.masks._parts import (
     Remembers,
     as_integer,
     find_predicate,
+    is_captured,
     is_traced,
     readable,
     versions,
@@ -398,8 +399,12 @@ class Mask(Remembers):
         return None if now is None else (now, _Identical(captured))
 
     def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
-        """``build(*arguments)``, or its last result for this key if no tensor has changed since."""
-        if is_traced():
+        """``build(*arguments)``, or its last result for this key if no tensor has changed since.
+
+        In a CUDA graph tensors on the GPU are read again at every replay, so that lengths may change between them; those of
+        the CPU cannot be read there, and what was worked out before the capture stands.
+        """
+        if is_traced() and not (is_captured() and self._is_on_host()):
             return build(*arguments)
         now: object = ()
         if self.parts:
@@ -415,6 +420,10 @@ class Mask(Remembers):
         if len(memory) > OWN_ENTRIES:
             memory.pop(next(iter(list(memory))), None)
         return result
+
+    def _is_on_host(self) -> bool:
+        """Whether it has tensors, all on the CPU."""
+        return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,8 +53,17 @@ def readable(*tensors: Tensor | None) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile or torch.func looks on: what is made now means nothing to the next call."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.compile, torch.func or a CUDA graph looks on: what is made now means nothing to the next call."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_captured()
+    )
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: nothing is computed until it is replayed, and then in memory of its own."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

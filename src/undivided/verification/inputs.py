@@ -6,6 +6,7 @@ Values are drawn in one order of axes and then laid out, so that a case has the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,14 +100,24 @@ def build(
     return Inputs(case, arguments, _contiguous(grad_out, case), grad_lse if case.return_lse else None)
 
 
+_LARGE = 1 << 22
+"""Entries from which a GPU draws its own: a processor takes seconds for the keys of a long sequence."""
+
+
 class _Draw:
-    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same."""
+    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same, but large ones."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.dtype, self._device = dtype, device
+        self.dtype, self._device, self._seed = dtype, torch.device(device), seed
+        self._large: torch.Generator | None = None
 
     def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        if self._device.type == "cuda" and math.prod(shape) >= _LARGE:
+            if self._large is None:
+                self._large = torch.Generator(self._device).manual_seed(self._seed)
+            drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self._device)
+            return drawn.mul_(scale).to(dtype or self.dtype)
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
         return values.to(dtype or self.dtype).to(self._device)
 

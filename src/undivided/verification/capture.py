@@ -1,0 +1,211 @@
+"""What a call on a GPU must not do: wait for the device, or break a CUDA graph or torch.compile.
+
+    no-sync     the second call, forward and backward, with PyTorch's synchronisation checks set to raise
+    graph       forward and backward captured once, replayed on other values (and other lengths) in the same memory
+    compile     ``torch.compile(fullgraph=True)`` of the public call, forward and backward
+
+    python -m undivided.verification.capture --device cuda --jobs 4 --json capture.json
+
+Each check runs for each backend that can compute the problem, and for the library's own choice ("chosen").
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided._machine import Machine
+from undivided.errors import NoBackendError
+from undivided.functional import attention
+from undivided.verification.contract import COMPILES, available
+from undivided.verification.lines import Line, Lines, Task, in_processes, pending
+
+CHOSEN = "chosen"
+PATIENCE = 240.0
+
+_attend: Callable[..., Tensor] = attention
+
+
+class Held(NamedTuple):
+    """A problem in fixed memory: what `attention` takes, the leaves that are differentiated, and new values for all of it."""
+
+    arguments: dict[str, Any]
+    leaves: tuple[Tensor, ...]
+    grad: Tensor
+    change: Callable[[], None]
+
+
+def _held(device: str, *, q_len: int, kv_len: int, layout: str = "bshd", batch: int = 2, train: bool = True,
+          mask: Callable[[], tuple[Any, Callable[[], None]]]) -> Held:  # fmt: skip
+    """4 query and 2 key/value heads of size 64, bf16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int, heads: int) -> Tensor:
+        shape = (length, heads, 64) if layout == "thd" else (batch, length, heads, 64)
+        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+    leaves = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2)
+    grad = draw(q_len, 4)
+    made, change_mask = mask()
+
+    def change() -> None:
+        with torch.no_grad():
+            for tensor in (*leaves, grad):
+                tensor.copy_(draw(tensor.shape[-3], tensor.shape[-2]))
+        change_mask()
+
+    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": made}
+    return Held(arguments, tuple(leaf.requires_grad_() for leaf in leaves) if train else (), grad, change)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _lengths(device: str) -> tuple[Any, Callable[[], None]]:
+    lengths = torch.tensor([300, 17], dtype=torch.int32, device=device)
+
+    def change() -> None:
+        lengths.sub_(5)
+
+    return masks.lengths(lengths) & masks.causal("bottom_right"), change
+
+
+def _documents(device: str) -> tuple[Any, Callable[[], None]]:
+    offsets = torch.tensor([0, 70, 200, 256], dtype=torch.int32, device=device)
+    return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _nothing
+
+
+PROBLEMS: dict[str, Callable[[str], Held]] = {
+    "full": lambda device: _held(device, q_len=200, kv_len=300, mask=lambda: (None, _nothing)),
+    "causal": lambda device: _held(device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing)),
+    "window-global": lambda device: _held(
+        device, q_len=256, kv_len=256, mask=lambda: (masks.window(32, 0) | masks.prefix(4), _nothing)
+    ),
+    "documents": lambda device: _held(
+        device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)
+    ),
+    "decode-lengths": lambda device: _held(
+        device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)
+    ),
+}
+
+
+def _step(held: Held, backend: str | None) -> tuple[Tensor, ...]:
+    """Output, and gradients where the problem has any."""
+    out = _attend(**held.arguments, backend=backend)
+    if not held.leaves:
+        return (out,)
+    return out.detach(), *torch.autograd.grad(out, held.leaves, held.grad)
+
+
+def _no_sync(held: Held, backend: str | None) -> None:
+    _step(held, backend)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(held, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _graph(held: Held, backend: str | None) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(
+            3
+        ):  # what is compiled and kept is so before the capture, as PyTorch's notes on graphs ask
+            _step(held, backend)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _step(held, backend)
+    for _ in range(2):
+        held.change()
+        graph.replay()
+        found = [x.clone() for x in captured]
+        _same(found, _step(held, backend))
+
+
+def _compiled(held: Held, backend: str | None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **given: _attend(**given), fullgraph=True)
+    out = compiled(**held.arguments, backend=backend)
+    found: tuple[Tensor, ...] = (out,)
+    if held.leaves:
+        found = (out.detach(), *torch.autograd.grad(out, held.leaves, held.grad))
+    _same(found, _step(held, backend))
+
+
+def _same(found: Any, wanted: Any) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+CHECKS: dict[str, Callable[[Held, str | None], None]] = {
+    "no-sync": _no_sync, "graph": _graph, "compile": _compiled,
+}  # fmt: skip
+
+
+def lines_of(task: Task) -> list[Line]:
+    """A line for each backend of one check ("check/problem"); the dtype is always bf16."""
+    check, problem = task.case.split("/")
+    return [
+        Line(task.case, task.dtype, name, *_verdict(check, problem, name, task.device))
+        for name in task.backends
+    ]
+
+
+def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tuple[str, ...]]:
+    try:
+        CHECKS[check](PROBLEMS[problem](device), None if name == CHOSEN else name)
+    except NoBackendError as refused:
+        return "refused", tuple(refused.decision.reasons.get(name, ())) or (str(refused),)
+    except Exception as error:
+        return "wrong", (f"raised {type(error).__name__}: {error}", traceback.format_exc(limit=-8))
+    return "right", ()
+
+
+def tasks(device: str) -> list[Task]:
+    """Every check of every problem, all backends of the machine in one."""
+    names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
+    return [
+        Task(device, f"{check}/{problem}", "bfloat16", (CHOSEN, *names))
+        for check in CHECKS for problem in PROBLEMS
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """The command; 1 where anything was wrong, 2 where some was not run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--filter", default="", help="only what has this in check/problem")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="end after this time")
+    parser.add_argument("--json", type=Path, help="write every line here, as it comes")
+    parser.add_argument("--resume", action="store_true", help="keep the lines of the file, run the rest")
+    arguments = parser.parse_args()
+    print(f"{Machine.this(arguments.device)}", flush=True)
+    planned = [task for task in tasks(arguments.device) if arguments.filter in task.case]
+    report = Lines(arguments.json, arguments.resume)
+    left = pending(planned, report.lines)
+    for line in in_processes(
+        left, lines_of, jobs=arguments.jobs, seconds=arguments.seconds, patience=PATIENCE
+    ):
+        report.add(line)
+    return report.end(planned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

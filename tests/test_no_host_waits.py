@@ -1,0 +1,181 @@
+"""A call on a GPU waits for nothing: no value is read on the host, no tensor is copied from or to it.
+
+Without a GPU: the calls run on meta tensors, which have no values to read, kernels are stood in for, and every operation that
+would wait is written down. Inside a CUDA graph such an operation is an error; outside of one it empties the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from undivided import _problem, masks
+from undivided._machine import Machine
+from undivided.backends import _triton_inputs, get
+from undivided.backends import _triton_tables as tables
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonzero")
+
+
+class Made(TorchFunctionMode):
+    """Writes down tensors that are made of numbers on the host for the device."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if made and torch.device(given.get("device") or "cpu").type != "cpu":
+            self.found.append(f"{func.__name__}({args[0]})")
+        return func(*args, **given)
+
+
+class Waits(TorchDispatchMode):
+    """Writes down what reads a value on the host, or copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = kwargs or {}, str(func)
+        if any(word in name for word in READS):
+            self.found.append(name)
+        source = args[1] if "aten.copy_" in name else args[0] if args else None
+        target = args[0].device if "aten.copy_" in name else given.get("device")
+        moves = ("_to_copy" in name or "aten.copy_" in name) and target is not None
+        if moves and torch.device(target).type != source.device.type:
+            self.found.append(f"{name} {tuple(source.shape)} from {source.device} to {target}")
+        if "index.Tensor" in name and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.found.append(f"{name} by a mask")
+        return func(*args, **given)
+
+
+def _int32(*values: int) -> Tensor:
+    """On the GPU, as training and serving loops hold them."""
+    return torch.zeros(len(values), dtype=torch.int32, device="meta")
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "full": lambda: None,
+    "causal": masks.causal,
+    "window": lambda: masks.window(16, 0),
+    "window-global": lambda: masks.window(16, 0) | masks.prefix(4),
+    "lengths": lambda: masks.lengths(_int32(3, 4)) & masks.causal("bottom_right"),
+    "documents": lambda: masks.documents(_int32(0, 3, 9), max_q=64, max_kv=64) & masks.causal(),
+    "dense": lambda: masks.dense(torch.ones(2, 1, 64, 64, dtype=torch.bool, device="meta")),
+    "ids": lambda: masks.document_ids(torch.zeros(2, 64, dtype=torch.int64, device="meta")),
+}
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "everything": lambda: {
+        "alibi_slopes": torch.ones(4, device="meta", requires_grad=True), "softcap": 20.0,
+        "sinks": torch.ones(4, device="meta", requires_grad=True), "dropout_p": 0.1, "dropout_seed": 7,
+        "bias": torch.zeros(1, 4, 64, 64, device="meta", requires_grad=True),
+    },
+}  # fmt: skip
+
+
+def _asked(name: str, train: bool, kv_heads: int = 2, **options: Any) -> tuple[Any, Any]:
+    packed = name == "documents"
+    shape = (64,) if packed else (2, 64)
+    q, k, v = (
+        torch.zeros(*shape, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=train)
+        for heads in (4, kv_heads, kv_heads)
+    )
+    return _problem.normalise(q, k, v, layout="thd" if packed else "bshd", mask=MASKS[name](), **options)
+
+
+def _waits(backend: Any, problem: Any, operands: Any) -> list[str]:
+    """What forward and backward, if there is one, wait for."""
+    with Waits() as waits, Made(waits.found), torch.no_grad():
+        result = backend.forward(problem, operands)
+        if "backward" in problem.features:
+            grad = torch.zeros_like(operands.q)
+            backend.backward(problem, operands, result, grad, None)
+    return waits.found
+
+
+class Launch:
+    """Stands for a Triton kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **named: None
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, "plain") for name in MASKS] + [(name, "everything") for name in MASKS if name != "documents"],
+)
+def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed, and the tables of a call without a mask, were made on the host and copied at every call."""
+    from undivided.kernels.triton import backward, forward
+
+    for module, names in ((forward, ("forward", "combine")), (backward, ("rows", "keys", "pairs"))):
+        for one in names:
+            monkeypatch.setattr(module, f"{one}_kernel", Launch())
+    monkeypatch.setattr(_triton_inputs, "processors", lambda device: 132)
+    monkeypatch.setattr(_triton_inputs, "architecture", lambda device: "sm90")
+    assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])
+def test_pytorchs_kernels(name: str) -> None:
+    h100, ran = Machine(device="cuda", compute_capability=(9, 0), cudnn="9.15.0"), []
+    for backend in ("torch_flash", "torch_efficient"):  # torch_cudnn's operator has no meta function
+        # the meta function of the efficient backward (torch 2.13) does not take its own operator's arguments
+        problem, operands = _asked(name, backend != "torch_efficient", kv_heads=4)
+        problem = problem._replace(device="cuda")
+        if not get(backend).reasons(problem, h100):
+            ran.append(backend)
+            assert _waits(get(backend), problem, operands) == [], backend
+    assert ran
+
+
+class TestCapture:
+    """What is remembered, and what is not, while a CUDA graph is captured: its kernels have not run yet."""
+
+    @pytest.fixture
+    def capturing(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+        def set_to(value: bool) -> None:
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: value)
+
+        set_to(False)
+        return set_to
+
+    def test_what_is_made_in_a_capture_is_not_remembered(self, capturing: Callable[[bool], None]) -> None:
+        """Its memory belongs to the graph and holds nothing before a replay: eager calls would read garbage."""
+        mask = masks.window(3, 1)
+        capturing(True)
+        form = mask.normal_form(1, 1, 40, 40, "cpu")
+        inside = tables.of(form, 40, 40, 16, 16, torch.device("cpu"))
+        plain = tables.of(None, 40, 40, 16, 16, torch.device("cpu"))
+        capturing(False)
+        assert mask.normal_form(1, 1, 40, 40, "cpu") is not form
+        assert tables.of(form, 40, 40, 16, 16, torch.device("cpu")) is not inside
+        assert tables.of(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
+
+    def test_lengths_on_the_gpu_are_read_again_by_the_graph(self, capturing: Callable[[bool], None]) -> None:
+        """What was worked out before the capture would hold the old lengths for ever."""
+        mask = masks.lengths(_int32(3, 4))
+        before = mask.normal_form(2, 1, 40, 40, "meta")
+        assert mask.normal_form(2, 1, 40, 40, "meta") is before
+        capturing(True)
+        assert mask.normal_form(2, 1, 40, 40, "meta") is not before
+
+    def test_lengths_on_the_cpu_are_taken_as_they_were(self, capturing: Callable[[bool], None]) -> None:
+        """A copy from the host is forbidden in a capture."""
+        mask = masks.lengths([3, 4])
+        before = mask.normal_form(2, 1, 40, 40, "meta")
+        capturing(True)
+        assert mask.normal_form(2, 1, 40, 40, "meta") is before
