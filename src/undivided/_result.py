@@ -89,6 +89,24 @@ def merge(
     return _layout.restore(out_BSHD, layout).contiguous(), lse
 
 
+def merge_into(total: Result, part: Result) -> None:
+    """`merge` of two, in place: ``total`` (in the precision of the softmax) becomes attention over the keys of both.
+
+    Takes two numbers a row and head of memory besides, where `merge` takes several outputs.
+
+    >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
+    >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
+    >>> merge_into(total, Result(torch.full((1, 2, 1, 4), 3.0), torch.zeros(1, 1, 2)))
+    >>> total.out.unique().tolist(), total.lse.exp().round().unique().tolist()
+    ([2.0], [2.0])
+    """
+    lse = torch.logaddexp(total.lse, part.lse.to(total.lse.dtype))
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
+    total.out.mul_(keep).addcmul_(part.out.to(total.out.dtype), take)
+    total.lse.copy_(lse)
+
+
 def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     """What sinks multiply an output by: ``exp(lse) / (exp(lse) + exp(sink))``; lse is [.., H, S], sinks [H].
 

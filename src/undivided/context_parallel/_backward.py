@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided import _autograd, _layout
+from undivided._layout import Layout
 from undivided._result import Result, lse_dtype
 from undivided.context_parallel._call import (
     Call,
@@ -26,8 +27,9 @@ from undivided.context_parallel._call import (
     operands_of,
     within_share,
 )
-from undivided.context_parallel._index import add, count, unless_broadcast
+from undivided.context_parallel._index import Index, add, count, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
+from undivided.context_parallel.all_to_all import Wanted
 from undivided.context_parallel.collectives import Wait
 
 
@@ -45,10 +47,8 @@ class Backward:
         self.results = [Result(*part[-2:]) for part in parts]  # type: ignore[arg-type]
         self.precision = lse_dtype(call.problem.dtype)
         needs = call.operands.needs
-        self.dk, self.dv = (
-            self._zeros(t) if needed else None for t, needed in ((k, needs[1]), (v, needs[2]))
-        )
-        self.dq = [self._zeros(share.q) if needs[0] else None for share in self.shares]
+        self.dk, self.dv = (Total(t) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
+        self.dq = [Total(share.q) if needs[0] else None for share in self.shares]
         self.dbias = [self._zeros(share.bias) if needs[3] else None for share in self.shares]
         self.dsinks, self.dslopes = (
             torch.zeros(t.shape, dtype=self.precision, device=k.device) if t is not None and needed else None
@@ -66,14 +66,15 @@ class Backward:
         upstream = self._upstream(grad_out, grad_lse)
         returning: Wait = lambda: None  # noqa: E731
         for index, round_, k_r, v_r in arrivals(self.call, self.k, self.v):
-            dk_r, dv_r = (
-                None if total is None else self._zeros(t) for total, t in ((self.dk, k_r), (self.dv, v_r))
-            )
+            found = [None if total is None else Total(t) for total, t in ((self.dk, k_r), (self.dv, v_r))]
             for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
-                self._piece(round_, piece, run, (k_r, v_r), (dk_r, dv_r), upstream[piece.share])
+                self._piece(round_, piece, run, (k_r, v_r), found, upstream[piece.share])
+            del k_r, v_r
             returning()
-            returning = self._give_back(round_, dk_r, dv_r)
+            returning = self._give_back(round_, *found)
+            found.clear()
         returning()
+        upstream.clear()
         return self._finish()
 
     def _upstream(
@@ -116,7 +117,7 @@ class Backward:
 
     def _piece(
         self, round_: Round, piece: Piece, run: Run, keys: tuple[Tensor, Tensor],
-        totals: tuple[Tensor | None, Tensor | None], upstream: tuple[Tensor, Result, Tensor | None],
+        totals: Sequence[Total | None], upstream: tuple[Tensor, Result, Tensor | None],
     ) -> None:  # fmt: skip
         """One backward call of a backend, its gradients added where they belong."""
         backend, problem = run
@@ -128,83 +129,80 @@ class Backward:
             grad[:, piece.rows, heads], None if for_lse is None else for_lse[:, heads, piece.rows],
         )  # fmt: skip
         dq, dk, dv, dbias, _, dslopes = found
-        if (total := self.dq[piece.share]) is not None and dq is not None:
-            total[:, piece.rows, heads] += dq
         kv_heads = slice(
             piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start
         )
-        for total, part in zip(totals, (dk, dv), strict=True):
-            if total is not None and part is not None:
-                total[:, piece.keys, kv_heads] += part
+        for sum_, part, rows, some in (
+            (self.dq[piece.share], dq, piece.rows, heads),
+            (totals[0], dk, piece.keys, kv_heads),
+            (totals[1], dv, piece.keys, kv_heads),
+        ):
+            if sum_ is not None and part is not None:
+                sum_.add(part, rows, some)
         if (total := self.dbias[piece.share]) is not None and dbias is not None:
             total = unless_broadcast(unless_broadcast(total, 1, heads), 2, piece.rows)
             add(total, 3, slice(0, 1) if total.shape[3] == 1 else piece.key_index, dbias)
         if self.dslopes is not None and dslopes is not None:
             self.dslopes[..., piece.heads] += dslopes
 
-    def _give_back(self, round_: Round, dk_r: Tensor | None, dv_r: Tensor | None) -> Wait:
+    def _give_back(self, round_: Round, dk_r: Total | None, dv_r: Total | None) -> Wait:
         """Send gradients of keys to the ranks that hold them; the result waits for what others found for this rank's."""
         heads = heads_of(self.call, round_)
-        both = ((dk_r, self.dk), (dv_r, self.dv))
-        pairs = [(part, total[:, :, heads]) for part, total in both if part is not None and total is not None]
-        sizes = [0 if round_.own is None else count(round_.own), *(n for _, n in round_.receives)]
-        split = [_as_arrived(part, round_.order).split(sizes, 1) for part, _ in pairs]
+        both = [
+            (of, to) for of, to in ((dk_r, self.dk), (dv_r, self.dv)) if of is not None and to is not None
+        ]
+        own, *theirs = round_.where if round_.own is not None else (slice(0, 0), *round_.where)
         dtype = self.call.problem.dtype
         arriving = {
-            peer: [
-                total.new_empty((total.shape[0], count(index), *total.shape[2:]), dtype=dtype)
-                for _, total in pairs
-            ]
-            for peer, index in round_.sends
+            peer: [to.part(count(index), heads, dtype) for _, to in both] for peer, index in round_.sends
         }
-        wait = self.call.ring.exchange(
-            {peer: [parts[n + 1].to(dtype).contiguous() for parts in split] for n, (peer, _) in enumerate(round_.receives)},
-            arriving,
-        )  # fmt: skip
-        if round_.own is not None:
-            for (_, total), parts in zip(pairs, split, strict=True):
-                add(total, 1, round_.own, parts[0])
+        leaving = {
+            peer: [take(of.so_far(), 1, where).to(dtype).contiguous() for of, _ in both]
+            for (peer, _), where in zip(round_.receives, theirs, strict=True)
+        }
+        wait = self.call.ring.exchange(leaving, arriving)
+        if round_.own is not None and round_.pieces:
+            for of, to in both:
+                to.add(take(of.so_far(), 1, own), round_.own, heads)
+        totals = [to for _, to in both]
 
         def arrived() -> None:
             wait()
             for peer, index in round_.sends:
-                for (_, total), part in zip(pairs, arriving[peer], strict=True):
-                    add(total, 1, index, part)
+                for total in totals:
+                    total.add(arriving[peer].pop(0), index, heads)
 
         return arrived
 
     def _finish(self) -> tuple[Tensor | None, ...]:
         """Trade back, and round once to the dtypes of the inputs."""
-        layout, schedule, heads = self.call.problem.layout, self.call.schedule, self.call.heads
-        needs, (q, k, v, bias, *_) = self.call.operands.needs, self.shapes
-        rows, keys = [], []
-        if q is not None and needs[0]:
-            rows.append((self.dq, self._like(_layout.canonical(q, layout))))
-        by_row = bias is not None and needs[3] and self.call.by_row
-        if by_row and bias is not None:
-            rows.append(
-                (
-                    [None if t is None else t.transpose(1, 2) for t in self.dbias],
-                    self._like(bias.transpose(1, 2)),
-                )
-            )
-        for total, like in ((self.dk, k), (self.dv, v)):
-            if total is not None and like is not None:
-                keys.append((total, self._like(_layout.canonical(like, layout))))
-        shares = [[totals[n] for totals, _ in rows] for n in range(len(self.shares))]
-        of_rows = schedule.queries.from_shares(heads, shares, [like for _, like in rows])  # type: ignore[arg-type]
-        of_keys = schedule.keys.from_shares(heads, [[total for total, _ in keys]], [like for _, like in keys])
-        row_grads, key_grads = of_rows(), iter(of_keys())
-        dq = _layout.restore(row_grads[0], layout) if needs[0] else None
-        dk, dv = (
-            None if total is None else _layout.restore(next(key_grads), layout)
-            for total in (self.dk, self.dv)
+        problem, schedule, heads = self.call.problem, self.call.schedule, self.call.heads
+        needs, layout = self.call.operands.needs, problem.layout
+        q, k, v, bias = (
+            None if t is None or not needed else t for t, needed in zip(self.shapes, needs[:4], strict=False)
         )
-        dbias = row_grads[-1].transpose(1, 2) if by_row else self._broadcast_bias()
+        of_rows = [] if q is None else [self._wanted(_layout.canonical(q, layout), layout)]
+        by_row = bias is not None and self.call.by_row
+        if by_row and bias is not None:
+            of_rows.append(self._wanted(bias.transpose(1, 2), "bhsd"))
+        of_keys = [self._wanted(_layout.canonical(t, layout), layout) for t in (k, v) if t is not None]
+        shares = [
+            [total.taken() for total in [self.dq[n]] if total is not None]
+            + [t.transpose(1, 2) for t in [self.dbias[n]] if t is not None and by_row]
+            for n in range(len(self.shares))
+        ]
+        of_kv = [total.taken() for total in (self.dk, self.dv) if total is not None]
+        row_grads = schedule.queries.from_shares(heads, shares, of_rows)
+        key_grads = schedule.keys.from_shares(heads, [of_kv], of_keys)
+        found, of_k = row_grads(), key_grads()
+        dq = None if q is None else _layout.restore(found[0], layout)
+        dk, dv = (None if t is None else _layout.restore(of_k.pop(0), layout) for t in (k, v))
+        dbias = found[-1].transpose(1, 2) if by_row else self._broadcast_bias()
         return dq, dk, dv, dbias, *map(_rounded, (self.dsinks, self.dslopes), self.shapes[4:])
 
-    def _like(self, shape: Tensor) -> Tensor:
-        return torch.empty(shape.shape, dtype=shape.dtype, device=self.k.device)
+    def _wanted(self, like: Tensor, layout: Layout) -> Wanted:
+        batch, rows, heads, size = like.shape
+        return Wanted((batch, rows, heads, size), like.dtype, self.k.device, layout)
 
     def _broadcast_bias(self) -> Tensor | None:
         """The gradient of a bias without rows of its own: this rank's share of it."""
@@ -217,9 +215,42 @@ class Backward:
         return total.to(of_bias.dtype)
 
 
-def _as_arrived(tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Keys in ascending order as they came: own, then each peer's."""
-    return tensor if order is None else torch.empty_like(tensor).index_copy_(1, order, tensor)
+class Total:
+    """A sum of gradients [B, S, H, X], in the precision of the softmax. A first part that is all of it is taken as it is."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._like = like.shape, like.new_empty(0)
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor, rows: Index, heads: slice) -> None:
+        """Add a part for these rows and heads."""
+        if self._sum is None and part.shape == self._shape and _fills_its_memory(part):
+            self._sum = part
+            return
+        precision = lse_dtype(self._like.dtype)
+        self._sum = self.so_far() if self._sum is None else self._sum.to(precision)
+        add(self._sum[:, :, heads], 1, rows, part)
+
+    def part(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
+        """A buffer for a part of that many rows."""
+        batch, _, _, size = self._shape
+        return self._like.new_empty((batch, rows, heads.stop - heads.start, size), dtype=dtype)
+
+    def so_far(self) -> Tensor:
+        """The sum; zeros where nothing has been added."""
+        if self._sum is None:
+            return self._like.new_zeros(self._shape, dtype=lse_dtype(self._like.dtype))
+        return self._sum
+
+    def taken(self) -> Tensor:
+        """The sum, which is no longer held here."""
+        total, self._sum = self.so_far(), None
+        return total
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether it is not a part of something larger, which it would keep."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _rounded(total: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided.backends._base import Backend
-from undivided.context_parallel._index import count, take, unless_broadcast
+from undivided.context_parallel._index import count, joined, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
 from undivided.context_parallel.collectives import Counted
@@ -73,17 +72,20 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
-    """Every round with its keys and values; the next round's are on their way while the caller computes."""
+    """Every round with its keys and values; the next round's are on their way while the caller computes.
+
+    The caller must let go of a round's keys (``del``) before it asks for the next, or both are held at once.
+    """
     rounds = call.schedule.rounds
     coming = _asked(call, rounds[0], k, v)
     for index, round_ in enumerate(rounds):
-        k_r, v_r = coming()
+        keys = coming()
         if index + 1 < len(rounds):
             coming = _asked(call, rounds[index + 1], k, v)
-        yield index, round_, k_r, v_r
+        yield index, round_, keys.pop(0), keys.pop(0)
 
 
-def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits for its keys and values, in ascending order."""
     mine = [t[:, :, heads_of(call, round_)] for t in (k, v)]
     arriving = {
@@ -93,14 +95,14 @@ def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], tupl
         {peer: [take(t, 1, index).contiguous() for t in mine] for peer, index in round_.sends}, arriving
     )
 
-    def arrived() -> tuple[Tensor, Tensor]:
+    def arrived() -> list[Tensor]:
         wait()
-        own = [] if round_.own is None else [[take(t, 1, round_.own) for t in mine]]
-        parts = [*own, *arriving.values()] or [[t[:, :0] for t in mine]]
-        k_r, v_r = (side[0] if len(side) == 1 else torch.cat(side, 1) for side in zip(*parts, strict=True))
-        if round_.order is None:
-            return k_r, v_r
-        return k_r.index_select(1, round_.order), v_r.index_select(1, round_.order)
+        found = []
+        for tensor in mine:
+            own = [] if round_.own is None else [take(tensor, 1, round_.own)]
+            parts = own + [tensors.pop(0) for tensors in arriving.values()]
+            found.append(joined(parts or [tensor[:, :0]], round_.where))
+        return found
 
     return arrived
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 Index = slice | Tensor
@@ -39,3 +42,32 @@ def count(index: Index) -> int:
 def unless_broadcast(tensor: Tensor, dim: int, index: Index) -> Tensor:
     """`take`, or the tensor itself where that dimension is broadcast."""
     return tensor if tensor.shape[dim] == 1 else take(tensor, dim, index)
+
+
+def places(parts: Sequence[Tensor]) -> tuple[Index, ...]:
+    """Where the ascending positions of each part lie among those of all parts, ascending.
+
+    >>> places([torch.tensor([1, 4]), torch.tensor([6, 7]), torch.tensor([2, 3])])
+    (tensor([0, 3]), slice(4, 6, None), slice(1, 3, None))
+    """
+    rank = torch.cat(list(parts)).argsort().argsort()
+    return tuple(as_index(index) for index in rank.split([part.numel() for part in parts]))
+
+
+def joined(parts: list[Tensor], where: Sequence[Index]) -> Tensor:
+    """One tensor [B, S, H, X] of parts that lie at `places` of S. The list is emptied, so that each goes once it is copied."""
+    if len(parts) == 1:
+        return parts.pop()
+    batch, _, heads, size = parts[0].shape
+    whole = parts[0].new_empty((batch, sum(part.shape[1] for part in parts), heads, size))
+    for index in where:
+        put(whole, 1, index, parts.pop(0))
+    return whole
+
+
+def put(total: Tensor, dim: int, index: Index, values: Tensor) -> None:
+    """Write values into the tensor at these indices along a dimension."""
+    if isinstance(index, slice):
+        take(total, dim, index).copy_(values)
+    else:
+        total.index_copy_(dim, index, values)

@@ -68,14 +68,14 @@ class Round:
     kv_heads: of which key heads (global numbers).
     sends: (peer, which of this rank's keys it needs). receives: (peer, how many keys it sends).
     own: which of this rank's keys take part, or None.
-    order: the keys in ascending order, from [own, received..] one after another; None where they are already.
+    where: the places of [own, received..] among the round's keys, which ascend.
     """
 
     kv_heads: slice
     sends: tuple[tuple[int, Index], ...]
     receives: tuple[tuple[int, int], ...]
     own: Index | None
-    order: Tensor | None
+    where: tuple[Index, ...]
     pieces: tuple[Piece, ...]
 
 

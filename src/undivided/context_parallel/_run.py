@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from undivided import _autograd, _layout
-from undivided._result import Result, lse_dtype, merge
+from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided.context_parallel._backward import Backward
 from undivided.context_parallel._call import Call, arrivals, operands_of, traded, within_share
+from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
+from undivided.context_parallel.all_to_all import Wanted
 
 
 def run(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -60,26 +62,24 @@ def _forward(
     """((out, lse) as the caller gets them, what the backward needs: see `Backward`)."""
     schedule, problem = call.schedule, call.problem
     shares, k, v = traded(call, inputs)
-    merged = [_Merged(share.q, problem.v_dim, problem.dtype) for share in shares]
+    merged = [_Merged(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
             operands = operands_of(call, shares[piece.share], round_, piece, k_r, v_r)
-            merged[piece.share].add(
-                piece, within_share(call, piece), _autograd.forward(backend, part, operands)
-            )
+            merged[piece.share].add(piece, _autograd.forward(backend, part, operands))
             call.ring.traffic.pairs += piece.pairs
-    results = [m.finish(share.sinks, problem.dtype) for m, share in zip(merged, shares, strict=True)]
+            del operands
+        del k_r, v_r
+    results = [merged.pop(0).finish(share.sinks) for share in shares]
     q = inputs[0]
     assert q is not None
     batch, rows, heads, _ = _layout.sizes(q.shape, problem.layout)
-    likes = [
-        q.new_empty((batch, rows, heads, problem.v_dim)),
-        q.new_empty((batch, rows, heads, 1), dtype=lse_dtype(problem.dtype)),
+    wanted = [
+        Wanted((batch, rows, heads, problem.v_dim), problem.dtype, q.device, problem.layout),
+        Wanted((batch, rows, heads, 1), lse_dtype(problem.dtype), q.device, "bhsd"),
     ]
-    rows_of_lse = [r.lse.transpose(1, 2).unsqueeze(-1) for r in results]
-    out, lse = schedule.queries.from_shares(
-        call.heads, [[r.out, lse] for r, lse in zip(results, rows_of_lse, strict=True)], likes
-    )()
+    of_shares = [[r.out, r.lse.transpose(1, 2).unsqueeze(-1)] for r in results]
+    out, lse = schedule.queries.from_shares(call.heads, of_shares, wanted)()
     lse = lse.squeeze(-1).transpose(1, 2).contiguous()  # [B, H, Sq]
     kept = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
     return (
@@ -89,26 +89,49 @@ def _forward(
 
 
 class _Merged:
-    """The result of a share as its pieces come in: out [B, R, H, Dv] and lse [B, H, R], in the precision of the softmax."""
+    """The result of a share as its pieces come in: out [B, R, H, Dv] and lse [B, H, R].
 
-    def __init__(self, q: Tensor, v_dim: int, dtype: torch.dtype) -> None:
-        batch, rows, heads, _ = q.shape
-        precision = lse_dtype(dtype)
-        self._out = torch.zeros((batch, rows, heads, v_dim), dtype=precision, device=q.device)
-        self._lse = torch.full((batch, heads, rows), -torch.inf, dtype=precision, device=q.device)
+    A share that is one piece has that piece's result. Where no head has two, they are put beside one another in the dtype of
+    the inputs; else they are added up in the precision of the softmax.
+    """
+
+    def __init__(self, call: Call, number: int, q: Tensor) -> None:
+        self._call, self._number, self._q = call, number, q
+        pieces = [p for round_ in call.schedule.rounds for p in round_.pieces if p.share == number]
+        heads = {piece.heads.start for piece in pieces}
+        self._alone = len(pieces) == 1 and (count(pieces[0].heads), count(pieces[0].rows)) == q.shape[2:0:-1]
+        self._several = len(heads) < len(pieces)
         self._begun: set[int] = set()
+        self._total: Result | None = None
 
-    def add(self, piece: Piece, heads: slice, part: Result) -> None:
+    def add(self, piece: Piece, part: Result) -> None:
         """Merge a piece's result into the rows and heads that it is about."""
-        out, lse = self._out[:, piece.rows, heads], self._lse[:, heads, piece.rows]
+        if self._alone:
+            self._total = part
+            return
+        heads, (out, lse) = within_share(self._call, piece), self._result()
+        mine = Result(out[:, piece.rows, heads], lse[:, heads, piece.rows])
         if heads.start in self._begun:
-            part = Result(*merge([out, part.out.to(out.dtype)], [lse, part.lse], layout="bshd"))
-        self._begun.add(heads.start)
-        out.copy_(part.out)
-        lse.copy_(part.lse)
+            merge_into(mine, part)
+        else:
+            self._begun.add(heads.start)
+            mine.out.copy_(part.out)
+            mine.lse.copy_(part.lse)
 
-    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> Result:
+    def _result(self) -> Result:
+        """What there is so far: at first, rows without keys."""
+        if self._total is None:
+            batch, rows, heads, _ = self._q.shape
+            problem, precision = self._call.problem, lse_dtype(self._call.problem.dtype)
+            layout = problem.layout if self._call.heads.world == 1 else "bshd"
+            like = self._q.new_empty(0, dtype=precision if self._several else problem.dtype)
+            out = _layout.empty(layout, (batch, rows, heads, problem.v_dim), like, zero=True)
+            self._total = Result(out, self._q.new_full((batch, heads, rows), -torch.inf, dtype=precision))
+        return self._total
+
+    def finish(self, sinks: Tensor | None) -> Result:
         """With the sinks, rounded once."""
+        out, lse = self._result()
         if sinks is not None:
-            self._out, _ = merge([self._out], [self._lse], sinks, layout="bshd")
-        return Result(self._out.to(dtype), self._lse)
+            out.mul_(sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1))
+        return Result(out.to(self._call.problem.dtype), lse)

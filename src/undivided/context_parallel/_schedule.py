@@ -108,10 +108,16 @@ def build(
     line, whole = ranks.line(mesh.ring), ranks.key_lines[mesh.ring]
     members = [ranks.shares(mesh.ring, member) for member in range(mesh.heads_world)]
     queries = HeadExchange.of(
-        mesh.heads, [ranks.rows[r] for r in line], [[(s.rows, s.heads) for s in shares] for shares in members]
+        mesh.heads,
+        [ranks.rows[r] for r in line],
+        [[(s.rows, s.heads) for s in shares] for shares in members],
+        heads,
     )
     keys = HeadExchange.of(
-        mesh.heads, [ranks.keys[r] for r in line], [[(whole, ranks.span(m))] for m in range(mesh.heads_world)]
+        mesh.heads,
+        [ranks.keys[r] for r in line],
+        [[(whole, ranks.span(m))] for m in range(mesh.heads_world)],
+        kv_heads,
     )
     mine = members[mesh.heads]
     on_ring = [mine if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]

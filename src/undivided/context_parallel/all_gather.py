@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.context_parallel._index import as_index, count
+from undivided.context_parallel._index import as_index, count, places
 from undivided.context_parallel._pieces import Round, Share, needed, pieces, union_of_rows
 from undivided.masks import NormalForm
 
@@ -32,9 +32,8 @@ def rounds(
     asked = {peer: as_index(needed(form, union_of_rows(shares[peer]), keys[rank])) for peer in others}
     has = {peer: needed(form, mine, keys[peer]) for peer in (rank, *others)}
     wanted = {peer: keys[peer][index] for peer, index in has.items()}
-    together = torch.cat(list(wanted.values()))
-    order = together.argsort()
-    is_sorted = bool((order[1:] > order[:-1]).all())
+    together = torch.cat(list(wanted.values())).sort().values
+    where = places([part for peer, part in wanted.items() if peer == rank or part.numel()])
     own = as_index(has[rank])
     found = []
     for group in head_groups(kv_heads):
@@ -44,8 +43,8 @@ def rounds(
                 tuple((peer, index) for peer, index in asked.items() if count(index)),
                 tuple((peer, wanted[peer].numel()) for peer in others if wanted[peer].numel()),
                 own,
-                None if is_sorted else order,
-                pieces(form, shares[rank], together[order], group, with_positions),
+                where,
+                pieces(form, shares[rank], together, group, with_positions),
             )
         )
     return tuple(found)

@@ -13,11 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from undivided.context_parallel._index import Index, add, as_index, take, unless_broadcast
+from undivided import _layout
+from undivided._layout import Layout
+from undivided.context_parallel._index import (
+    Index,
+    add,
+    as_index,
+    count,
+    joined,
+    places,
+    put,
+    take,
+    unless_broadcast,
+)
 from undivided.context_parallel._pieces import Share
 from undivided.context_parallel.collectives import Communicator
 
@@ -96,112 +109,140 @@ class _Part:
     heads: slice
 
 
+class Wanted(NamedTuple):
+    """A tensor to be made: its sizes [B, S, H, X], where B and H may be 1, and the layout that its memory is contiguous in."""
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    layout: Layout = "bshd"
+
+    def part(self, part: _Part) -> Tensor:
+        """A buffer for some rows and heads of it."""
+        batch, _, heads, size = self.shape
+        some = heads if heads == 1 else part.heads.stop - part.heads.start
+        return torch.empty((batch, count(part.index), some, size), dtype=self.dtype, device=self.device)
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """It, in another dtype."""
+        return _layout.empty(
+            self.layout, self.shape, torch.empty(0, dtype=dtype, device=self.device), zero=True
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
     """Rows for heads, and back. Tensors are [B, S, H, X]; B and H may be broadcast (1).
 
     sends: for every member, what of this rank's rows goes to each of its shares.
-    receives: for each share of this rank, how many rows every member has of it.
-    orders: for each share, its rows in ascending order from those of the members one after another; None: they are.
+    where: for each share of this rank, the places of every member's rows among its rows.
+    heads: of all shares together.
+    disjoint: no row of a head is in two shares, so that on the way back nothing is added up.
     """
 
     comm_rank: int
     sends: tuple[tuple[_Part, ...], ...]
-    receives: tuple[tuple[int, ...], ...]
-    orders: tuple[Tensor | None, ...]
+    where: tuple[tuple[Index, ...], ...]
+    heads: int
+    disjoint: bool
 
     @staticmethod
     def of(
-        rank: int, rows: Sequence[Tensor], targets: Sequence[Sequence[tuple[Tensor, slice]]]
+        rank: int, rows: Sequence[Tensor], targets: Sequence[Sequence[tuple[Tensor, slice]]], heads: int
     ) -> HeadExchange:
         """rows: of every member. targets: for every member, (rows, heads) of each of its shares; all positions global."""
         sends = tuple(
-            tuple(_Part(as_index(_within(rows[rank], share)), heads) for share, heads in member)
+            tuple(_Part(as_index(_within(rows[rank], share)), some) for share, some in member)
             for member in targets
         )
-        receives, orders = [], []
-        for share, _ in targets[rank]:
-            found = [theirs[_within(theirs, share)] for theirs in rows]
-            order = torch.cat(found).argsort()
-            receives.append(tuple(part.numel() for part in found))
-            orders.append(None if bool((order[1:] > order[:-1]).all()) else order)
-        return HeadExchange(rank, sends, tuple(receives), tuple(orders))
+        where = tuple(places([of[_within(of, share)] for of in rows]) for share, _ in targets[rank])
+        given = sum(share.numel() * (some.stop - some.start) for member in targets for share, some in member)
+        return HeadExchange(rank, sends, where, heads, given == heads * sum(of.numel() for of in rows))
 
     def to_shares(self, comm: Communicator, tensors: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Post the exchange of some tensors; the result waits and gives, for every share, its rows and heads of each."""
         if len(self.sends) == 1:
             return lambda: [list(tensors)]
-        mine = [[self._cut(t, part) for t in tensors] for part in self.sends[self.comm_rank]]
         arriving = {
             peer: [
-                [t.new_empty((t.shape[0], counts[peer], *t.shape[2:])) for t in own]
-                for own, counts in zip(mine, self.receives, strict=True)
+                [_of_share(t, part, count(where[peer])) for t in tensors]
+                for part, where in zip(self.sends[self.comm_rank], self.where, strict=True)
             ]
             for peer in self._others
         }
         wait = comm.exchange(
-            {peer: [self._cut(t, part).contiguous() for part in self.sends[peer] for t in tensors] for peer in self._others},
+            {peer: [_piece_of(t, part).contiguous() for part in self.sends[peer] for t in tensors] for peer in self._others},
             {peer: [t for share in got for t in share] for peer, got in arriving.items()},
         )  # fmt: skip
 
+        def share(number: int) -> list[Tensor]:
+            found = []
+            for tensor in tensors:
+                parts = [
+                    arriving[peer][number].pop(0)
+                    if peer in arriving
+                    else _piece_of(tensor, self.sends[peer][number])
+                    for peer in range(len(self.sends))
+                ]
+                found.append(joined(parts, self.where[number]))
+            return found
+
         def result() -> list[list[Tensor]]:
             wait()
-            parts = [arriving.get(peer, mine) for peer in range(len(self.sends))]
-            return [
-                [self._joined([p[n][i] for p in parts], n) for i in range(len(tensors))]
-                for n in range(len(mine))
-            ]
+            return [share(number) for number in range(len(self.where))]
 
         return result
 
     def from_shares(
-        self, comm: Communicator, shares: Sequence[Sequence[Tensor]], likes: Sequence[Tensor]
+        self, comm: Communicator, shares: Sequence[list[Tensor]], wanted: Sequence[Wanted]
     ) -> Callable[[], list[Tensor]]:
-        """The way back: each of ``likes`` gives a shape and a dtype; what several shares have of it is added up, in fp32."""
+        """The way back: what several shares have of a tensor is added up, in fp32. The lists of the shares are emptied."""
         if len(self.sends) == 1:
-            return lambda: [t.to(like.dtype) for t, like in zip(shares[0], likes, strict=True)]
-        leaving = [
-            [self._apart(t.to(like.dtype), n) for t, like in zip(share, likes, strict=True)]
-            for n, share in enumerate(shares)
-        ]
+            return lambda: [shares[0].pop(0).to(of.dtype) for of in wanted]
         arriving = {
-            peer: [[torch.empty_like(self._cut(like, part)) for like in likes] for part in self.sends[peer]]
-            for peer in self._others
+            peer: [[of.part(part) for of in wanted] for part in self.sends[peer]] for peer in self._others
         }
         wait = comm.exchange(
-            {peer: [t[peer].contiguous() for share in leaving for t in share] for peer in self._others},
+            {peer: [take(t, 1, where[peer]).to(of.dtype).contiguous() for share, where in zip(shares, self.where, strict=True)
+                    for t, of in zip(share, wanted, strict=True)] for peer in self._others},
             {peer: [t for part in got for t in part] for peer, got in arriving.items()},
-        )
+        )  # fmt: skip
+        arriving[self.comm_rank] = [
+            [take(t, 1, where[self.comm_rank]) for t in share]
+            for share, where in zip(shares, self.where, strict=True)
+        ]
+        for share in shares:
+            share.clear()
 
         def result() -> list[Tensor]:
             wait()
-            totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in likes]
-            mine = [[t[self.comm_rank] for t in share] for share in leaving]
-            for peer, parts in enumerate(self.sends):
-                for part, values in zip(parts, arriving.get(peer, mine), strict=True):
-                    for total, value in zip(totals, values, strict=True):
-                        add(unless_broadcast(total, 2, part.heads), 1, part.index, value)
-            return [total.to(like.dtype) for total, like in zip(totals, likes, strict=True)]
+            return [self._together(of, arriving) for of in wanted]
 
         return result
+
+    def _together(self, wanted: Wanted, arrived: dict[int, list[list[Tensor]]]) -> Tensor:
+        """The next tensor of every share, from all members; taken out of the lists."""
+        beside = self.disjoint and wanted.shape[2] == self.heads
+        write = put if beside else add
+        total = wanted.zeros(wanted.dtype if beside else torch.promote_types(wanted.dtype, torch.float32))
+        for peer, parts in enumerate(self.sends):
+            for part, values in zip(parts, arrived[peer], strict=True):
+                write(unless_broadcast(total, 2, part.heads), 1, part.index, values.pop(0))
+        return total.to(wanted.dtype)
 
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self.sends)) if peer != self.comm_rank]
 
-    def _cut(self, tensor: Tensor, part: _Part) -> Tensor:
-        return take(unless_broadcast(tensor, 2, part.heads), 1, part.index)
 
-    def _joined(self, parts: list[Tensor], share: int) -> Tensor:
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        order = self.orders[share]
-        return joined if order is None else joined.index_select(1, order)
+def _piece_of(tensor: Tensor, part: _Part) -> Tensor:
+    return take(unless_broadcast(tensor, 2, part.heads), 1, part.index)
 
-    def _apart(self, tensor: Tensor, share: int) -> tuple[Tensor, ...]:
-        order = self.orders[share]
-        if order is not None:
-            tensor = torch.empty_like(tensor).index_copy_(1, order, tensor)
-        return tuple(tensor.split(list(self.receives[share]), 1))
+
+def _of_share(tensor: Tensor, part: _Part, rows: int) -> Tensor:
+    """A buffer for that many rows of a share."""
+    batch, _, heads, size = tensor.shape
+    return tensor.new_empty((batch, rows, heads if heads == 1 else part.heads.stop - part.heads.start, size))
 
 
 def _within(rows: Tensor, share: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ class ProcessGroup:
             with self._explained(f"an exchange with ranks {sorted(set(peers))}"):
                 for work in works:
                     work.wait()
-            del ops[:]  # gloo keeps no reference to what is still being sent
+            ops.clear()  # until here: gloo keeps no reference to what is still being sent
+            works.clear()
 
         return wait
 

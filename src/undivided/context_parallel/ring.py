@@ -43,7 +43,7 @@ def rounds(
         if step == 0:
             own = slice(0, keys[rank].numel())
             parts = pieces(form, shares[rank], keys[rank], kv_heads, with_positions)
-            found.append(Round(kv_heads, (), (), own, None, parts))
+            found.append(Round(kv_heads, (), (), own, (own,), parts))
             continue
         wanted = keys[source][needed(form, mine, keys[source])]
         asked = needed(form, union_of_rows(shares[target]), keys[rank])
@@ -53,7 +53,7 @@ def rounds(
                 ((target, as_index(asked)),) if asked.numel() else (),
                 ((source, wanted.numel()),) if wanted.numel() else (),
                 None,
-                None,
+                (slice(0, wanted.numel()),) if wanted.numel() else (),
                 pieces(form, shares[rank], wanted, kv_heads, with_positions),
             )
         )

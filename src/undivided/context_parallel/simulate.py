@@ -135,16 +135,18 @@ class SimulatedGroup:
             for tensor in tensors:
                 self._office.boxes[me, self._members[peer]].put(tensor.detach().clone())
 
+        awaited = [(peer, buffer) for peer, buffers in receives.items() for buffer in buffers]
+
         def wait() -> None:
-            for peer, buffers in receives.items():
-                for buffer in buffers:
-                    letter = self._office.collect(self._members[peer], me)
-                    if (letter.shape, letter.dtype) != (buffer.shape, buffer.dtype):
-                        raise RankError(
-                            f"rank {self.rank}: rank {peer} sent {list(letter.shape)} {letter.dtype}, and "
-                            f"{list(buffer.shape)} {buffer.dtype} was expected"
-                        )
-                    buffer.copy_(letter)
+            while awaited:
+                peer, buffer = awaited.pop(0)
+                letter = self._office.collect(self._members[peer], me)
+                if (letter.shape, letter.dtype) != (buffer.shape, buffer.dtype):
+                    raise RankError(
+                        f"rank {self.rank}: rank {peer} sent {list(letter.shape)} {letter.dtype}, and "
+                        f"{list(buffer.shape)} {buffer.dtype} was expected"
+                    )
+                buffer.copy_(letter)
 
         return wait
 
