@@ -92,7 +92,7 @@ def merge(
 def merge_into(total: Result, part: Result) -> None:
     """`merge` of two, in place: ``total`` (in the precision of the softmax) becomes attention over the keys of both.
 
-    Takes two numbers a row and head of memory besides, where `merge` takes several outputs.
+    Takes little memory besides, where `merge` takes several outputs: an eighth of one, where the part is of a half type.
 
     >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
     >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
@@ -103,7 +103,11 @@ def merge_into(total: Result, part: Result) -> None:
     lse = torch.logaddexp(total.lse, part.lse.to(total.lse.dtype))
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
-    total.out.mul_(keep).addcmul_(part.out.to(total.out.dtype), take)
+    rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
+    for out, of_part, *weights in zip(
+        *(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True
+    ):
+        out.mul_(weights[0]).addcmul_(of_part.to(out.dtype), weights[1])
     total.lse.copy_(lse)
 
 

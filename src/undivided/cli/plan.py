@@ -53,7 +53,7 @@ def plan(
         table.add_row(*cells(option), style="bold green" if option is found.best else None)
     screen.print(table)
     said_of = (
-        "memory: q, k, v, output, gradients, sums and keys on their way, of one layer, by formula: a run holds more. "
+        "exchanges: of the busiest rank, forward. memory: of one layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
     )
     screen.print(Text(said_of, "dim"), soft_wrap=True)
@@ -85,8 +85,10 @@ def _facts(found: Plan, by_rank: bool) -> dict[str, Any]:
     for option in found.options:
         counts = {
             "pairs": option.pairs,
+            "exchanges": option.steps,
             "forward": option.forward,
             "backward": option.backward,
+            "inference": option.inference,
             "memory": option.memory,
         }
         facts = {

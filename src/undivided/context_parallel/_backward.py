@@ -27,7 +27,15 @@ from undivided.context_parallel._call import (
     operands_of,
     within_share,
 )
-from undivided.context_parallel._index import Index, add, count, take, unless_broadcast
+from undivided.context_parallel._index import (
+    Index,
+    add,
+    count,
+    is_on_its_own,
+    on_its_own,
+    take,
+    unless_broadcast,
+)
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.all_to_all import Wanted
 from undivided.context_parallel.collectives import Wait
@@ -47,8 +55,15 @@ class Backward:
         self.results = [Result(*part[-2:]) for part in parts]  # type: ignore[arg-type]
         self.precision = lse_dtype(call.problem.dtype)
         needs = call.operands.needs
-        self.dk, self.dv = (Total(t) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
-        self.dq = [Total(share.q) if needs[0] else None for share in self.shares]
+        rounds = call.schedule.rounds
+        pieces = [piece.share for round_ in rounds for piece in round_.pieces]
+        alone = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
+        self.dk, self.dv = (
+            Total(t, alone) if needed else None for t, needed in ((k, needs[1]), (v, needs[2]))
+        )
+        self.dq = [
+            Total(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)
+        ]
         self.dbias = [self._zeros(share.bias) if needs[3] else None for share in self.shares]
         self.dsinks, self.dslopes = (
             torch.zeros(t.shape, dtype=self.precision, device=k.device) if t is not None and needed else None
@@ -66,7 +81,10 @@ class Backward:
         upstream = self._upstream(grad_out, grad_lse)
         returning: Wait = lambda: None  # noqa: E731
         for index, round_, k_r, v_r in arrivals(self.call, self.k, self.v):
-            found = [None if total is None else Total(t) for total, t in ((self.dk, k_r), (self.dv, v_r))]
+            one = len(round_.pieces) == 1
+            found = [
+                None if total is None else Total(t, one) for total, t in ((self.dk, k_r), (self.dv, v_r))
+            ]
             for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
                 self._piece(round_, piece, run, (k_r, v_r), found, upstream[piece.share])
             del k_r, v_r
@@ -157,7 +175,7 @@ class Backward:
             peer: [to.part(count(index), heads, dtype) for _, to in both] for peer, index in round_.sends
         }
         leaving = {
-            peer: [take(of.so_far(), 1, where).to(dtype).contiguous() for of, _ in both]
+            peer: [on_its_own(take(of.so_far(), 1, where).to(dtype)) for of, _ in both]
             for (peer, _), where in zip(round_.receives, theirs, strict=True)
         }
         wait = self.call.ring.exchange(leaving, arriving)
@@ -216,19 +234,22 @@ class Backward:
 
 
 class Total:
-    """A sum of gradients [B, S, H, X], in the precision of the softmax. A first part that is all of it is taken as it is."""
+    """A sum of gradients [B, S, H, X], in the precision of the softmax.
 
-    def __init__(self, like: Tensor) -> None:
-        self._shape, self._like = like.shape, like.new_empty(0)
+    A first part that is all of it is taken as it is, unless others follow that it is not wide enough for.
+    """
+
+    def __init__(self, like: Tensor, alone: bool) -> None:
+        self._shape, self._like, self._alone = like.shape, like.new_empty(0), alone
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor, rows: Index, heads: slice) -> None:
         """Add a part for these rows and heads."""
-        if self._sum is None and part.shape == self._shape and _fills_its_memory(part):
+        wide_enough = self._alone or part.dtype == lse_dtype(part.dtype)
+        if self._sum is None and part.shape == self._shape and wide_enough and is_on_its_own(part):
             self._sum = part
             return
-        precision = lse_dtype(self._like.dtype)
-        self._sum = self.so_far() if self._sum is None else self._sum.to(precision)
+        self._sum = self.so_far()
         add(self._sum[:, :, heads], 1, rows, part)
 
     def part(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
@@ -246,11 +267,6 @@ class Total:
         """The sum, which is no longer held here."""
         total, self._sum = self.so_far(), None
         return total
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether it is not a part of something larger, which it would keep."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _rounded(total: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -71,3 +71,14 @@ def put(total: Tensor, dim: int, index: Index, values: Tensor) -> None:
         take(total, dim, index).copy_(values)
     else:
         total.index_copy_(dim, index, values)
+
+
+def is_on_its_own(tensor: Tensor) -> bool:
+    """Whether it is not a part of something larger, which it would keep alive."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def on_its_own(tensor: Tensor) -> Tensor:
+    """Contiguous, and not a part of something larger."""
+    tensor = tensor.contiguous()
+    return tensor if is_on_its_own(tensor) else tensor.clone()

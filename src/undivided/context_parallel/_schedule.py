@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from undivided.context_parallel import all_gather, all_to_all, ring
+from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Round, Share
-from undivided.context_parallel.all_to_all import HeadExchange
+from undivided.context_parallel.all_to_all import HeadExchange, Stretch
 from undivided.context_parallel.sharding import Placement, row_pairs
 from undivided.masks import NormalForm
 
@@ -87,13 +88,23 @@ class Ranks:
         some = [parts[rank] for rank in self.line(place)]
         return some[0] if len(some) == 1 else torch.cat(some).sort().values
 
-    def shares(self, place: int, member: int) -> tuple[Share, ...]:
-        """What a rank computes."""
+    def stretches(self, place: int, member: int) -> tuple[Stretch, ...]:
+        """What a rank computes, in numbers of the rows of its line."""
         rows = self.lines[place]
         if place not in self._work:
             work = rows.new_zeros(0) if self._pairs is None else all_to_all.running_work(self._pairs, rows)
             self._work[place] = work
-        return all_to_all.shares(self._work[place], member, self.members, *self._heads, rows)
+        return all_to_all.stretches(self._work[place], member, self.members, *self._heads, rows.numel())
+
+    def shares(self, place: int, member: int) -> tuple[Share, ...]:
+        """What a rank computes."""
+        rows = self.lines[place]
+        return tuple(Share(h, kv, rows[start:stop]) for h, kv, start, stop in self.stretches(place, member))
+
+    @property
+    def key_heads(self) -> Tensor:
+        """How many key heads each member of a line has, int64 [A]."""
+        return torch.tensor([count(self.span(member)) for member in range(self.members)])
 
     def span(self, member: int) -> slice:
         """The key heads that a member of every line has."""

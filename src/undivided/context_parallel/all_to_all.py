@@ -31,23 +31,31 @@ from undivided.context_parallel._index import (
     take,
     unless_broadcast,
 )
-from undivided.context_parallel._pieces import Share
 from undivided.context_parallel.collectives import Communicator
 
 
-def shares(
-    running: Tensor, rank: int, world: int, heads: int, kv_heads: int, rows: Tensor
-) -> tuple[Share, ...]:
-    """What a rank computes of all heads of these rows (global positions); ``running``: see `running_work`."""
+class Stretch(NamedTuple):
+    """Of a share: query heads, key heads, and rows [start, stop) of those that are traded."""
+
+    heads: slice
+    kv_heads: slice
+    start: int
+    stop: int
+
+
+def stretches(
+    running: Tensor, rank: int, world: int, heads: int, kv_heads: int, rows: int
+) -> tuple[Stretch, ...]:
+    """What a rank computes of all heads of so many rows; ``running``: see `running_work`."""
     if world == 1:
-        return (Share(slice(0, heads), slice(0, kv_heads), rows),)
+        return (Stretch(slice(0, heads), slice(0, kv_heads), 0, rows),)
     group = heads // kv_heads
     found = []
     for first, last, start, stop in _stretches(rank * heads, (rank + 1) * heads, world, group):
-        part = rows[_cut(running, start, world) : _cut(running, stop, world)]
         served = slice(first // group, (last - 1) // group + 1)
-        if part.numel():
-            found.append(Share(slice(first, last), served, part))
+        part = Stretch(slice(first, last), served, _cut(running, start, world), _cut(running, stop, world))
+        if part.stop > part.start:
+            found.append(part)
     return tuple(found)
 
 

@@ -1,8 +1,8 @@
 """What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running anything.
 
-Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory is a formula of the tensors that a layer's
-attention has to hold at its fullest, without copies that a run makes besides and kernels' own scratch. Time is an estimate from
-two numbers of the machine, to rank strategies by: what a ring hides behind work costs nothing until it is more than the work.
+Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment (`_memory`) and
+is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to rank strategies by: what
+a ring hides behind work costs nothing until it is more than the work.
 
 Legend: W ranks, R x A the mesh [ring, heads], S tokens, H query heads, N key heads, D head size, e bytes of an entry.
 """
@@ -17,9 +17,17 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.context_parallel._arriving import arriving
-from undivided.context_parallel._counts import Counts, Sizes
+from undivided.context_parallel._counts import Counts, Sizes, Work
+from undivided.context_parallel._memory import Memory
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
-from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, head_pairs, imbalance
+from undivided.context_parallel.sharding import (
+    PLACEMENTS,
+    Placement,
+    PlacementName,
+    document_edges,
+    head_pairs,
+    imbalance,
+)
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -36,7 +44,8 @@ class Option:
 
     shape: the mesh [ring, heads]. pairs: allowed pairs that it computes, over batch elements and heads.
     forward, backward: bytes that it sends in each. steps: exchanges that it takes part in, forward.
-    memory: bytes that have to be held at the fullest moment, forward and backward; a run holds more.
+    inference, memory: bytes held at the fullest moment of a forward pass alone, and of forward and backward. Kernels' own
+    scratch, and the mask with its schedule, which all layers share, come on top.
     seconds: estimated for a forward and a backward pass of the slowest rank.
     """
 
@@ -47,6 +56,7 @@ class Option:
     forward: Tensor
     backward: Tensor
     steps: Tensor
+    inference: Tensor
     memory: Tensor
     seconds: float
 
@@ -146,18 +156,19 @@ def plan(
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
     form = mask.normal_form(batch, heads, seq_len, keys, "cpu")
     shapes = {way: _shape(way, world, sizes) for way in (STRATEGIES if strategy is None else (strategy,))}
-    per_head, found = head_pairs(form), []
+    per_head, found, packed = head_pairs(form), [], len(document_edges(mask, "kv", keys)) > 2
     for name in PLACEMENTS if placement is None else (placement,):
         placed = Placement.of(name, world, seq_len, kv_len, mask, form)
-        known: dict[tuple[int, int], tuple[Ranks, Tensor]] = {}
+        known: dict[tuple[int, int], tuple[Work, Tensor]] = {}
         for way, shape in shapes.items():
             if shape is None:
                 continue
             if shape not in known:
                 ranks = Ranks(form, placed, shape, sizes.heads, sizes.kv_heads)
-                known[shape] = ranks, arriving(form, placed, ranks)
-            counts = Counts(way, *known[shape], per_head, sizes)
-            found.append(_option(counts, way, name, flops, bandwidth))
+                known[shape] = Work(ranks, per_head), arriving(form, placed, ranks)
+            counts = Counts(way, *known[shape], sizes)
+            memory = Memory(counts, packed and name != "contiguous")
+            found.append(_option(counts, memory, name, flops, bandwidth))
     if not found:
         raise InputError(
             "strategy", f"have a mesh for {world} ranks and {sizes.kv_heads} key heads", repr(strategy)
@@ -195,7 +206,7 @@ def _shape(strategy: Strategy, world: int, sizes: Sizes) -> tuple[int, int] | No
     return (1, world) if strategy == "all_to_all" else (world, 1)
 
 
-def _option(counts: Counts, way: Strategy, name: PlacementName, flops: float, bandwidth: float) -> Option:
+def _option(counts: Counts, memory: Memory, name: PlacementName, flops: float, bandwidth: float) -> Option:
     """With the time of the slowest rank: 2 products forward and 5 backward of 2 FLOP a pair and entry.
 
     What comes in rounds is hidden behind work, all but the first group of heads of an all-gather; trading heads waits.
@@ -203,18 +214,19 @@ def _option(counts: Counts, way: Strategy, name: PlacementName, flops: float, ba
     work = counts.pairs.to(torch.float64) * counts.flops_of_pair / flops
     hidden = 3 * counts.in_rounds / bandwidth
     exposed = ((counts.forward + counts.backward) / bandwidth - hidden).clamp(min=0)
-    if way == "all_gather":
+    if counts.strategy == "all_gather":
         exposed, hidden = exposed + hidden / 4, hidden * 3 / 4
     seconds = float((exposed + torch.maximum(work, hidden)).max())
     return Option(
-        way,
+        counts.strategy,
         name,
         counts.shape,
         counts.pairs,
         counts.forward,
         counts.backward,
         counts.steps,
-        counts.memory,
+        memory.forward(),
+        memory.backward(),
         seconds,
     )
 
@@ -235,7 +247,7 @@ def _rank(option: Option) -> tuple[float, int, int]:
     )
 
 
-HEAD = ("strategy", "placement", "mesh", "balance", "sent/rank", "most", "memory", "time")
+HEAD = ("strategy", "placement", "mesh", "balance", "exchanges", "sent/rank", "most", "memory", "time")
 
 
 def cells(option: Option) -> tuple[str, ...]:
@@ -243,6 +255,7 @@ def cells(option: Option) -> tuple[str, ...]:
     sent = (option.forward + option.backward).to(torch.float64)
     return (
         option.strategy, option.placement, "x".join(map(str, option.shape)), f"{option.balance:.3f}",
+        str(int(option.steps.max())),
         _amount(round(float(sent.mean()))), _amount(int(sent.max())), _amount(int(option.memory.max())),
         _duration(option.seconds),
     )  # fmt: skip
