@@ -41,7 +41,8 @@ def stretches(ranges: Tensor) -> tuple[Tensor, Tensor]:
     """
     ranges = ranges.reshape(-1, 2).to(torch.int64)
     ranges = ranges[ranges[:, 1] > ranges[:, 0]]
-    ranges = ranges[ranges[:, 0].argsort()]
+    if bool((ranges[1:, 0] < ranges[:-1, 0]).any()):
+        ranges = ranges[ranges[:, 0].argsort()]
     reach = ranges[:, 1].cummax(0).values if len(ranges) else ranges[:, 1]
     first = torch.ones(len(ranges), dtype=torch.bool)
     first[1:] = ranges[1:, 0] > reach[:-1]

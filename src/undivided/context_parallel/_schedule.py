@@ -76,7 +76,10 @@ class Ranks:
         self.rows = [part.to(device) for part in placement.q]
         self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
         self.lines = [self._together(self.rows, place) for place in range(self.ring)]
-        self.key_lines = [self._together(self.keys, place) for place in range(self.ring)]
+        same = self.keys is self.rows
+        self.key_lines = (
+            self.lines if same else [self._together(self.keys, place) for place in range(self.ring)]
+        )
         self._pairs = row_pairs(form) if self.members > 1 else None
         self._work: dict[int, Tensor] = {}
 
