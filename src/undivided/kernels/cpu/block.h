@@ -112,6 +112,11 @@ template <class Mode>  // on AMX, in tiled.h
 static void tiled_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
                        int64_t stop, const Workspace& w);
 
+static void clear_sums(int64_t depth, int vectors, float* ot) {
+  for (int64_t d = 0; d < depth; d++)
+    for (int v = 0; v < vectors; v++) store(ot + d * kPanel + v * kLanes, Vec{});
+}
+
 template <class Mode>
 static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
 #if defined(UNDIVIDED_AMX)
@@ -124,15 +129,20 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
   for (int64_t i = 0; i < panels; i++) {
     Panel& p = w.panels[i];
     read_ranges(a, block, i * kPanel, p);
-    if (p.segments) {
-      from = smaller_of(from, p.segment[0].start);
-      to = larger_of(to, p.segment[p.segments - 1].stop);
-      transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
-      if (a.dropout) read_drop_rows(a, block, i * kPanel, p.rows, w.drops[i]);
-    }
+    if (!p.segments) continue;
+    from = smaller_of(from, p.segment[0].start);
+    to = larger_of(to, p.segment[p.segments - 1].stop);
   }
   from = larger_of(from, block.key), to = smaller_of(to, block.key_stop);
-  memset(w.ot, 0, (size_t)(panels * o_depth<Mode>(a) * kPanel) * 4);
+  NextTile<typename Mode::T> first_tile(a, block, from, smaller_of(round_down(from, kTile) + kTile, to), panels);
+  for (int64_t i = 0; i < panels; i++) {
+    const Panel& p = w.panels[i];
+    if (!Mode::kTiled) first_tile.step();  // AMX packs K first, row by row, as the processor expects it
+    clear_sums(o_depth<Mode>(a), Mode::kTiled ? kVectors : p.vectors(), w.ot + i * o_depth<Mode>(a) * kPanel);
+    if (!p.segments) continue;
+    transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
+    if (a.dropout) read_drop_rows(a, block, i * kPanel, p.rows, w.drops[i]);
+  }
   memset(w.total, 0, (size_t)(panels * kPanel) * 4);
   for (int64_t i = 0; i < panels * kPanel; i++) w.most[i] = -kInfinity;
 

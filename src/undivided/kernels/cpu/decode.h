@@ -79,8 +79,8 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, Few
   for (int64_t r = 0; r < few.rows; r++)
     row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + r / a.q_len) * a.q_h + r % a.q_len * a.q_s;
   Engine::load_queries(a, row, few.rows, q);
-  memset(few.sums, 0, (size_t)Engine::sum_floats(a) * 4);
-  for (int64_t r = 0; r < kFewRows; r++) few.most[r] = -kInfinity, few.total[r] = 0;
+  Engine::clear_sums(a, few);
+  for (int64_t r = 0; r < few.rows; r++) few.most[r] = -kInfinity, few.total[r] = 0;
 }
 
 template <class Engine>

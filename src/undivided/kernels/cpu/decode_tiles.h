@@ -54,7 +54,10 @@ class Tiles {
   // weights of fp16 reach 2^15: small ones keep their bits
   static constexpr int kBits = kWeightBits<Half> == 0 ? 0 : 15;
 
-  static bool fits(const Attention& a) { return a.qk_dim % kTileDepth == 0 && a.v_dim % kTileDepth == 0; }
+  // A cache of less than a tile of keys would be copied, and vectors are faster at it.
+  static bool fits(const Attention& a) {
+    return a.qk_dim % kTileDepth == 0 && a.v_dim % kTileDepth == 0 && a.kv_len >= kGroup;
+  }
   static int64_t q_floats(const Attention& a) { return a.qk_dim / kTileDepth * kBlock; }
   static int64_t sum_floats(const Attention& a) { return a.v_dim / kTileDepth * kBlock; }
 
@@ -63,6 +66,8 @@ class Tiles {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t d = 0; d < a.qk_dim; d += 2) memcpy(q + d / 2 * kLanes + r, from[r] + d, 4);
   }
+
+  static void clear_sums(const Attention& a, const FewRows& few) { memset(few.sums, 0, (size_t)sum_floats(a) * 4); }
 
   void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
     Operand k = operand(step.k, step.keys, a.k_s, n * a.k_h);

@@ -170,7 +170,10 @@ struct Vectors {
 
   static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
     for (int64_t r = 0; r < rows; r++) load_row(from[r], a.qk_dim, q + r * a.qk_dim);
-    memset(q + rows * a.qk_dim, 0, (size_t)((kFewRows - rows) * a.qk_dim) * 4);
+    memset(q + rows * a.qk_dim, 0, (size_t)((padded_rows(rows) - rows) * a.qk_dim) * 4);
+  }
+  static void clear_sums(const Attention& a, const FewRows& few) {
+    memset(few.sums, 0, (size_t)(padded_rows(few.rows) * a.v_dim) * 4);
   }
   static void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
     in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {

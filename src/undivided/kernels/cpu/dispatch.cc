@@ -352,7 +352,7 @@ void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64
 int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
   // heads that lie side by side are read together, at every step
-  const int64_t heads = a.k_h < a.k_s ? a.kv_heads : 1;
+  const int64_t heads = a.k_h <= a.k_s ? a.kv_heads : 1;
   const int64_t row_size = partial_size(a), per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
   const Chunks chunks = cut_into_chunks(a, heads);
   const int64_t units = (int64_t)chunks.all.size();
