@@ -1,8 +1,8 @@
 """What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running anything.
 
-Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment (`_memory`) and
-is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to rank strategies by: what
-a ring hides behind work costs nothing until it is more than the work.
+Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment (`_memory`)
+and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to rank strategies
+by: what a ring hides behind work costs nothing until it is more than the work.
 
 Legend: W ranks, R x A the mesh [ring, heads], S tokens, H query heads, N key heads, D head size, e bytes of an entry.
 """
