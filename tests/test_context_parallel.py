@@ -249,9 +249,12 @@ DECODED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("by", ["all_gather", "ring"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("name", DECODED)
-def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(name: str, layout: Any) -> None:
+def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(
+    name: str, layout: Any, by: Any
+) -> None:
     """Two of 17 keys are at rank 1, none at rank 2; the others' stand between one another."""
     options = dict(DECODED[name])
     q, k, v = (
@@ -264,12 +267,51 @@ def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(name: str,
     def rank(group: SimulatedGroup) -> tuple[Tensor, Tensor]:
         mine = torch.tensor(held[group.rank], dtype=torch.int64)
         keys = (t.index_select(axis, mine) for t in (k, v))
-        return undivided.ContextParallel(group).decode(q, *keys, mine, 17, layout=layout, **options)
+        cp = undivided.ContextParallel(group)
+        return cp.decode(q, *keys, mine, 17, layout=layout, by=by, **options)
 
     whole = {"mask": masks.causal(align="bottom_right"), **options}
     right = undivided.attention(q, k, v, layout=layout, return_lse=True, backend="reference", **whole)
-    for out, lse in simulate(4, rank):
+    results = simulate(4, rank)
+    for out, lse in results:
         assert not differences({"out": out, "lse": lse}, dict(zip(("out", "lse"), right, strict=True)))
+        assert torch.equal(out, results[0][0]), "the next token must not depend on the rank"
+
+
+@pytest.mark.parametrize("world", [3, (2, 2)])
+def test_decoding_sends_what_it_says(world: Any) -> None:
+    """n bytes of a partial result: (W - 1) n by all_gather, 2 (W - 1) n / W by ring, whatever there is of keys."""
+    n, strategy = 12 * 6 * (8 + 1) * 4, "ring" if world == 3 else "ring+all_to_all"
+
+    def rank(group: SimulatedGroup) -> list[int]:
+        cp, sent = undivided.ContextParallel(group, strategy), []  # type: ignore[arg-type]
+        q, k = torch.randn(1, 12, 6, 8), torch.randn(1, 100, 6, 8)
+        positions = torch.arange(100) * cp.world + cp.rank
+        for by in ("all_gather", "ring"):
+            cp.traffic.reset()
+            cp.decode(q, k, k, positions, 100 * cp.world, layout="bshd", by=by)  # type: ignore[arg-type]
+            sent.append(cp.traffic.bytes_sent)
+        return sent
+
+    of_axes = (3,) if world == 3 else world
+    gathered, rung = sum(n * (w - 1) for w in of_axes), sum(2 * n * (w - 1) // w for w in of_axes)
+    assert simulate(world, rank) == [[gathered, rung]] * len(simulate(world, lambda group: None))
+
+
+def test_steps_of_generation_that_differ_between_ranks_are_an_error_on_each() -> None:
+    def rank(group: SimulatedGroup) -> None:
+        cp, q, k = undivided.ContextParallel(group), torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
+        mine = torch.arange(4) * 2 + cp.rank
+        with pytest.raises(
+            undivided.InputError, match="kv_len must be the same on every rank, got 8 on rank 0; 9"
+        ):
+            cp.decode(q, k, k, mine, 8 + cp.rank, layout="bshd")
+        with pytest.raises(
+            undivided.InputError if cp.rank else RankError, match="by must be 'all_gather' or 'ring'"
+        ):
+            cp.decode(q, k, k, mine, 8, layout="bshd", by="rings" if cp.rank else "ring")  # type: ignore[arg-type]
+
+    simulate(2, rank, timeout=20)
 
 
 def shards(cp: undivided.ContextParallel, length: int, **changes: Any) -> dict[str, Any]:

@@ -198,11 +198,39 @@ def test_wrong_groups_are_refused(name: str) -> None:
         DotProductAttention(2, 8, qkv_format="bshd").set_context_parallel_group(*arguments)
 
 
-def test_what_needs_all_keys_in_one_place_is_refused() -> None:
-    q = torch.randn(1, 4, 2, 8)
-    module = DotProductAttention(2, 8, qkv_format="bshd", return_max_logit=True)
+@pytest.mark.parametrize("comm", WORLDS)
+@pytest.mark.parametrize("name", ["window-sbhd", "packed", "alibi-bshd"])
+def test_the_largest_score_of_each_head_is_that_of_one_process(name: str, comm: str) -> None:
+    """Some heads' largest score is of a pair that only one rank looks at."""
+    call = CALLS[name]
+    format, new = (
+        call["qkv_format"],
+        {key: value for key, value in call.items() if key in NEW - {"qkv_format"}},
+    )
+    given = {key: value for key, value in call.items() if key not in NEW}
+    module = DotProductAttention(6, 8, num_gqa_groups=3, qkv_format=format, return_max_logit=True, **new)
+    shape = {"bshd": (2, 24), "sbhd": (24, 2), "thd": (24,)}[format]
+    q, k, v = (torch.randn(*shape, heads, 8) for heads in (6, 3, 3))
+    out, right = module(q, k, v, **given)
+
+    def rank(group: SimulatedGroup) -> tuple[Tensor, Tensor]:
+        cp, mine = bound(group, comm, call), copy.deepcopy(module)
+        mine.set_context_parallel_group(cp)
+        part, largest = mine(*(cp.shard(t, dim=AXIS[format]) for t in (q, k, v)), **given)
+        return cp.unshard(part, dim=AXIS[format]), largest
+
+    for found, largest in simulate(WORLDS[comm], rank):
+        torch.testing.assert_close(found, out)
+        torch.testing.assert_close(largest, right)
+
+
+def test_a_cache_of_all_tokens_is_refused_with_what_to_do() -> None:
+    module = DotProductAttention(2, 8, qkv_format="bshd", layer_number=1).eval()
     module.set_context_parallel_group(undivided.ContextParallel(rank=0, world=2))
+    params = undivided.InferenceParams(1, 8, 2, 8, torch.float32)
+    params.pre_step({"a": 4})
+    q = torch.randn(1, 4, 2, 8)
     with pytest.raises(
-        undivided.InputError, match="return_max_logit must be left out under context parallelism"
+        undivided.InputError, match=r"(?s)inference_params must be None .*ContextParallel.decode"
     ):
-        module(q, q, q)
+        module(q, q, q, inference_params=params)

@@ -53,7 +53,7 @@ def plan(
         table.add_row(*cells(option), style="bold green" if option is found.best else None)
     screen.print(table)
     said_of = (
-        "exchanges: of the busiest rank, forward. memory: of one layer's attention, forward and backward, less kernels' scratch. "
+        "exchanges: of the busiest rank, forward. memory: of a layer's attention, forward and backward, less kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
     )
     screen.print(Text(said_of, "dim"), soft_wrap=True)

@@ -9,7 +9,8 @@ Nothing is remembered between calls: a rank that found its problem in a cache an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,29 @@ TEXT = 480
 
 Said = Mapping[str, object]
 """What must agree, by the name of the argument that it comes from."""
+
+
+T = TypeVar("T")
+
+
+def agreed(axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, Said]]) -> T:
+    """What this rank prepares for a call, once all ranks have said the same about theirs; `shake_hands` says what is raised.
+
+    Args:
+        check: whether ranks talk about it at all.
+        prepare: gives it with what must agree. What it raises is told to the others, which would wait for this rank otherwise.
+    """
+    ready, words, error = None, None, None
+    try:
+        ready, words = prepare()
+    except Exception as raised:
+        error = raised
+    if check:
+        shake_hands(axes, words, error)
+    if error is not None:
+        raise error
+    assert ready is not None
+    return ready
 
 
 def shake_hands(axes: Sequence[Communicator], said: Said | None, error: Exception | None) -> None:

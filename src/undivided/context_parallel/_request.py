@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ from undivided.context_parallel import _schedule
 from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._handshake import mask_words
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
+from undivided.context_parallel._shards import SEQUENCE_AXIS
+from undivided.context_parallel.collectives import Communicator, gather_all
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
 from undivided.masks import Mask
-
-SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 
 class Request(NamedTuple):
@@ -102,7 +103,7 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
     check_extras(q, arguments["bias"], arguments["sinks"], arguments["alibi_slopes"], heads)
     if arguments["pages"] is not None:
         raise InputError(
-            "pages", "be None under context parallelism", "a block table",
+            "pages", "be None under context parallelism: a block table is of one rank's pool, keys are of all", "one",
             hint="generation over keys that are spread over ranks: ContextParallel.decode",
         )  # fmt: skip
     if arguments["dropout_p"] and arguments["dropout_seed"] is None:
@@ -137,6 +138,15 @@ def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool
     if rows > 1:
         return False
     return None if one_row_among_more(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
+
+
+def bias_by_row(asked: Request, axes: Sequence[Communicator]) -> bool:
+    """Whether the bias has rows of its own; a rank with a single row asks the others."""
+    if asked.problem.bias is None or axes[1].world == 1:
+        return asked.by_row is not False
+    if not one_row_among_more(asked.placement):
+        return bool(asked.by_row)
+    return bool(torch.cat(gather_all(axes, torch.tensor([bool(asked.by_row)]))).any())
 
 
 def one_row_among_more(placement: Placement) -> bool:
@@ -204,3 +214,11 @@ def said(asked: Request, strategy: Strategy) -> dict[str, object]:
         "bias": _axes_of_bias(asked),
         "features": sorted(problem.features),
     }
+
+
+def small_inputs(arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(bias [B|1, H|1, R|1, K|1], sinks, slopes)."""
+    bias = arguments["bias"]
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+    return bias, arguments["sinks"], arguments["alibi_slopes"]

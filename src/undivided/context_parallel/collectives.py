@@ -190,12 +190,13 @@ def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[i
     """The tensor of every rank of a mesh [ring, heads], by rank; the first dimension of rank r's is ``counts[r]``."""
     ring, heads = axes
     lines = [counts[start : start + heads.world] for start in range(0, len(counts), heads.world)]
-    line = torch.cat(_uneven(heads, tensor, lines[ring.rank]))
-    found = _uneven(ring, line, [sum(sizes) for sizes in lines])
+    line = torch.cat(gather_uneven(heads, tensor, lines[ring.rank]))
+    found = gather_uneven(ring, line, [sum(sizes) for sizes in lines])
     return [part for line, sizes in zip(found, lines, strict=True) for part in line.split(list(sizes))]
 
 
-def _uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The tensor of every rank, in order; the first dimension of rank r's is ``counts[r]``."""
     found = [
         tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:]))
         for rank, n in enumerate(counts)

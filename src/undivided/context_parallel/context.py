@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,35 +14,36 @@ from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import Policy, policy
 from undivided._selection import Decision, decide
-from undivided._validation import check_layout, checked_mask
+from undivided._validation import checked_mask
 from undivided.cache._attend import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import Call, Run
-from undivided.context_parallel._handshake import shake_hands
+from undivided.context_parallel._groups import axes_of, mesh_of
+from undivided.context_parallel._handshake import Said, agreed
 from undivided.context_parallel._request import (
-    SEQUENCE_AXIS,
     Request,
+    bias_by_row,
     check_own,
-    one_row_among_more,
     request,
     said,
+    small_inputs,
 )
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
-from undivided.context_parallel.collectives import (
-    Alone,
-    Communicator,
-    Counted,
-    ProcessGroup,
-    Traffic,
-    gather_all,
-    gather_rows,
+from undivided.context_parallel._shards import SEQUENCE_AXIS, Gathered, axis_of, side_of
+from undivided.context_parallel.collectives import Counted, Traffic, gather_all
+from undivided.context_parallel.decode import By, decode, prepared
+from undivided.context_parallel.max_logit import largest
+from undivided.context_parallel.sharding import (
+    PLACEMENTS,
+    Placement,
+    PlacementName,
+    Side,
+    document_edges,
+    sizes_of,
 )
-from undivided.context_parallel.decode import decode
-from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, Side, document_edges
-from undivided.context_parallel.simulate import SimulatedGroup
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import Dense, DocumentIds, Documents, Lengths
+from undivided.masks._parts import Documents
 
 _MOST_PLACEMENTS = 64
 
@@ -93,11 +94,11 @@ class ContextParallel:
         self.traffic = Traffic()
         self._axes: tuple[Counted, Counted] | None = None
         if rank is None and world is None:
-            ring, heads = _axes_of(group, strategy)
+            ring, heads = axes_of(group, strategy)
             self._axes = Counted(ring, self.traffic), Counted(heads, self.traffic)
             self.mesh = Mesh(ring.rank, heads.rank, ring.world, heads.world)
         else:
-            self.mesh = _mesh_of(strategy, rank, world)
+            self.mesh = mesh_of(strategy, rank, world)
         self.rank = self.mesh.ring * self.mesh.heads_world + self.mesh.heads
         self.world = self.mesh.ring_world * self.mesh.heads_world
         self.bound: Placement | None = None
@@ -134,7 +135,7 @@ class ContextParallel:
         mask = checked_mask(mask)
         form = None
         keys = q_len if kv_len is None else kv_len
-        batch, heads = _sizes_of(mask)
+        batch, heads = sizes_of(mask)
         mask.check(batch, heads, q_len, keys, packed=False, device=torch.device("cpu"))
         if self.placement == "balanced":
             form = mask.normal_form(batch, heads, q_len, keys, "cpu")
@@ -150,7 +151,7 @@ class ContextParallel:
             of: "q" or "kv".
             within_documents: count from the beginning of each document of the mask that was bound, where it has any.
         """
-        rows = self._bound().rows(_side(of))[self.rank]
+        rows = self._bound().rows(side_of(of))[self.rank]
         documents = None if self._documents is None else self._documents.take("documents")[0]
         if not within_documents or not isinstance(documents, Documents):
             return rows
@@ -190,9 +191,9 @@ class ContextParallel:
         >>> cp.shard(torch.arange(8), dim=0).tolist()
         [0, 1, 6, 7]
         """
-        axis = _axis(tensor, layout, dim)
+        axis = axis_of(tensor, layout, dim)
         placement = self._placement_of_length(tensor.shape[axis], of, layout)
-        return tensor.index_select(axis, placement.rows(_side(of))[self.rank].to(tensor.device))
+        return tensor.index_select(axis, placement.rows(side_of(of))[self.rank].to(tensor.device))
 
     def unshard(
         self, shards: Tensor | Sequence[Tensor], layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
@@ -211,47 +212,65 @@ class ContextParallel:
         [0, 1, 2, 3, 4, 5, 6]
         """
         first = shards if isinstance(shards, Tensor) else shards[0]
-        axis = _axis(first, layout, dim)
+        axis = axis_of(first, layout, dim)
         if isinstance(shards, Tensor):
             placement = self.bound or self._placement_of_length(self.world * shards.shape[axis], of, layout)
-            parts = list(_Gathered.apply(self, placement, _side(of), axis, shards))  # type: ignore[no-untyped-call]
+            if self._axes is None:
+                raise InputError("shards", "be those of all ranks where there is no group", "one tensor")
+            counts = [rows.numel() for rows in placement.rows(side_of(of))]
+            parts = list(Gathered.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
         else:
             parts = list(shards)
             placement = self.bound or self._placement_of_length(sum(p.shape[axis] for p in parts), of, layout)
-        return torch.cat(parts, axis).index_select(axis, placement.order[_side(of)].to(first.device))
+        return torch.cat(parts, axis).index_select(axis, placement.order[side_of(of)].to(first.device))
 
     @outside_of_graphs
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], backend: str | None, deterministic: bool | None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """What `undivided.attention` calls; ``arguments`` are its own, by name."""
-        if self._axes is None:
-            raise InputError(
-                "context_parallel", "have a group to attend with", repr(self),
-                hint="ContextParallel(group): rank and world alone are for sharding and planning",
-            )  # fmt: skip
-        ready, error = _attempted(lambda: self._ready(q, k, v, arguments, policy(backend, deterministic)))
-        if self.check:
-            shake_hands(self._axes, None if ready is None else ready.said, error)
-        if error is not None:
-            raise error
-        assert ready is not None
-        asked = ready.request
-        call = Call(
-            asked.problem, asked.operands, asked.schedule, ready.runs, *self._axes, self._by_row(asked)
-        )
-        bias = arguments["bias"]
-        if bias is not None:
-            bias = bias[(None,) * (4 - bias.dim())]
-        out, lse = _run.run(call, (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"]))
+        axes = self._talking()
+        allowed = policy(backend, deterministic)
+        asked, runs = agreed(axes, self.check, lambda: self._ready(q, k, v, arguments, allowed))
+        call = self._call(asked, runs)
+        out, lse = _run.run(call, (q, k, v, *small_inputs(arguments)))
         return (out, lse) if arguments["return_lse"] else out
+
+    @outside_of_graphs
+    @torch.no_grad()
+    def max_logit(
+        self, q: Tensor, k: Tensor, *, layout: Layout, mask: Mask | None = None, bias: Tensor | None = None,
+        scale: float | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The largest allowed score of each head over all ranks' rows and keys: what QK-clipping and logit monitors look at.
+
+        A second pass over q . k^T in which keys travel again (values do not), as in the layers' ``return_max_logit``.
+
+        Args:
+            q, k: this rank's shards. mask: of the whole. bias: this rank's rows, all keys.
+            layout, scale, softcap, alibi_slopes: as for `undivided.attention`.
+
+        Returns:
+            fp32 (fp64 for fp64 inputs) [H], the same on every rank, without gradient; -inf where a head has no pair.
+
+        Raises:
+            InputError: an argument is wrong, or differs between ranks.
+            RankError: another rank refused its arguments, or died.
+        """
+        arguments = {
+            "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": None, "dropout_p": 0.0, "dropout_seed": None, "return_lse": False, "pages": None,
+        }  # fmt: skip
+        axes = self._talking()
+        asked = agreed(axes, self.check, lambda: self._asked(q, k, k, arguments))
+        return largest(self._call(asked, ()), asked.parts, (q, k, k[..., :0], *small_inputs(arguments)))
 
     @torch.no_grad()
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int, *, layout: Layout, mask: Mask | None = None,
         bias: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
         alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, backend: str | None = None,
-        deterministic: bool | None = None,
+        deterministic: bool | None = None, by: By = "all_gather",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of queries that every rank has over keys that are spread over the ranks: a step of generation.
 
@@ -264,22 +283,26 @@ class ContextParallel:
             layout, scale, softcap, alibi_slopes, sinks, backend, deterministic: as for `undivided.attention`.
             mask: of all queries and all keys; None is causal, aligned bottom-right.
             bias: its keys are all keys.
+            by: how partial results come together. "all_gather" sends each to every rank, in one exchange: for a few tokens.
+                "ring" adds up some rows at each rank and then shares the sums: two exchanges, of 2 / ranks of the bytes, for
+                many tokens, as in chunked prefill.
 
         Returns:
-            (out, lse) of all keys, the same on every rank. Not differentiable.
+            (out, lse) of all keys, the same on every rank, bit for bit. Not differentiable.
 
         Raises:
-            InputError: an argument is wrong.
-            RankError: another rank died.
+            InputError: an argument is wrong, or differs between ranks.
+            RankError: another rank refused its arguments, or died.
         """
-        if self._axes is None:
-            raise InputError("context_parallel", "have a group to decode with", repr(self))
+        axes = self._talking()
         arguments = {
             "layout": layout, "mask": masks.causal(align="bottom_right") if mask is None else mask, "bias": bias,
             "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": 0.0,
             "dropout_seed": None, "return_lse": True, "pages": None,
         }  # fmt: skip
-        return decode(self._axes, q, k, v, positions, kv_len, arguments, policy(backend, deterministic))
+        allowed = policy(backend, deterministic)
+        own = agreed(axes, self.check, lambda: prepared(q, k, v, positions, kv_len, arguments, allowed, by))
+        return decode(axes, own, by)
 
     def explain(
         self,
@@ -291,8 +314,7 @@ class ContextParallel:
         allowed: Policy,
     ) -> Decision:
         """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
-        check_own(q, k, v, arguments)
-        asked = request(q, k, v, arguments, self.strategy, self.mesh, self._placement(q, k, arguments))
+        asked, _ = self._asked(q, k, v, arguments)
         found = [
             (piece.pairs, part)
             for round_, parts in zip(asked.schedule.rounds, asked.parts, strict=True)
@@ -301,20 +323,30 @@ class ContextParallel:
         problem = max(found, key=lambda pair: pair[0])[1] if found else asked.problem
         return decide(problem, machine or Machine.this(q.device), allowed)
 
-    def _ready(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy) -> _Ready:
+    def _talking(self) -> tuple[Counted, Counted]:
+        if self._axes is None:
+            raise InputError(
+                "context_parallel", "have a group to attend with", repr(self),
+                hint="ContextParallel(group): rank and world alone are for sharding and planning",
+            )  # fmt: skip
+        return self._axes
+
+    def _asked(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Request, Said]:
+        """The request, and what the others must say of theirs."""
         check_own(q, k, v, arguments)
         asked = request(q, k, v, arguments, self.strategy, self.mesh, self._placement(q, k, arguments))
-        return _Ready(asked, asked.runs(Machine.this(q.device), allowed), said(asked, self.strategy))
+        return asked, said(asked, self.strategy)
 
-    def _by_row(self, asked: Request) -> bool:
-        """Whether the bias has rows of its own; a rank with a single row asks the others."""
-        if asked.problem.bias is None or self.mesh.heads_world == 1:
-            return asked.by_row is not False
-        if not one_row_among_more(asked.placement):
-            return bool(asked.by_row)
-        assert self._axes is not None
-        answers = gather_all(self._axes, torch.tensor([bool(asked.by_row)]))
-        return bool(torch.cat(answers).any())
+    def _ready(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy
+    ) -> tuple[tuple[Request, tuple[tuple[Run, ...], ...]], Said]:
+        """With the backend of every piece, the same forward and backward."""
+        asked, words = self._asked(q, k, v, arguments)
+        return (asked, asked.runs(Machine.this(q.device), allowed)), words
+
+    def _call(self, asked: Request, runs: tuple[tuple[Run, ...], ...]) -> Call:
+        axes = self._talking()
+        return Call(asked.problem, asked.operands, asked.schedule, runs, *axes, bias_by_row(asked, axes))
 
     def _bound(self) -> Placement:
         if self.bound is None:
@@ -326,7 +358,7 @@ class ContextParallel:
     def _placement_of_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
         """For sharding without a call: the bound placement, or one of this many tokens."""
         if self.bound is not None:
-            if length != self.bound.length(_side(of)):
+            if length != self.bound.length(side_of(of)):
                 raise InputError("tensor", f"have the {self.bound.length(of)} tokens that were bound", length)
             return self.bound
         if length % self.world or layout == "thd":
@@ -358,114 +390,3 @@ class ContextParallel:
                 self.placement, self.world, q_len, None if same else kv_len, mask
             )
         return self._placements[key]
-
-
-class _Ready(NamedTuple):
-    request: Request
-    runs: tuple[tuple[Run, ...], ...]
-    said: dict[str, object]
-
-
-T = TypeVar("T")
-
-
-def _attempted(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result, or what was raised: a rank that cannot go on must still tell the others."""
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-class _Gathered(torch.autograd.Function):
-    """Every rank's part of a tensor; in the backward, this rank's part of the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cp: ContextParallel, placement: Placement, of: Side, axis: int, mine: Tensor
-    ) -> tuple[Tensor, ...]:
-        if cp._axes is None:
-            raise InputError("shards", "be those of all ranks where there is no group", "one tensor")
-        counts = [rows.numel() for rows in placement.rows(of)]
-        if mine.shape[axis] != counts[cp.rank]:
-            raise InputError("shards", f"have rank {cp.rank}'s {counts[cp.rank]} tokens", list(mine.shape))
-        ctx.rank, ctx.axis = cp.rank, axis
-        parts = gather_rows(cp._axes, mine.movedim(axis, 0).contiguous(), counts)
-        return tuple(part.movedim(0, axis) for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, grads[ctx.rank]
-
-
-def _axis(tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
-    if (layout is None) == (dim is None):
-        raise InputError("layout", "be given, or dim in its place", f"layout={layout!r}, dim={dim!r}")
-    if dim is not None:
-        return dim % tensor.dim()
-    check_layout(layout)
-    return SEQUENCE_AXIS[str(layout)]
-
-
-def _side(of: Side) -> Side:
-    if of not in ("q", "kv"):
-        raise InputError("of", "be 'q' or 'kv'", repr(of))
-    return of
-
-
-def _sizes_of(mask: Mask) -> tuple[int, int]:
-    """Batch elements and heads that the mask tells apart."""
-    batch, heads = 1, 1
-    for part in mask.parts:
-        if isinstance(part, Lengths):
-            batch = max(batch, part.kv.shape[0])
-        elif isinstance(part, DocumentIds):
-            batch = max(batch, part.ids_q.shape[0])
-        elif isinstance(part, Dense):
-            batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
-        elif "documents" not in mask.kinds:
-            batch = max([batch, *(t.shape[0] for t in part.tensors if t.dim() == 1)])
-    return batch, heads
-
-
-def _mesh_of(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
-    """Of a rank without a group: enough to shard."""
-    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
-        raise InputError(
-            "rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}"
-        )
-    return Mesh.of(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
-
-
-def _axes_of(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:
-    """(ring, heads) of whatever describes a group."""
-    axes = list(_communicators(group))
-    wanted = 2 if strategy == "ring+all_to_all" else 1
-    if len(axes) != wanted:
-        raise InputError(
-            "group", f"have {wanted} {'axes [ring, heads]' if wanted == 2 else 'axis'} for strategy={strategy!r}", len(axes),
-            hint="torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
-            if wanted == 2 else "mesh['ring']",
-        )  # fmt: skip
-    if wanted == 2:
-        return axes[0], axes[1]
-    return (Alone(), axes[0]) if strategy == "all_to_all" else (axes[0], Alone())
-
-
-def _communicators(group: Any) -> Iterator[Communicator]:
-    if isinstance(group, SimulatedGroup):
-        yield from (group.axis(0), group.axis(1)) if group.is_mesh else (group,)
-        return
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        raise InputError(
-            "group", "be a process group, a DeviceMesh or a simulated group", repr(group),
-            hint="torch.distributed.init_process_group() first; or simulate(world, function); or rank= and world= to shard",
-        )  # fmt: skip
-    if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
-        yield from (ProcessGroup(part) for part in reversed(group))
-    elif hasattr(group, "mesh_dim_names"):
-        yield from (ProcessGroup(group.get_group(dim)) for dim in range(group.ndim))
-    else:
-        yield ProcessGroup(group)

@@ -1,14 +1,22 @@
 """Generation over a cache that is spread over ranks: queries everywhere, keys in one place each, partial results merged.
 
 The new tokens are few and the cached keys many, so nothing of the keys is sent: every rank attends to the keys that it holds,
-the outputs and their log-sum-exps are gathered, and merged as parts over disjoint keys always are (`undivided.merge`).
+and what travels are outputs and their log-sum-exps, merged as parts over disjoint keys always are. Two ways to bring them
+together; n bytes of a partial result, W ranks:
+
+    all_gather   each rank sends its own to all, one exchange: (W - 1) n
+    ring         each rank adds up 1 / W of the rows for all, then all send what they have: two exchanges, 2 (W - 1) n / W
+
+Parts are added up in the order of the ranks, so that all ranks get the same bits.
+
+Source: the second is a ring all-reduce (Patarasuk and Yuan 2009) with attention's merge for a sum, without its W - 1 hops.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +25,45 @@ from undivided import _autograd, _layout, _problem
 from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Operands, Problem
-from undivided._result import Result, lse_dtype, merge
+from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided._selection import select
-from undivided.context_parallel._call import piece_problem
+from undivided.context_parallel._call import Run, piece_problem
+from undivided.context_parallel._handshake import Said, mask_words
 from undivided.context_parallel._index import as_index, unless_broadcast
 from undivided.context_parallel._pieces import Piece, in_simple_words
-from undivided.context_parallel._request import SEQUENCE_AXIS, check_own
-from undivided.context_parallel.collectives import Communicator, gather_all
+from undivided.context_parallel._request import check_own
+from undivided.context_parallel._shards import SEQUENCE_AXIS
+from undivided.context_parallel.collectives import Communicator, gather_uneven
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Ranges
 
+By = Literal["all_gather", "ring"]
 
-def decode(
-    axes: Sequence[Communicator], q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int,
-    arguments: dict[str, Any], allowed: Policy,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of queries that every rank has; see `ContextParallel.decode`."""
+
+class Step(NamedTuple):
+    """One rank's part of a step of generation: the whole's problem, and what it computes itself, None without keys."""
+
+    problem: Problem
+    q: Tensor
+    sinks: Tensor | None
+    own: tuple[Run, Operands] | None
+
+
+def prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    kv_len: int,
+    arguments: dict[str, Any],
+    allowed: Policy,
+    by: By,
+) -> tuple[Step, Said]:
+    """This rank's part, validated, and what must be the same on every rank; see `ContextParallel.decode`."""
     check_own(q, k, v, arguments)
+    if by not in ("all_gather", "ring"):
+        raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
     layout = arguments["layout"]
     _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
     problem, operands = _whole(q, k, v, kv_len, arguments)
@@ -45,23 +74,73 @@ def decode(
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
-    result = _own(q, k, v, piece, problem, operands, arguments, allowed)
-    outs = gather_all(axes, result.out.to(result.lse.dtype).contiguous())
-    lses = gather_all(axes, result.lse.contiguous())
-    out, lse = merge(outs, lses, arguments["sinks"], layout="bshd")
-    return _layout.restore(out.to(q.dtype), layout).contiguous(), lse.squeeze(0) if layout == "thd" else lse
+    own = _own(q, k, v, piece, problem, operands, arguments, allowed) if count else None
+    words: Said = {
+        "q": (layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
+        "k": (problem.kv_heads, problem.v_dim),
+        "kv_len": kv_len,
+        "mask": mask_words(operands.mask),
+        "scale": operands.scale,
+        "softcap": operands.softcap,
+        "by": by,
+        "features": sorted(problem.features),
+    }
+    return Step(problem, _layout.canonical(q, layout), arguments["sinks"], own), words
+
+
+def decode(axes: Sequence[Communicator], step: Step, by: By) -> tuple[Tensor, Tensor]:
+    """(out, lse) over all keys, from what each rank finds in its own."""
+    problem, (batch, rows, heads, _) = step.problem, step.q.shape
+    dtype = lse_dtype(problem.dtype)
+    if step.own is None:
+        mine = step.q.new_zeros((batch * rows * heads, problem.v_dim + 1), dtype=dtype)
+        mine[:, -1] = -torch.inf
+    else:
+        (backend, part), operands = step.own
+        out, lse = _autograd.forward(backend, part, operands)
+        mine = torch.cat([out.to(dtype), lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
+    for comm in reversed(axes):
+        mine = _together(comm, mine, by)
+    found = mine.view(batch, rows, heads, -1)
+    out, lse = found[..., :-1], found[..., -1].transpose(1, 2).contiguous()  # [B, H, Sq]
+    if step.sinks is not None:
+        out = out * sink_factor(lse, step.sinks).transpose(1, 2).unsqueeze(-1)
+    out = _layout.restore(out.to(problem.dtype), problem.layout).contiguous()
+    return out, lse.squeeze(0) if problem.packed else lse
+
+
+def _together(comm: Communicator, mine: Tensor, by: By) -> Tensor:
+    """Of rows [n, Dv + 1] that every rank has its part of, the sums; the last column is the log-sum-exp."""
+    if comm.world == 1:
+        return mine
+    if by == "all_gather":
+        return _added(gather_uneven(comm, mine, [len(mine)] * comm.world))
+    chunks = mine.tensor_split(comm.world)
+    sizes, own = [len(chunk) for chunk in chunks], chunks[comm.rank]
+    others = [rank for rank in range(comm.world) if rank != comm.rank]
+    parts = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
+    comm.exchange({rank: [chunks[rank]] for rank in others}, {rank: [parts[rank]] for rank in others})()
+    return torch.cat(gather_uneven(comm, _added(parts), sizes))
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Parts over disjoint keys, merged one after another; a row and head is a sequence of one row to `merge_into`."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        merge_into(_as_result(total), _as_result(part))
+    return total
+
+
+def _as_result(rows: Tensor) -> Result:
+    return Result(rows[None, :, None, :-1], rows[None, None, :, -1])
 
 
 def _own(
     q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: Problem, operands: Operands, arguments: dict[str, Any],
     allowed: Policy,
-) -> Result:  # fmt: skip
-    """Attention over the keys of this rank."""
+) -> tuple[Run, Operands]:  # fmt: skip
+    """Attention over the keys of this rank: what runs it, and on what."""
     q, k, v = (_layout.canonical(t, problem.layout) for t in (q, k, v))
-    batch, rows, heads, _ = q.shape
-    if not piece.form.kv_len:
-        empty = q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype(q.dtype))
-        return Result(q.new_zeros((batch, rows, heads, v.shape[-1])), empty)
     bias = arguments["bias"]
     if bias is not None:
         assert piece.form.key_index is not None
@@ -72,7 +151,7 @@ def _own(
         operands, q=q, k=k, v=v, layout="bshd", mask=piece.mask, bias=bias, sinks=None,
         alibi_slopes=arguments["alibi_slopes"], bound=None,
     )  # fmt: skip
-    return _autograd.forward(select(part, Machine.this(q.device), allowed).backend, part, mine)
+    return (select(part, Machine.this(q.device), allowed).backend, part), mine
 
 
 def _whole(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from undivided.masks import Mask, NormalForm
+from undivided.masks._parts import Dense, DocumentIds, Lengths
 
 PlacementName = Literal["zigzag", "contiguous", "balanced"]
 PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
@@ -205,6 +206,21 @@ def document_edges(mask: Mask | None, side: Side, length: int) -> tuple[int, ...
     offsets = getattr(documents, f"padded_{side}")
     offsets = getattr(documents, f"cu_seqlens_{side}") if offsets is None else offsets
     return tuple(sorted({0, length, *(min(int(edge), length) for edge in offsets.tolist())}))
+
+
+def sizes_of(mask: Mask) -> tuple[int, int]:
+    """Batch elements and heads that the mask tells apart."""
+    batch, heads = 1, 1
+    for part in mask.parts:
+        if isinstance(part, Lengths):
+            batch = max(batch, part.kv.shape[0])
+        elif isinstance(part, DocumentIds):
+            batch = max(batch, part.ids_q.shape[0])
+        elif isinstance(part, Dense):
+            batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
+        elif "documents" not in mask.kinds:
+            batch = max([batch, *(t.shape[0] for t in part.tensors if t.dim() == 1)])
+    return batch, heads
 
 
 @functools.lru_cache(64)

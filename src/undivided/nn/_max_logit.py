@@ -16,6 +16,7 @@ from undivided._autograd import autocast
 from undivided._layout import Layout
 from undivided._result import lse_dtype
 from undivided.backends import reference
+from undivided.context_parallel import ContextParallel
 from undivided.masks import Mask
 
 _library = torch.library.Library("undivided", "FRAGMENT")
@@ -27,10 +28,14 @@ _library.define(
 
 def max_logit(
     q: Tensor, k: Tensor, mask: Mask, layout: Layout, bias: Tensor | None, alibi_slopes: Tensor | None, scale: float,
-    softcap: float | None,
+    softcap: float | None, context_parallel: ContextParallel | None = None,
 ) -> Tensor:  # fmt: skip
     """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no pair."""
     q, k, _ = autocast(q, k, k)
+    if context_parallel is not None:
+        return context_parallel.max_logit(
+            q, k, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes
+        )
     if torch.compiler.is_compiling():
         spec, tensors = mask.flatten()
         # no derivative: detached, so that autograd does not look for one

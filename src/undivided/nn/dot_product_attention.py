@@ -247,12 +247,11 @@ class DotProductAttention(Module):
         """Inputs in the sizes that masks and biases are of: of all ranks together."""
         if self.context_parallel is None:
             return inputs
-        for name, asked in (
-            ("inference_params", params is not None),
-            ("return_max_logit", self.return_max_logit),
-        ):
-            if asked:
-                raise InputError(name, "be left out under context parallelism", "given")
+        if params is not None:
+            raise InputError(
+                "inference_params", "be None under context parallelism: it holds every token, and not a rank's", "a cache",
+                hint="a KVCache at each rank and ContextParallel.decode: keys where they are, queries everywhere",
+            )  # fmt: skip
         begins_q = given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
         begins_kv = given.cu_seqlens_kv if given.cu_seqlens_kv_padded is None else given.cu_seqlens_kv_padded
         return _context_parallel.whole(inputs, self.context_parallel, (begins_q, begins_kv))
@@ -285,7 +284,7 @@ class DotProductAttention(Module):
         if not self.return_max_logit:
             return out
         return out, max_logit(
-            q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap
+            q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap, cp
         )
 
     def _attend_cached(self, inputs: Inputs, mask: Mask, scores: Added, params: InferenceParams) -> Tensor:
