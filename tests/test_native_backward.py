@@ -151,6 +151,18 @@ def test_a_mask_that_is_evaluated_in_blocks_of_rows(
     )
 
 
+@DTYPES
+@pytest.mark.parametrize("rows", [5, 16, 20, 33, 52, 65])
+def test_panels_that_rows_do_not_fill(rows: int, dtype: torch.dtype) -> None:
+    """Products leave out what has no row; keys end anywhere within what a micro-kernel takes."""
+    torch.manual_seed(rows)
+    for width, keys in ((24, rows), (40, 100), (72, 127)):
+        tensors = {"q": (1, 4, rows, width), "k": (1, 2, keys, width), "v": (1, 2, keys, width)}
+        made = {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in tensors.items()}
+        grads = torch.randn(1, 4, rows, width), torch.randn(1, 4, rows)
+        check(made, grads, layout="bhsd", mask=masks.window(40, 7, "bottom_right"))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_that_this_machine_has(level: str) -> None:
     program = (
@@ -160,6 +172,8 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  for size in ('odd', 'one-short-of-a-tile', 'values-narrower'):\n"
         "    for mask in ('globals', 'dense'):\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+        "  for rows in (16, 33):\n"
+        "    t.test_panels_that_rows_do_not_fill(rows, dtype)\n"
         "  for bias in t.BIASES[1::3]:\n"
         "    t.test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias, dtype)\n"
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
@@ -180,6 +194,12 @@ def _one_head(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tens
     return tensors, (torch.randn(1, 1, 700, 64), torch.randn(1, 1, 700)), {"mask": masks.causal()}
 
 
+def _some_heads(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+    """One thread takes whole heads, two share the blocks of their keys."""
+    tensors = {name: torch.randn(1, 6, 300, 40).to(dtype).requires_grad_() for name in "qkv"}
+    return tensors, (torch.randn(1, 6, 300, 40), torch.randn(1, 6, 300)), {"mask": masks.window(100, 5)}
+
+
 def _long_values(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
     """Gradients of scores that do not fit fp16 when scaled as those of usual values, in some rows of one of the heads."""
     tensors = {name: torch.randn(1, 2, 500, 64).to(dtype) for name in "qkv"}
@@ -195,6 +215,7 @@ def _shared_bias(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, T
 
 CASES: dict[str, Callable[[torch.dtype], tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]]] = {
     "one-head": _one_head,
+    "some-heads": _some_heads,
     "long-values": _long_values,
     "shared-bias": _shared_bias,
 }

@@ -19,11 +19,13 @@ from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends._base import Gradients
-from undivided.backends._native_call import DTYPES, Call
+from undivided.backends._native_call import DTYPES, NO_PAGES, NOTHING_ELSE, Call, is_plain, ranges_of, record
 from undivided.kernels import cpu
 
 _PACK = cpu.GRADIENT_RECORD.pack
 _SIZE = cpu.GRADIENT_RECORD.size
+_NOTHING: tuple[int, ...] = (0,) * 4
+_NO_BIAS: tuple[int, ...] = (0,) * 5
 
 
 def backward(
@@ -33,6 +35,8 @@ def backward(
     library = cpu.load()
     assert isinstance(library, cpu.Library)
     out, lse = _unit_last(result.out.transpose(1, 2)), _unit_last(result.lse)
+    if is_plain(problem, operands):
+        return _plain(library, problem, operands, (out, lse), grad_out, grad_lse)
     call = Call(problem, operands, (*operands.heads_first(), out, lse))
     slices = call.slices()
     for precise in (False, True):
@@ -42,6 +46,39 @@ def backward(
         if all(library.backward(call.record(rows), gradients.record(rows)) for rows in slices):
             break
     return gradients.finish()
+
+
+def _plain(
+    library: cpu.Library, problem: Problem, operands: Operands, result: tuple[Tensor, Tensor], grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """The gradients of q, k and v alone, whole and at once."""
+    grad = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
+    lse = None if grad_lse is None else _unit_last(grad_lse.float())
+    inputs = (operands.q, operands.k, operands.v)
+    found = [_like(x, False) if n else None for x, n in zip(inputs, operands.needs, strict=False)]
+    views = [None if x is None else _layout.heads_first(x, problem.layout) for x in found]
+    attention = record(
+        problem, operands, *operands.heads_first(), *result, *ranges_of(problem, operands), *NO_PAGES, *NOTHING_ELSE
+    )  # fmt: skip
+    dtype = DTYPES[problem.dtype]
+    for precise in (False, True):
+        if library.backward(attention, _record(problem, dtype, False, precise, grad, lse, views)):
+            break
+    return [*found, None, None, None]
+
+
+def _record(
+    problem: Problem, dtype: int, in_parts: bool, precise: bool, grad: Tensor, lse: Tensor | None,
+    views: Sequence[Tensor | None], rows: tuple[int, int] = (0, 0), bias: tuple[int, ...] = _NO_BIAS,
+) -> bytes:  # fmt: skip
+    """The C record. views: dq, dk, dv; rows: where sinks and slopes go."""
+    fields = [_NOTHING if x is None else (x.data_ptr(), *x.stride()[:3]) for x in views]
+    return _PACK(
+        _SIZE, dtype, in_parts, precise, grad.data_ptr(), *grad.stride()[:3],
+        *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        *fields[0], *fields[1], *fields[2], *rows, problem.heads * problem.q_len, problem.q_len, *bias,
+    )  # fmt: skip
 
 
 def _unit_last(tensor: Tensor) -> Tensor:
@@ -80,29 +117,22 @@ class _Gradients:
 
     def record(self, rows: slice) -> bytes:
         """The record for these rows."""
-        grad, lse, bias = self._grad_out[:, :, rows], self._grad_lse, self._bias
         dq, dk, dv = self._views
-        fields = [
-            _SIZE,
-            DTYPES[torch.float32 if self._in_parts else self._problem.dtype],
-            int(self._in_parts),
-            int(self._precise),
-        ]
-        fields += [grad.data_ptr(), *grad.stride()[:3]]
-        fields += [0, 0, 0] if lse is None else [lse[:, :, rows].data_ptr(), *lse.stride()[:2]]
-        for x in (None if dq is None else dq[:, :, rows], dk, dv):
-            fields += [0, 0, 0, 0] if x is None else [x.data_ptr(), *x.stride()[:3]]
+        lse = self._grad_lse
+        bias = _NO_BIAS
         sinks, slopes = (0 if x is None else x[:, :, rows].data_ptr() for x in (self._sinks, self._slopes))
-        fields += [sinks, slopes, self._problem.heads * self._problem.q_len, self._problem.q_len]
-        if bias is None:
-            fields += [0] * 5
-        else:
-            part = bias[:, :, rows] if bias.shape[2] > 1 else bias
+        if self._bias is not None:
+            part = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
             strides = (
-                stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape, strict=True)
+                stride if size > 1 else 0
+                for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
             )
-            fields += [part.data_ptr(), *strides]
-        return _PACK(*fields)
+            bias = (part.data_ptr(), *strides)
+        return _record(
+            self._problem, DTYPES[torch.float32 if self._in_parts else self._problem.dtype], self._in_parts,
+            self._precise, self._grad_out[:, :, rows], None if lse is None else lse[:, :, rows],
+            (None if dq is None else dq[:, :, rows], dk, dv), (sinks, slopes), bias,
+        )  # fmt: skip
 
     def finish(self) -> list[Tensor | None]:
         """The gradients in the order, shapes and dtypes of the inputs."""

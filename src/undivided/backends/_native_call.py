@@ -25,7 +25,7 @@ _PACK = cpu.RECORD.pack
 _SIZE = cpu.RECORD.size
 # what the record holds where there is none: pointers, then strides
 NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
-_NO_PAGES: tuple[int, ...] = (0,) * 4
+NO_PAGES: tuple[int, ...] = (0,) * 4
 _NO_BIAS: tuple[int, ...] = (0,) * 6
 _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
@@ -34,6 +34,14 @@ _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
 NOTHING_ELSE = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
 _BANDS = frozenset({"causal", "window"})
 """Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
+_EXTRAS = frozenset({"bias", "alibi", "sinks", "dropout"})
+
+
+def is_plain(problem: Problem, operands: Operands) -> bool:
+    """Whether ranges say it all, as in most calls: these take the shortest way to the kernel."""
+    if problem.features & _EXTRAS:
+        return False
+    return problem.mask.kinds <= _BANDS or operands.normal_form(problem).exact
 
 
 def record(
@@ -77,7 +85,7 @@ def _band(problem: Problem) -> tuple[int, int]:
 def pages_of(operands: Operands) -> tuple[Tensor | None, tuple[int, ...]]:
     """The record's fields, and the block table that they point to, to be held until the call returns."""
     if operands.pages is None:
-        return None, _NO_PAGES
+        return None, NO_PAGES
     # in thd the sequences' rows follow one another, as their keys do
     table, pool = operands.pages.contiguous(), operands.k
     return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
@@ -91,7 +99,7 @@ class Call:
         paged: bool = False,
     ) -> None:  # fmt: skip
         self.problem, self.operands, self.tensors = problem, operands, tensors
-        self.table, self.pages = pages_of(operands) if paged else (None, _NO_PAGES)
+        self.table, self.pages = pages_of(operands) if paged else (None, NO_PAGES)
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if operands.sinks is not None:

@@ -16,15 +16,12 @@ from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends._native_call import DTYPES, NOTHING_ELSE, Call, pages_of, ranges_of, record
+from undivided.backends._native_call import DTYPES, NOTHING_ELSE, Call, is_plain, pages_of, ranges_of, record
 from undivided.kernels import cpu
 
 TINY = 1 << 17
 """Multiply-adds of a plain fp32 problem below which torch_flash comes first. Measured on Zen 4 (one thread, a whole call):
 at 1x4x16x64 (2^17) 30 us against 27, at 1x8x32x64 (2^20) 51 against 60; bf16 and grouped heads are never slower."""
-
-_BANDS = frozenset({"causal", "window"})
-_EXTRAS = frozenset({"bias", "alibi", "sinks", "dropout"})
 
 
 class Native(Backend):
@@ -69,9 +66,7 @@ class Native(Backend):
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         library = cpu.load()
         assert isinstance(library, cpu.Library)
-        plain = not problem.features & _EXTRAS
-        if plain and (problem.mask.kinds <= _BANDS or operands.normal_form(problem).exact):
-            # what most calls need, by the shortest way
+        if is_plain(problem, operands):
             _table, pages = pages_of(operands)
             given = (*ranges_of(problem, operands), *pages, *NOTHING_ELSE)
             library.forward(record(problem, operands, q, k, v, out, lse, *given))

@@ -112,6 +112,8 @@ struct Backward {
   const Attention& a;
   const Gradients& g;
   int64_t rows, panels, row_panels, row_blocks, key_block;
+  int64_t key_blocks;
+  bool whole;           // a unit has all keys of its heads; then what follows lies in its scratch, for one head at a time
   float *base, *delta;  // [B, N, panels, panel] of each row: log-sum-exp in units of log 2 (inf: no key), what dP loses
   float* dqt;           // [B, N, panels, Dk, panel]
   char* packed;         // [B, N, panels]: Q and dO as the products take them; null: packed for each visit
@@ -121,7 +123,8 @@ struct Backward {
   int64_t* exceeded;    // becomes 1: see kExceeded
 };
 
-// A slice of the keys of some batch elements and key/value heads, one after another, against every query row.
+// A block of the keys of some batch elements and key/value heads, one after another, against every query row; where the
+// problem is cut into whole heads, all their keys.
 struct KeyBlock {
   int64_t batch, batches, kv_head, kv_heads, index;
 };

@@ -73,7 +73,7 @@ struct PackedRows {
 
 // One key/value head of one batch element, and a block of its virtual rows.
 struct Head {
-  int64_t batch, kv_head, index;
+  int64_t batch, kv_head, index;  // index: among those whose rows p describes
 };
 INLINE RowBlock rows_of(const Backward& p, const Head& head, int64_t row_block) {
   const int64_t step = p.row_panels * kPanel, row = row_block * step;
@@ -183,9 +183,9 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
 }
 
 template <class Mode>
-static void before_rows(const Backward& p, int64_t index, int64_t row_block) {
+static void before_rows(const Backward& p, const Head& head, int64_t row_block) {
   const Attention& a = p.a;
-  const Head head = head_of(p, index);
+  const int64_t index = head.index;
   const RowBlock block = rows_of(p, head, row_block);
   int64_t from = a.kv_len, to = 0;
   Panel panel;
@@ -234,11 +234,12 @@ INLINE void put_gradient(const Backward& p, bool accumulate, T* row, float* row_
 }
 
 template <class Mode>
-static void after_rows(const Backward& p, int64_t index, int64_t row_block) {
+static void after_rows(const Backward& p, const Head& head, int64_t row_block) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
   const Gradients& g = p.g;
-  const RowBlock block = rows_of(p, head_of(p, index), row_block);
+  const int64_t index = head.index;
+  const RowBlock block = rows_of(p, head, row_block);
   const float unit = ldexpf(1, -score_bits<Mode>(p, index));
   for (int64_t first = 0; first < block.rows; first += kLanes) {
     const int64_t row = block.row + first, count = smaller_of(block.rows - first, kLanes);

@@ -18,6 +18,7 @@ struct Derive {
   float* extra;           // what is added to the scores; becomes the gradients of what is added to them
   const Kept* kept;
   int64_t first;  // key of the tile's row 0
+  int vectors;    // of the panel that hold rows
   bool ranged, added, collects;
   float slope;  // of a score over what P is multiplied with, scales included
   float unit;   // what undoes the scale of P
@@ -72,6 +73,7 @@ static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start
     for (int64_t j = start & ~(int64_t)1; j < stop; j += 2)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
+        if (v >= d.vectors) break;
         Derived even = {}, odd = {};
         const int64_t at = j * kPanel + v * kLanes;
         if (j >= start) {
@@ -90,6 +92,7 @@ static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start
     for (int64_t j = start; j < stop; j++)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
+        if (v >= d.vectors) break;
         Derived x = derive<kKind, kDrops>(d, j, v);
         store(weights + j * kPanel + v * kLanes, x.weight);
         store(scores + j * kPanel + v * kLanes, x.score);

@@ -71,13 +71,13 @@ int64_t key_scratch(const Backward& p) {
   return with_block_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
 }
 void rows_before(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head, row_block); });
+  with_block_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
   with_block_mode(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
 }
 void rows_after(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head, row_block); });
+  with_block_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
 // Let the compiler believe that x is needed.

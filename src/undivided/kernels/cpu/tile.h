@@ -55,7 +55,7 @@ INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, 
     Vec y[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) y[v] = load(b + c * kPanel + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 24
     for (int i = 0; i < N; i++) {
       auto x = fetch<typename Arith::Scalar>(a + i * row + c * next);
 #pragma GCC unroll 4
@@ -148,18 +148,21 @@ static void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t coun
 constexpr int kMostSlots = 16;
 struct Slots {
   int count;
-  int panel[kMostSlots];               // where in b its rows lie
+  int panel[kMostSlots], rows[kMostSlots];      // where in b its rows lie, and how many they are
   int64_t start[kMostSlots], stop[kMostSlots];  // outside of these its entries are not read, but for N keys' sake
 };
 
 // out[i][lanes] += sum over the rows of the slots of a[slot][i][row] (broadcast) * b[row][lanes], for i < N keys.
 template <class Arith, int N, int V, class T>
-INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const int* slot, const int* panel, int count,
+INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, const int* which, int count,
                      float* out) {
-  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T), depth = kPanel / step;
+  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V] = {};
-  for (int n = 0; n < count; n++) accumulate<Arith>(acc, a + slot[n] * a_slot, kPanel, step, b + panel[n] * b_panel, depth);
-#pragma GCC unroll 8
+  for (int n = 0; n < count; n++) {
+    const int slot = which[n];
+    accumulate<Arith>(acc, a + slot * a_slot, kPanel, step, b + slots.panel[slot] * b_panel, (slots.rows[slot] + step - 1) / step);
+  }
+#pragma GCC unroll 24
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
@@ -168,20 +171,37 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel
     }
 }
 
-// The same for the keys of a tile, and `vectors` of the lanes; kBroadcasts divides the rows that a and out have.
-template <class Arith, class T>
-static __attribute__((noinline)) void add_tile(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots,
-                                               int64_t keys, int vectors, float* out) {
-  for (int64_t j = 0; j < keys; j += kBroadcasts) {
-    int slot[kMostSlots], panel[kMostSlots], count = 0;
+// The same for keys [from, to), a multiple of N, of a tile.
+template <class Arith, int N, int V, class T, class Besides>
+INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t from, int64_t to,
+                       float* out, Besides* besides) {
+  for (int64_t j = from; j < to; j += N) {
+    if (besides) besides->step();
+    int which[kMostSlots], count = 0;
     for (int n = 0; n < slots.count; n++)
-      if (slots.start[n] < j + kBroadcasts && slots.stop[n] > j) slot[count] = n, panel[count++] = slots.panel[n];
-    const T* at = a + j * kPanel;
-    float* to = out + j * kPanel;
-    with_vectors(vectors, [&](auto v) {
-      add_keys<Arith, kBroadcasts, v.value>(at, a_slot, b, b_panel, slot, panel, count, to);
-    });
+      if (slots.start[n] < j + N && slots.stop[n] > j) which[count++] = n;
+    add_keys<Arith, N, V>(a + j * kPanel, a_slot, b, b_panel, slots, which, count, out + j * kPanel);
   }
+}
+
+// Keys that one micro-kernel takes at V vectors, so that its sums fill the registers, and what all of these divide.
+template <int V>
+constexpr int kKeysOf = kBroadcasts * kVectors / V;
+constexpr int kWholeKeys = kBroadcasts * kVectors;
+
+template <class Arith, int V, class T, class Besides>
+static __attribute__((noinline)) void add_vectors(const T* a, int64_t a_slot, const float* b, int64_t b_panel,
+                                                  const Slots& slots, int64_t keys, float* out, Besides* besides) {
+  const int64_t whole = keys / kWholeKeys * kWholeKeys, all = (keys + kBroadcasts - 1) / kBroadcasts * kBroadcasts;
+  add_groups<Arith, kKeysOf<V>, V>(a, a_slot, b, b_panel, slots, 0, whole, out, besides);
+  add_groups<Arith, kBroadcasts, V>(a, a_slot, b, b_panel, slots, whole, all, out, besides);
+}
+
+// The same for a tile's keys and `vectors` of the lanes; kBroadcasts divides the rows that a and out have.
+template <class Arith, class T, class Besides = Nothing>
+static void add_tile(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t keys, int vectors,
+                     float* out, Besides* besides = nullptr) {
+  with_vectors(vectors, [&](auto v) { add_vectors<Arith, v.value>(a, a_slot, b, b_panel, slots, keys, out, besides); });
 }
 
 }  // namespace

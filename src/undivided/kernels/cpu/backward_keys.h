@@ -1,0 +1,182 @@
+// The backward's keys: a unit's scratch, its K and V as the micro-kernels take them, and their gradients' way out.
+#pragma once
+
+#include "derive.h"
+#include "tiled_backward.h"
+
+namespace {
+
+struct BackwardSpace {
+  Panel* panels;
+  DropRows* drops;
+  Kept* kept;
+  char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows where they are not read in place; k_pairs for dQ
+  char* rows;                     // PackedRows of the block's panels, where not packed beforehand
+  float *st, *dpt;                // where they are not turned into weights in place
+  char *weights, *scores;         // P and dS: [slot][key][kPanel]
+  float *pairs, *extra;
+  float *dk, *dv;  // [column panel][key][kPanel]
+  char* head;      // what is kept of a head's rows, where the unit has all of its keys: see own_rows
+  int64_t bytes;
+};
+
+// Elements between rows of a copy in fp32: an odd number of lines, so that neighbours share no set of L1. (In place, rows of
+// 512 bytes use an eighth of them.)
+INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
+
+// Bytes of the copies of K, V and K for dQ.
+template <class Mode>
+INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
+  if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2;
+  if (!Mode::Arith::kPairs) return p.key_block * padded_row(dim) * 4;
+  return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
+}
+
+// p for one head whose rows are described at `at`, and how many bytes that takes.
+template <class Mode>
+static Backward own_rows(const Backward& p, char* at, int64_t* bytes) {
+  const int64_t lanes = p.panels * kPanel;
+  char* start = at;
+  auto take = [&](int64_t size) {
+    char* part = at;
+    at += round_up(size, 64);
+    return part;
+  };
+  Backward own = p;
+  own.base = (float*)take(lanes * 4), own.delta = (float*)take(lanes * 4);
+  own.dqt = p.g.dq ? (float*)take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
+  own.hull = (int32_t*)take(p.panels * 8), own.turn = (int64_t*)take(p.row_blocks * 8);
+  own.norm = (float*)take(p.panels * 4);
+  own.packed = take(p.panels * PackedRows<Mode>(p.a, nullptr).bytes);
+  *bytes = at - start;
+  return own;
+}
+
+template <class Mode>
+static BackwardSpace carve_backward(const Backward& p, char* base) {
+  const Attention& a = p.a;
+  BackwardSpace w;
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) {
+    char* start = base + at;
+    at += round_up(bytes, 64);
+    return start;
+  };
+  constexpr bool pairs = Mode::Arith::kPairs;
+  constexpr int64_t tile = kTile * kPanel;
+  const int64_t st = Mode::kTiled ? kKeyStep<Mode> * kPanel * 4 : pairs ? tile * 4 : 0;
+  const bool extras = a.bias || a.dense || a.slopes;
+  w.panels = (Panel*)take(kRowPanels * (int64_t)sizeof(Panel));
+  w.drops = (DropRows*)take(a.dropout ? kRowPanels * (int64_t)sizeof(DropRows) : 0);
+  w.kept = (Kept*)take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.st = (float*)take(st), w.dpt = (float*)take(st);
+  w.pairs = (float*)take(pairs ? tile / 2 * 4 : 0);
+  w.k = take(copy_bytes<Mode>(p, a.qk_dim)), w.v = take(copy_bytes<Mode>(p, a.v_dim));
+  w.k_pairs = take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 : 0);
+  w.k_own = take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
+  w.rows = take(p.packed || p.whole ? 0 : kRowPanels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
+  w.scores = take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
+  w.extra = (float*)take(extras ? tile * 4 : 0);
+  w.dk = (float*)take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
+  w.dv = (float*)take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
+  int64_t of_head = 0;
+  if (p.whole) own_rows<Mode>(p, nullptr, &of_head);
+  w.head = take(of_head);
+  w.bytes = at;
+  return w;
+}
+
+// The keys of a unit as the micro-kernels take them.
+template <class Mode>
+struct KeyRows {
+  typedef Weight<Mode> Row;
+  int64_t first, count;
+  const Row *k, *v;
+  int64_t k_stride, v_stride;
+};
+
+#if defined(__AVX512BF16__)
+#if !defined(UNDIVIDED_AMX)
+// Rows of an odd number of columns, with a zero behind.
+static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t rows, int64_t dim, char* to) {
+  BFloat16* copy = (BFloat16*)to;
+  for (int64_t j = 0; j < rows; j++, copy += dim + 1) {
+    memcpy(copy, from + j * stride, (size_t)dim * 2);
+    copy[dim].bits = 0;
+  }
+  return (const BFloat16*)to;
+}
+#endif
+
+// Infinities and NaN become 0. A key that a row does not see meets it with a weight of 0, and 0 * NaN is NaN; a row that
+// does see such a key has it in its score already.
+INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
+template <class Half>
+static void zero_what_is_not_finite(Half* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i].bits = is_finite(x[i]) ? x[i].bits : 0;
+}
+#endif
+
+template <class Mode>
+static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const int64_t count = smaller_of(p.key_block, a.kv_len - key);
+  const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
+  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
+#if defined(UNDIVIDED_AMX)
+  if constexpr (Mode::kTiled) {
+    uint8_t every[kTile];
+    memset(every, 1, kTile);
+    const int64_t padded = round_up(count, kKeyBlock);
+    pack_k(k, a.k_s, count, padded, a.qk_dim, w.k);
+    pack_k(v, a.v_s, count, padded, a.v_dim, w.v);
+    for (int64_t j = 0; j < count; j += kTile)
+      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kTile, count - j), a.qk_dim, every, p.key_block / kTileDepth,
+                  w.k_pairs + j / kTileDepth * kTileBytes);
+    zero_what_is_not_finite((T*)w.k_pairs, p.key_block * dq_depth<Mode>(p));
+    return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
+  } else
+#endif
+  if constexpr (!Mode::Arith::kPairs) {
+    const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
+    for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
+    for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
+  } else {
+    KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
+#if defined(__AVX512BF16__) && !defined(UNDIVIDED_AMX)
+    if constexpr (Mode::Arith::kPairs) {
+      if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
+      if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
+      interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
+      zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim);
+    }
+#endif
+    return rows;
+  }
+}
+
+// Sums of `count` keys, and of those that the micro-kernels take besides, start at zero.
+INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
+  const int64_t keys = smaller_of(round_up(count, 32), p.key_block);
+  for (int64_t c = 0; c < Columns(dim).panels; c++) memset(sums + c * p.key_block * kPanel, 0, (size_t)(keys * kPanel) * 4);
+}
+
+template <class Mode>
+static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride, int64_t dim,
+                       const float* sums, int bits) {
+  typedef typename Mode::T T;
+  const int64_t width = Columns(dim).width;
+  const float unit = ldexpf(1, -bits);
+  for (int64_t j = 0; j < keys.count; j++) {
+    const int64_t row = at + (keys.first + j) * stride;
+    for (int64_t d = 0; d < dim; d += kLanes)
+      put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d,
+                   load(sums + (d / width * p.key_block + j) * kPanel + d % width) * unit);
+  }
+}
+
+}  // namespace
