@@ -12,16 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 20.0
-"""Of the process group, in seconds: what a rank waits for another."""
+TIMEOUT = 300.0
+"""Of the default group, in seconds: what a rank waits for another, which may be busy with what only some of them do."""
 
 
-def run_ranks(
-    world: int, function: Callable[..., Any], *arguments: Any, patience: float = 300.0
-) -> list[Any]:
-    """``function(*arguments)`` in each of `world` new processes, whose default group is gloo; what each returned, by rank.
+def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0) -> list[list[Any]]:
+    """Each function in turn in each of `world` new processes, whose default group is gloo; results by function and rank.
 
-    A rank whose function raises gives the traceback as text; one that ends without a word gives None. None outlives this.
+    A function that raises gives the traceback as text; a rank that ends without a word gives None for what is left. None of
+    them outlives this.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -29,14 +28,14 @@ def run_ranks(
         for rank in range(world):
             ours, theirs = spawn.Pipe(duplex=False)
             process = spawn.Process(
-                target=_rank, args=(rank, world, f"{folder}/store", theirs, function, arguments), daemon=True
+                target=_rank, args=(rank, world, f"{folder}/store", theirs, functions), daemon=True
             )
             process.start()
             theirs.close()
             ends.append(ours)
             processes.append(process)
         try:
-            return [_answer(end, patience) for end in ends]
+            return [[_answer(end, patience) for end in ends] for _ in functions]
         finally:
             for process in processes:
                 process.join(5)
@@ -53,13 +52,8 @@ def _answer(end: Connection, patience: float) -> Any:
 
 
 def _rank(
-    rank: int,
-    world: int,
-    store: str,
-    end: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+    rank: int, world: int, store: str, end: Connection, functions: tuple[Callable[[], Any], ...]
+) -> None:  # fmt: skip
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -70,10 +64,10 @@ def _rank(
         "gloo", init_method=f"file://{Path(store)}", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    try:
-        end.send(function(*arguments))
-    except Exception:
-        end.send(traceback.format_exc())
-    finally:
-        end.close()
-        os._exit(0)  # without waiting for ranks that have died
+    for function in functions:
+        try:
+            end.send(function())
+        except Exception:
+            end.send(traceback.format_exc())
+    end.close()
+    os._exit(0)  # without waiting for ranks that have died

@@ -1,10 +1,11 @@
 """Context parallelism between processes: gloo, four and three of them, and what happens when one dies.
 
-Starting processes costs more than what they compute, so each start runs many cases; what differs is said by case.
+Starting processes costs more than what they compute, so one start does everything; what differs is said by case.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import subprocess
@@ -15,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import undivided
 from context_parallel_check import PLACEMENTS, alone, differences, grid, in_double, of_rank
-from gloo_ranks import TIMEOUT, run_ranks
+from gloo_ranks import run_ranks
 from undivided import masks
-from undivided.context_parallel import RankError
+from undivided.context_parallel import RankError, plan
 from undivided.context_parallel.collectives import Counted
+from undivided.masks import Mask
 from undivided.verification.cases import CASES, Case
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
@@ -56,15 +57,13 @@ def group_for(strategy: str) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
 
 
-def compare(world: int) -> list[str]:
-    """In each rank: every case, against one process, which rank 0 computes."""
-    groups = {
-        strategy: group_for(strategy) for strategy in ("ring", *(("ring+all_to_all",) if world == 4 else ()))
-    }
+def compare(world: int, group: Any) -> list[str]:
+    """In each rank: every case, against one process, which the last rank computes."""
+    groups = {"ring+all_to_all": group_for("ring+all_to_all")} if world == 4 else {}
     wrong = []
     for case, placement, strategy in cases(world):
         inputs = in_double(case)
-        cp = undivided.ContextParallel(groups.get(strategy), strategy, placement)  # type: ignore[arg-type]
+        cp = undivided.ContextParallel(groups.get(strategy, group), strategy, placement)  # type: ignore[arg-type]
         found = of_rank(inputs, cp)
         if cp.rank == world - 1:
             wrong += [
@@ -73,41 +72,80 @@ def compare(world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [4, 3])
-def test_processes_compute_what_one_computes(world: int) -> None:
-    assert run_ranks(world, compare, world) == [[]] * world
+def compare_four() -> list[str]:
+    """All processes."""
+    return compare(4, None)
+
+
+def compare_three() -> list[str]:
+    """Three of them."""
+    group = torch.distributed.new_group([0, 1, 2])
+    return compare(3, group) if torch.distributed.get_rank() < 3 else []
+
+
+OFFSETS = torch.tensor([0, 150, 157, 301, 302, 457])
+COUNTED: dict[str, tuple[str, Mask]] = {
+    "causal": ("zigzag", masks.causal()),
+    "window": ("contiguous", masks.window(40, 0)),
+    "documents": ("balanced", masks.documents(OFFSETS) & masks.causal()),
+    "prefix": ("balanced", masks.causal() | masks.prefix(99)),
+}
+
+
+def counted() -> dict[tuple[str, str], tuple[int, ...]]:
+    """In each rank: (pairs, bytes forward, bytes backward, exchanges forward) of 457 tokens, by mask and strategy."""
+    groups = {"ring+all_to_all": group_for("ring+all_to_all")}
+    found = {}
+    for name, (placement, mask) in COUNTED.items():
+        for strategy in (*STRATEGIES, "ring+all_to_all"):
+            cp = undivided.ContextParallel(groups.get(strategy), strategy, placement).bind(457, mask=mask)  # type: ignore[arg-type]
+            rows = cp.positions(within_documents=False).numel()
+            q, k, v = (torch.randn(1, rows, h, d, requires_grad=True) for h, d in ((6, 8), (2, 8), (2, 4)))
+            out = undivided.attention(q, k, v, layout="bshd", mask=mask, context_parallel=cp)
+            pairs, sent, steps = cp.traffic.pairs, cp.traffic.bytes_sent, cp.traffic.steps
+            out.sum().backward()
+            found[name, strategy] = (pairs, sent, cp.traffic.bytes_sent - sent, steps)
+    return found
+
+
+def planned() -> dict[tuple[str, str], list[tuple[int, ...]]]:
+    """What plans say of `counted`, of every rank."""
+    found = {}
+    for name, (placement, mask) in COUNTED.items():
+        for strategy in (*STRATEGIES, "ring+all_to_all"):
+            (option,) = plan(
+                457, 6, 8, mask, 4, strategy, placement, kv_heads=2, value_dim=4, dtype=torch.float32  # type: ignore[arg-type]
+            ).options  # fmt: skip
+            said = (option.pairs, option.forward, option.backward, option.steps)
+            found[name, strategy] = list(zip(*(counts.tolist() for counts in said), strict=True))
+    return found
+
+
+PATIENCE = 20.0
+"""Timeout of the group in which a rank dies, in seconds."""
 
 
 def faults() -> dict[str, str]:
     """In each rank, what it was told; the last case ends rank 3."""
     rank = int(torch.distributed.get_rank())
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
     told = {}
     q = torch.randn(1, 6, 2, 8)
-    cp = undivided.ContextParallel().bind(24)
+    cp = undivided.ContextParallel(group).bind(24)
     wrong: dict[str, dict[str, Any]] = {
         "scale": {"scale": 0.5 + rank},
         "shape": {"q": torch.randn(1, 6 + (rank == 2), 2, 8)},
         "strategy": {
-            "context_parallel": undivided.ContextParallel(None, "ring" if rank else "all_gather").bind(24)
+            "context_parallel": undivided.ContextParallel(group, "ring" if rank else "all_gather").bind(24)
         },
         "placement": {
-            "context_parallel": undivided.ContextParallel(None, placement=PLACEMENTS[rank > 1]).bind(24)
+            "context_parallel": undivided.ContextParallel(group, placement=PLACEMENTS[rank > 1]).bind(24)
         },
     }
+    right = {"q": q, "k": q, "v": q, "layout": "bshd", "mask": masks.causal(), "context_parallel": cp}
     for name, changes in wrong.items():
         try:
-            undivided.attention(
-                **{
-                    "q": q,
-                    "k": q,
-                    "v": q,
-                    "layout": "bshd",
-                    "mask": masks.causal(),
-                    "context_parallel": cp,
-                    **changes,
-                }
-            )
+            undivided.attention(**{**right, **changes})
         except (undivided.InputError, RankError) as error:
             told[name] = f"{type(error).__name__}: {error}"
     undivided.attention(q, q, q, layout="bshd", context_parallel=cp)  # the group is as good as before
@@ -122,9 +160,9 @@ def faults() -> dict[str, str]:
     return told
 
 
-@pytest.mark.slow
-def test_what_goes_wrong_on_one_rank_is_an_error_on_every_rank_in_time() -> None:
-    *alive, dead = run_ranks(4, faults)
+def check_faults(told_by_rank: list[Any]) -> None:
+    """What goes wrong on one rank is an error on every rank, in time."""
+    *alive, dead = told_by_rank
     assert dead is None
     for rank, told in enumerate(alive):
         assert isinstance(told, dict), told
@@ -138,15 +176,7 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_every_rank_in_time() -> None
         )
         assert told["shape"].startswith(of_shape)
         assert "a rank died, or did not make the same call" in told["death"]
-        assert float(told["seconds"]) < TIMEOUT + 5
-
-
-@pytest.mark.slow
-def test_the_next_keys_are_on_their_way_while_these_are_attended_to() -> None:
-    """The exchange of round t + 1 is posted before round t is computed, and waited for after it."""
-    for events in run_ranks(2, order_of_events):
-        posts = [n for n, event in enumerate(events) if event == "post"]
-        assert events[posts[-1] + 1 :][:2] == ["compute", "wait"], events
+        assert float(told["seconds"]) < PATIENCE + 5
 
 
 def order_of_events() -> list[str]:
@@ -154,6 +184,9 @@ def order_of_events() -> list[str]:
     from undivided.backends import reference
 
     events: list[str] = []
+    group = torch.distributed.new_group([0, 1])
+    if torch.distributed.get_rank() > 1:
+        return events
     exchange, forward = Counted.exchange, reference.Reference.forward
 
     def traced_exchange(self: Counted, sends: Any, receives: Any) -> Any:
@@ -170,12 +203,30 @@ def order_of_events() -> list[str]:
         events.append("compute")
         return forward(self, *arguments)
 
-    Counted.exchange, reference.Reference.forward = traced_exchange, traced_forward  # type: ignore[method-assign]
     q = torch.randn(1, 8, 2, 4)
-    cp = undivided.ContextParallel().bind(16)
-    result: Tensor = undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=cp)
-    assert result.isfinite().all()
+    cp = undivided.ContextParallel(group).bind(16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counted, "exchange", traced_exchange)
+        patch.setattr(reference.Reference, "forward", traced_forward)
+        undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=cp)
     return events
+
+
+@pytest.mark.slow
+def test_processes_compute_and_send_what_one_computes_and_the_plan_says_and_are_told_what_goes_wrong() -> (
+    None
+):
+    four, three, counts, events, told = run_ranks(
+        4, compare_four, compare_three, counted, order_of_events, faults
+    )
+    assert four == [[]] * 4
+    assert three == [[]] * 4
+    assert all(isinstance(run, dict) for run in counts), counts
+    assert {what: [run[what] for run in counts] for what in counts[0]} == planned()
+    for of_rank_ in events[:2]:  # round t + 1 is posted before round t is computed, and waited for after it
+        posts = [n for n, event in enumerate(of_rank_) if event == "post"]
+        assert of_rank_[posts[-1] + 1 :][:2] == ["compute", "wait"], of_rank_
+    check_faults(told)
 
 
 @pytest.mark.slow
