@@ -166,11 +166,18 @@ class TestCommand:
             name in text for name in ("ring+all_to_all", "all_gather", "zigzag", "balanced", "sent backward")
         )
 
+    def test_the_table_of_a_thousand_ranks_fits_in_eighty_columns(self) -> None:
+        """Cells that wrap, or end in an ellipsis, cannot be compared."""
+        text = command("65536", "--mask", "causal()", "--world", "1024", "--kv-heads", "8", columns=80)
+        table = text[text.index("strategy") :].splitlines()[:13]
+        assert "…" not in text
+        assert all(len(line) <= 80 and line.split()[0] in ("strategy", *WORLDS) for line in table), text
+
     def test_what_is_wrong_is_said(self) -> None:
         assert "heads must be a positive number" in command("64", "--heads", "0", code=2)
 
 
-def command(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120", "NO_COLOR": "1"})
+def command(*arguments: str, code: int = 0, columns: int = 120) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
     assert done.exit_code == code, done.output
     return done.output

@@ -11,7 +11,7 @@ from rich.text import Text
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._terminal import console, print_json
-from undivided.context_parallel.plan import BANDWIDTH, FLOPS, HEAD, Plan, cells
+from undivided.context_parallel.plan import BANDWIDTH, FLOPS, HEAD, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as counted
 
 
@@ -48,12 +48,14 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    table = Table(*HEAD, box=None, padding=(0, 1), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in HEAD:
+        table.add_column(name, no_wrap=True)
     for option in found.options:
         table.add_row(*cells(option), style="bold green" if option is found.best else None)
     screen.print(table)
     said_of = (
-        "exchanges: of the busiest rank, forward. memory: of a layer's attention, forward and backward, less kernels' scratch. "
+        f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
     )
     screen.print(Text(said_of, "dim"), soft_wrap=True)

@@ -234,8 +234,13 @@ def _option(counts: Counts, memory: Memory, name: PlacementName, flops: float, b
 def _amount(count: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
-            return f"{count / size:.2f} {unit}"
+            return f"{_short(count / size)} {unit}"
     return f"{count} B"
+
+
+def _short(number: float) -> str:
+    """Three digits."""
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def _rank(option: Option) -> tuple[float, int, int]:
@@ -247,7 +252,12 @@ def _rank(option: Option) -> tuple[float, int, int]:
     )
 
 
-HEAD = ("strategy", "placement", "mesh", "balance", "exchanges", "sent/rank", "most", "memory", "time")
+HEAD = ("strategy", "placement", "mesh", "balance", "steps", "sent", "most", "memory", "time")
+"""The columns of a plan; 80 characters with what is under them."""
+
+LEGEND = (
+    "steps: exchanges of the busiest rank, forward. sent: by a rank, mean and most, forward and backward."
+)
 
 
 def cells(option: Option) -> tuple[str, ...]:
@@ -262,4 +272,4 @@ def cells(option: Option) -> tuple[str, ...]:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    return f"{_short(seconds)} s" if seconds >= 1 else f"{_short(seconds * 1e3)} ms"
