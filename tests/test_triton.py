@@ -3,6 +3,7 @@ pages, head sizes in steps, rows in parts; and that every kernel compiles for GP
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import undivided
 from undivided import _problem, masks
+from undivided._machine import Machine
 from undivided._result import Result
 from undivided.backends import _triton_inputs, get
 from undivided.backends import _triton_tables as tables
@@ -28,6 +30,11 @@ from undivided.verification.cases import CASES
 
 SHARED = {"sm80": 163 * 1024, "sm89": 99 * 1024, "sm90": 227 * 1024}
 """Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
+
+SPILLED = {("keys_kernel", "plain-bf16-128"): 64, ("keys_kernel", "plain-bf16-256"): 400}
+"""Bytes a thread that a plain bf16 kernel may spill, where the table's tiles are known to; all others spill none."""
+
+HERE = Machine.this("cpu")
 
 MASKS = {
     "causal": masks.causal(),
@@ -155,6 +162,79 @@ def test_head_sizes_in_steps(qk_dim: int, v_dim: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("name", ["full", "causal", "lengths"])
+def test_keys_and_values_by_tensor_descriptors(
+    name: str, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths."""
+    torch.manual_seed(0)
+    used: list[bool] = []
+    described = _triton_inputs.Inputs.described
+
+    def watched(self: Any, tile: config.Config) -> Any:
+        used.append(described(self, tile) is not None)
+        return described(self, tile)
+
+    monkeypatch.setattr(_triton_inputs.Inputs, "described", watched)
+    lengths = [70, 3]
+    mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths)}[name]
+    draw = {"bshd": (2, 75, 0), "sbhd": (75, 2, 0), "bhsd": (2, 0, 75)}[layout]
+    q, k, v = (torch.randn([n or heads for n in draw] + [16]) for heads in (4, 2, 2))
+    if name == "lengths":
+        for tensor in (k, v):
+            of_batch = tensor.transpose(0, 1) if layout == "sbhd" else tensor
+            for b, length in enumerate(lengths):
+                (of_batch[b][:, length:] if layout == "bhsd" else of_batch[b][length:]).fill_(torch.nan)
+    given: dict[str, Any] = {"layout": layout, "mask": mask, "return_lse": True}
+    with config.trial("forward", config.Config(32, 32, 1, 1, descriptors=True)):
+        ours = undivided.attention(q, k, v, backend="triton", **given)
+    theirs = undivided.attention(q, k, v, backend="reference", **given)
+    assert used == [True]
+    for one, other in zip(ours, theirs, strict=True):
+        _close(one, other)
+
+
+def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
+    """As where heads are divided over ranks: they were refused."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 40, 4, 16) for _ in range(4))
+    given: dict[str, Any] = {"layout": "bshd", "mask": masks.causal(), "dropout_p": 0.4, "dropout_seed": 5}
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = undivided.attention(*leaves, **given, backend="reference")
+    want = [out.detach(), *torch.autograd.grad(out, leaves, g)]
+    leaves = [t[:, :, 2:].clone().requires_grad_() for t in (q, k, v)]
+    problem, operands = _problem.normalise(*leaves, **given)
+    form = dataclasses.replace(operands.normal_form(problem), first_head=2)
+    assert operands.bound is not None
+    operands.bound.form = form
+    assert not backend.BACKEND.reasons(problem._replace(features=problem.features | {"some_heads"}), HERE)
+    with torch.no_grad():
+        result = backend.BACKEND.forward(problem, operands)
+        found = backend.BACKEND.backward(problem, operands, result, g[:, :, 2:], None)[:3]
+    for ours, theirs in zip((result.out, *found), want, strict=True):
+        _close(ours, theirs[:, :, 2:])
+
+
+def test_what_the_copy_engine_cannot_read_is_read_by_address() -> None:
+    """Its steps are multiples of 16 bytes, and more than nothing."""
+    tile = config.Config(32, 32, 1, 1, descriptors=True)
+    base = torch.randn(2, 40, 2, 20)
+    for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
+        q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
+        inputs = _triton_inputs.Inputs(*_problem.normalise(q, k, k, layout="bshd"))
+        odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
+        assert (inputs.described(tile) is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
+
+
+def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "none.json"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert config.config("forward", 2, 128, "sm90").descriptors
+    assert not config.config("forward", 2, 128, "sm80").descriptors
+    assert config.config("decode", 2, 128, "sm90") == config.config("decode", 2, 128, "sm80")
+
+
 def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton_inputs, "MASK_PAIRS", 1)
     torch.manual_seed(0)
@@ -182,7 +262,7 @@ def test_tuned_tiles_are_read_back_and_others_are_kept(
     config.remember("sm90", {("forward", 2, 128): config.Config(32, 32, 4, 1)})
     assert config.config("forward", 2, 100, "sm90") == config.Config(32, 32, 4, 1) != before
     assert config.config("forward", 2, 128, "sm80") == config.Config(16, 32, 4, 1)
-    assert config.config("backward", 2, 128, "sm90") == config._TABLE["backward", 2, 128]
+    assert config.config("backward", 2, 128, "sm90") == config._HOPPER["backward", 2, 128]
     (tmp_path / "deep" / "tiles.json").write_text("not json")
     config._tuned.cache_clear()
     assert config.config("forward", 2, 128, "sm90") == before
@@ -259,6 +339,13 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(architecture: str, tm
         "forward_kernel", "combine_kernel", "rows_kernel", "keys_kernel", "pairs_kernel",
     }  # fmt: skip
     assert all(row["shared"] <= SHARED[architecture] for row in compiled), compiled
+    for row in compiled:
+        if row["problem"].startswith("plain"):
+            assert row["spilled"] <= SPILLED.get((row["kernel"], row["problem"]), 0), row
+            hopper = architecture == "sm90"
+            assert (row["wgmma"] > 0) == hopper, row
+            assert (row["descriptor_loads"] > 0) == (hopper and row["kernel"] == "forward_kernel"), row
+            assert row["descriptor_loads"] or row["async_copies"] or "-256" in row["problem"], row
 
 
 def test_its_name_is_its_file() -> None:

@@ -1,14 +1,19 @@
-"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90``.
+"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90 [PROBLEM]``.
 
 The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its name, the
-problem, bytes of shared memory. Run as a program of its own, without Triton's interpreter.
+problem, and what the assembler that comes with Triton says it takes: registers of a thread, bytes that spill, bytes of shared
+memory, and which of the architecture's instructions it has. Run as a program of its own, without Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from undivided import _problem, masks
 from undivided.backends import _triton_inputs, get
@@ -38,6 +44,9 @@ def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[.
             value, name = bound[parameter.name], parameter.name
             if parameter.is_constexpr or (isinstance(value, int) and value == 1):
                 signature[name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                element = POINTERS[value.base.dtype].removeprefix("*")
+                signature[name] = f"tensordesc<{element}{list(value.block_shape)}>"
             elif isinstance(value, torch.Tensor):
                 signature[name], attributes[(place,)] = POINTERS[value.dtype], ALIGNED
             elif isinstance(value, float):
@@ -48,13 +57,35 @@ def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[.
                     attributes[(place,)] = ALIGNED
         options = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
         source = ASTSource(kernel, signature, constants, attributes)
-        told(kernel.__name__, triton.compile(source, target=target, options=options).metadata)
+        told(kernel.__name__, triton.compile(source, target=target, options=options))
 
     return run
 
 
+def resources(compiled: Any, architecture: str) -> dict[str, int]:
+    """What a compiled kernel takes, and what it is made of."""
+    ptx = compiled.asm["ptx"]
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    # wgmma is of the architecture itself ("a"), not of all that follow
+    name = {"sm90": "sm_90a"}.get(architecture, architecture.replace("sm", "sm_"))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    stores = re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None, said
+    assert stores is not None, said
+    return {
+        "registers": int(registers[1]), "spilled": int(stores[1]), "shared": compiled.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
+        "descriptor_loads": ptx.count("cp.async.bulk.tensor"), "async_copies": ptx.count("cp.async.c"),
+    }  # fmt: skip
+
+
 def problems() -> Iterator[tuple[str, Any]]:
-    """(name, what `_problem.normalise` gives): dense, everything at once, heads in steps, paged decoding."""
+    """(name, what `_problem.normalise` gives): plain at the table's widths, everything at once, heads in steps, decoding."""
 
     def made(
         dtype: torch.dtype,
@@ -73,7 +104,14 @@ def problems() -> Iterator[tuple[str, Any]]:
         return _problem.normalise(*leaves, layout="bshd", **rest)
 
     leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
-    yield "causal-bf16-128", made(torch.bfloat16, 512, 512, 2, (128, 128), True, mask=masks.causal())
+    for dim in (64, 128, 256):
+        yield f"plain-bf16-{dim}", made(torch.bfloat16, 512, 512, 2, (dim, dim), True, mask=masks.causal())
+    yield (
+        "lengths-bf16-128",
+        made(
+            torch.bfloat16, 512, 512, 2, (128, 128), True, mask=masks.lengths([300], [300]) & masks.causal()
+        ),
+    )
     yield "everything-fp16-64", made(
         torch.float16, 256, 256, 4, (64, 64), True, mask=masks.window(64, 0) | masks.prefix(4), softcap=30.0, sinks=leaf(4),
         alibi_slopes=leaf(4), bias=leaf(1, 4, 256, 256), dropout_p=0.1, dropout_seed=1,
@@ -82,13 +120,18 @@ def problems() -> Iterator[tuple[str, Any]]:
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
 
 
-def main(architecture: str) -> None:
+def main(architecture: str, *only: str) -> None:
     backend = get("triton")
     _triton_inputs.architecture = lambda device: architecture  # type: ignore[assignment]
     for name, (problem, operands) in problems():
+        if only and name not in only:
+            continue
 
-        def told(kernel: str, metadata: Any, name: str = name) -> None:
-            print(json.dumps({"kernel": kernel, "problem": name, "shared": metadata.shared}), flush=True)
+        def told(kernel: str, compiled: Any, name: str = name) -> None:
+            print(
+                json.dumps({"kernel": kernel, "problem": name} | resources(compiled, architecture)),
+                flush=True,
+            )
 
         JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
         with torch.no_grad():
@@ -98,4 +141,4 @@ def main(architecture: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -58,19 +58,23 @@ class _Backward:
             for gradient, tensor, needed in zip(found, operands.differentiable, self.needs, strict=True)
         ]
 
-    def _arguments(self, rows: Rows, columns: bool = False) -> dict[str, Any]:
-        """What all three passes take; q, g and dq begin at the first of these rows."""
+    def _arguments(self, rows: Rows, by_keys: bool = False) -> dict[str, Any]:
+        """What all three passes take; q, g and dq begin at the first of these rows.
+
+        The first size of a tile is what a program keeps, the second what it visits: rows and keys, or keys and rows.
+        """
         inputs, problem, tile = self.inputs, self.problem, self.tile
+        block_m, block_n = (tile.block_n, tile.block_m) if by_keys else (tile.block_m, tile.block_n)
         q, g = inputs.q[:, :, rows.span], self.g[:, :, rows.span]
-        tables = inputs.tiles(tile.block_m, tile.block_n, columns=columns)
-        first_block = rows.span.start // tile.block_m
+        tables = inputs.tiles(block_m, block_n)
+        first_block = rows.span.start // block_m
         arguments: dict[str, Any] = {
             "q": q, "k": inputs.k, "v": inputs.v, "g": g, "lse": self.lse, "delta": self.delta,
             "factor": self.delta if self.factor is None else self.factor,
             "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
             "tiles": tables.rows[:, first_block:], "tiles_b": _of_batch(tables.rows),
             "heads": problem.heads, "row_values": problem.q_len,
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GRAD_LSE": self.grad_lse is not None,
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "GRAD_LSE": self.grad_lse is not None,
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
         for name, tensor in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", g)):
@@ -86,26 +90,26 @@ class _Backward:
         blocks = -(-arguments["q_len"] // self.tile.block_m)
         backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
             dq=dq, dslope=self.delta if self.row_slopes is None else self.row_slopes, steps=steps,
-            **_strides("dq", dq), **arguments, BIAS=self.inputs.bias is not None,
+            **_strides("dq", dq), **arguments, BIAS=self.inputs.bias is not None, CLEAN=self.inputs.clean,
         )  # fmt: skip
 
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
         from undivided.kernels.triton import backward
 
-        problem, tile = self.problem, self.tile
-        arguments = self._arguments(rows)
+        problem = self.problem
+        arguments = self._arguments(rows, by_keys=True)
+        block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
         steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
         whole = rows.span == slice(0, problem.q_len)
-        found = self.inputs.tiles(tile.block_m, tile.block_n, columns=whole)
+        found = self.inputs.tiles(block_m, block_n, columns=whole)
         columns = found.columns
         if columns is None:  # some rows only: the blocks of these rows, numbered from 0
-            first, last = rows.span.start // tile.block_m, -(-rows.span.stop // tile.block_m)
-            columns = _triton_tables.column_table(
-                found.rows[:, first:last], -(-problem.kv_len // tile.block_n)
-            )
+            first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
+            columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
         backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
             dk=dk, dv=dv, columns=columns, columns_b=_of_batch(columns), steps=steps, ADD=add,
             **_strides("dk", dk), **_strides("dv", dv), **arguments, BIAS=self.inputs.bias is not None,
+            GAPLESS=whole and self.inputs.gapless, CLEAN=self.inputs.clean,
         )  # fmt: skip
 
     def _empty_bias(self) -> Tensor:

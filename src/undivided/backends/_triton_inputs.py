@@ -25,6 +25,14 @@ MASK_PAIRS = 1 << 28
 """Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""
 
 
+_HOLES = frozenset({"padded", "document_ids", "dense", "predicate"})
+"""Kinds of mask under which unused memory, which may hold NaN, lies between keys that are used."""
+_ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
+"""Kinds under which it lies before or after them."""
+_MOVE_ON = frozenset({"causal", "window", "documents", "lengths", "q_lengths"})
+"""Kinds of mask whose ranges begin and end no earlier from row to row; rows without keys stand at the ends."""
+
+
 @functools.cache
 def architecture(device: torch.device) -> str:
     """ "sm90", "gfx942", or "interpreter" on the CPU."""
@@ -45,6 +53,19 @@ def processors(device: torch.device) -> int:
 def precision() -> str:
     """fp32 products: "tf32" where PyTorch's own matrix products may use it, else exact."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _descriptor(tensor: Tensor, block_n: int) -> Any:
+    """Of [1, 1, block_n, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    sizes, size = list(tensor.shape), tensor.element_size()
+    # the step along an axis of length 1 is never taken, but must be one that could be
+    steps = [sizes[-1] if n == 1 else step for n, step in zip(sizes, tensor.stride(), strict=True)][:-1]
+    odd = any(step <= 0 or step * size % 16 for step in steps)
+    if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return None
+    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, block_n, sizes[-1]])
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
@@ -189,6 +210,7 @@ class Inputs:
             "kv_len": problem.kv_len, "q_len": rows.span.stop - rows.span.start, "first_row": rows.span.start,
             "scale": operands.scale, "softcap": operands.softcap or 0.0,
             "threshold": philox.threshold(operands.dropout_p), "survivor": philox.survivor_scale(operands.dropout_p),
+            "drop_head": 0 if self.form is None else self.form.first_head,
             "HEADS_PER_KV": problem.heads // problem.kv_heads, "QK_DIM": problem.qk_dim, "V_DIM": problem.v_dim,
             "DIM_STEP": config.step_of(problem.qk_dim), "VALUE_STEP": config.step_of(problem.v_dim),
             "COLUMNS": self.columns, "DENSE": rows.dense is not None, "ALIBI": self.slopes is not None,
@@ -196,10 +218,45 @@ class Inputs:
             "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
         }  # fmt: skip
 
+    @property
+    def plain(self) -> bool:
+        """Whether scores are ``scale * q k`` and nothing else, and the scale keeps their order."""
+        return (
+            not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.operands.scale > 0
+        )
+
+    @property
+    def clean(self) -> int:
+        """Which keys the kernels take for 0: 0 none, 1 those around all that a block of rows sees, 2 all that it does not."""
+        if not self.masked and self.bias is None:
+            return 0
+        kinds = self.problem.mask.kinds
+        if kinds & _HOLES or self.bias is not None:
+            return 2
+        return int(bool(kinds & _ENDS))
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the rows that see a whole key tile lie side by side: ranges that never move back, one a row."""
+        form = self.form
+        if form is None or not self.masked:
+            return True
+        return self.columns == 2 and form.row_index is None and self.problem.mask.kinds <= _MOVE_ON
+
     def _keys_stand_in_order(self) -> bool:
         """Whether key j of the tensor is position j of its sequence, so that one draw serves eight neighbours."""
         moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
         return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
+
+    def described(self, tile: config.Config) -> tuple[Any, Any] | None:
+        """k and v as tensor descriptors of tiles of keys, which the copy engine reads whole, zeros beyond the keys; None where
+        these tiles do not ask for them, or it cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
+        problem = self.problem
+        whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
+        if not tile.descriptors or problem.page_size is not None or not whole:
+            return None
+        found = [_descriptor(tensor, tile.block_n) for tensor in (self.k, self.v)]
+        return None if None in found else (found[0], found[1])
 
     def tile(self, name: str) -> config.Config:
         """The tile sizes of a pass."""

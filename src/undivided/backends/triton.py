@@ -40,10 +40,10 @@ class Triton(Backend):
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=ALL_FEATURES - {"strided", "some_heads"},
+        features=ALL_FEATURES - {"strided"},
         compute_capability=((8, 0), None),
         packages=(("triton", (3, 4), None),),
-        notes={"strided": "its rows are contiguous", "some_heads": "it counts heads from 0"},
+        notes={"strided": "its rows are contiguous"},
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
@@ -120,8 +120,9 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
     tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
     first_block = rows.span.start // tile.block_m
+    described = inputs.described(tile) or (inputs.k, inputs.v)
     forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
-        q=q, k=inputs.k, v=inputs.v, out=parts, lse=part_lses, sinks=inputs.sinks, pages=inputs.pages,
+        q=q, k=described[0], v=described[1], out=parts, lse=part_lses, sinks=inputs.sinks, pages=inputs.pages,
         tiles=tables[:, first_block:], tiles_b=tables.stride(0) if tables.shape[0] > 1 else 0,
         kv_heads=problem.kv_heads, value_steps=value_steps,
         **_strides(q=q, k=inputs.k, v=inputs.v), **_paging(inputs),
@@ -129,7 +130,8 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         lse_z=part_lses.stride(0), lse_b=part_lses.stride(1), lse_h=part_lses.stride(2),
         **inputs.tensors(rows), **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
         GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=inputs.bias is not None,
-        PAGE=problem.page_size or 0, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
+        PAGE=problem.page_size or 0, SPLITS=splits, PLAIN=inputs.plain and not switches["DENSE"],
+        TMA=described[0] is not inputs.k, CLEAN=inputs.clean, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         forward.combine_kernel[(problem.batch * problem.heads * length,)](

@@ -21,6 +21,7 @@ from undivided.kernels.triton.tile import (
     allowed_pairs,
     dot,
     finish_scores,
+    hull,
     kept,
     load_rows,
     row_ranges,
@@ -28,42 +29,44 @@ from undivided.kernels.triton.tile import (
 
 
 @triton.jit
-def _product(left, left_rows, left_ok, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
+def _product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
              PRECISION: tl.constexpr):  # fmt: skip
-    """left @ right^T over DIM columns, STEP at a time: rows at the given offsets, 0 outside."""
-    a = load_rows(left, left_rows, left_ok, DIM, 0, STEP)
-    b = load_rows(right, right_rows, right_ok, DIM, 0, STEP)
+    """left @ right^T over DIM columns, STEP at a time; a and b are the first step of either."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
-        a = load_rows(left, left_rows, left_ok, DIM, d, STEP)
-        b = load_rows(right, right_rows, right_ok, DIM, d, STEP)
+        a = load_rows(left, left_rows, left_ok, DIM, d, STEP, d + STEP <= DIM, True)
+        b = load_rows(right, right_rows, right_ok, DIM, d, STEP, d + STEP <= DIM, True)
         acc = dot(a, tl.trans(b), acc, PRECISION)
     return acc
 
 
 @triton.jit
 def _score_gradient(
-    qk, gv, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, i_m, heads, b_m, seed,
-    lse, factor, delta, grad_lse, scale, softcap, threshold, survivor,
+    qk, gv, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, keep,
+    lse, factor, delta, grad_lse, scale, softcap, survivor,
     MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile [M, N], from ``q k^T`` and ``g v^T``."""
+    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What belongs to
+    rows and to keys has an axis of length 1, as in `finish_scores`."""
     s, allowed, rate, distance = finish_scores(
-        qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
+        qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
         scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
     )  # fmt: skip
-    p = tl.exp2(s - lse[:, None])
+    p = tl.exp2(s - lse)
     if MASKED:
         p = tl.where(allowed, p, 0.0)
         gv = tl.where(allowed, gv, 0.0)
-    w = p * factor[:, None]
+    w = p
+    if SINKS:
+        w = p * factor
     dropped = w
     if DROPOUT:
-        keep = kept(o_n, kv_len, key_at, i_m, heads, b_m, seed, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N)
         dropped = tl.where(keep, w * survivor, 0.0)
         gv = tl.where(keep, gv * survivor, 0.0)
-    ds = w * (gv - delta[:, None]) + p * grad_lse[:, None]
+    ds = w * (gv - delta)
+    if GRAD_LSE:
+        ds += p * grad_lse
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
         if SOFTCAP:
@@ -73,7 +76,8 @@ def _score_gradient(
 
 @triton.jit
 def _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
-    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights 0."""
+    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights 0.
+    Factor and gradient are read where there are any."""
     natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
     base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     d = tl.load(delta + offsets, mask=ok_m, other=0.0)
@@ -87,16 +91,33 @@ def _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr
 
 
 @triton.jit
+def _row_features(
+    o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b, sequence_b,
+    b, h, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M]; 0 where there is no such feature."""
+    slope, at_m, i_m, b_m = 0.0, 0, 0, 0
+    if ALIBI:
+        at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
+        slope = tl.load(at, mask=ok_m, other=0.0)
+        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+    if DROPOUT:
+        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
+        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
+    return slope, at_m, i_m, b_m
+
+
+@triton.jit
 def rows_kernel(
     q, k, v, g, dq, dslope, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
     position, seed,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dq_b, dq_h, dq_s, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
 
@@ -112,59 +133,77 @@ def rows_kernel(
     offsets = (b * heads + h) * row_values + o_m + first_row
     base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
     rows = o_m.to(tl.int64)
-    bias_rows = bias + b * bias_b + h * bias_h + rows * bias_q
-    dense_rows = dense + b * dense_b + h * dense_h + rows * dense_q
-    slope, at_m, i_m, b_m, seed_value = 0.0, 0, 0, 0, 0
-    if ALIBI:
-        slope = tl.load(
-            slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q, mask=ok_m, other=0.0
-        )
-        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+    bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
+    dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
+    slope, at_m, i_m, b_m = _row_features(
+        o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
+        sequence_b, b, h, ALIBI, DROPOUT,
+    )  # fmt: skip
+    seed_value = 0
     if DROPOUT:
-        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
-        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
         seed_value = tl.load(seed)
+    if ALIBI:
+        slope, at_m = slope[:, None], at_m[:, None]
+    first_key, last_key = 0, kv_len
+    if CLEAN == 1:
+        first_key, last_key = hull(start, stop, start2, stop2, COLUMNS)
+    start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
+    base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
     k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     run = tiles + b * tiles_b + block * 8
     first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
-    first2, full_first2, full_last2, last2 = (
-        tl.load(run + 4),
-        tl.load(run + 5),
-        tl.load(run + 6),
-        tl.load(run + 7),
-    )
+    first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
+    full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
-    h_m = o_m * 0 + h
+    h_m = o_m * 0 + h + drop_head
+    q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
+    g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
 
     for masked in tl.static_range(2):
-        for n in range(0, edges if masked else whole):
-            tile = nth_tile(
-                n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
-            )
-            o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            ok_n = o_n < kv_len
-            keys = o_n.to(tl.int64)
-            qk = _product(q_head, rows * q_s, ok_m, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION)
-            gv = _product(g_head, rows * g_s, ok_m, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION)
-            allowed = ok_m[:, None] & ok_n[None, :]
-            if masked:
-                allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
-            _, ds, allowed, rate, distance = _score_gradient(
-                qk, gv, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
-                key_at + b * key_at_b, i_m, h_m, b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
-                masked, BIAS, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-            if ALIBI:
-                slope_sum -= tl.sum(ds * distance, 1)
-            k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP)
-            if masked:
-                used = tl.max(allowed.to(tl.int32), 0) > 0
-                k_tile = tl.where(used[:, None], k_tile, 0.0)
-            acc = dot((ds * rate).to(k_tile.dtype), k_tile, acc, PRECISION)
+        if masked or not (BIAS or DENSE):  # with these no tile is full
+            for n in range(0, edges if masked else whole):
+                tile = nth_tile(
+                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
+                )
+                o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
+                keys = o_n.to(tl.int64)
+                k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
+                v_tile = load_rows(
+                    v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
+                )
+                qk = _product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+                              PRECISION)  # fmt: skip
+                gv = _product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+                              PRECISION)  # fmt: skip
+                allowed = True
+                if masked:
+                    allowed = allowed_pairs(
+                        o_n[None, :], kv_len, ok_rows, start, stop, start2, stop2, COLUMNS
+                    )
+                keep = True
+                if DROPOUT:
+                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
+                                DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
+                _, ds, allowed, rate, distance = _score_gradient(
+                    qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                    key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
+                    masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
+                )  # fmt: skip
+                if ALIBI:
+                    slope_sum -= tl.sum(ds * distance, 1)
+                if QK_DIM > DIM_STEP:
+                    k_tile = load_rows(
+                        k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
+                    )
+                if masked and CLEAN == 2:
+                    used = tl.max(allowed.to(tl.int32), 0) > 0
+                    k_tile = tl.where(used[:, None], k_tile, 0.0)
+                acc = dot((ds * rate).to(k_tile.dtype), k_tile, acc, PRECISION)
 
     o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
     out = dq + b * dq_b + h * dq_h + rows * dq_s
@@ -179,19 +218,32 @@ def rows_kernel(
 
 
 @triton.jit
+def _sees(run, tile, MASKED: tl.constexpr):
+    """Whether a block of rows sees the tile whole; with MASKED in part."""
+    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+    first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
+    full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
+    whole = ((tile >= full_first) & (tile < full_last)) | ((tile >= full_first2) & (tile < full_last2))
+    if MASKED:
+        return (((tile >= first) & (tile < last)) | ((tile >= first2) & (tile < last2))) & (whole == 0)
+    return whole
+
+
+@triton.jit
 def keys_kernel(
     q, k, v, g, dk, dv, lse, factor, delta, grad_lse, columns, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
     position, seed,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     columns_b, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr, ADD: tl.constexpr, GAPLESS: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key tile of one key/value head, one step of the columns of each.
+    """dk and dv of one key tile of one key/value head, one step of the columns of each. Scores are k q^T [N, M], as both
+    products take them.
 
     The grid is (key tiles * steps, key/value heads, batch). With ADD the sums are added to what dk and dv hold (fp32): the
     rows then come in several calls.
@@ -211,73 +263,74 @@ def keys_kernel(
         seed_value = tl.load(seed)
     acc_k = tl.zeros([BLOCK_N, DIM_STEP], tl.float32)
     acc_v = tl.zeros([BLOCK_N, VALUE_STEP], tl.float32)
+    k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
+    v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
 
     for of_group in range(0, HEADS_PER_KV):
         h = n_head * HEADS_PER_KV + of_group
         q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
         for masked in tl.static_range(2):
-            for block in range(part_first if masked else whole_first, part_last if masked else whole_last):
-                run = tiles + b * tiles_b + block * 8
-                first, full_first, full_last, last = (
-                    tl.load(run),
-                    tl.load(run + 1),
-                    tl.load(run + 2),
-                    tl.load(run + 3),
-                )
-                first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
-                full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
-                visit = ((tile >= full_first) & (tile < full_last)) | (
-                    (tile >= full_first2) & (tile < full_last2)
-                )
-                if masked:
-                    visit = (((tile >= first) & (tile < last)) | ((tile >= first2) & (tile < last2))) & (
-                        visit == 0
-                    )
-                if visit:
-                    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-                    ok_m = o_m < q_len
-                    rows = o_m.to(tl.int64)
-                    offsets = (b * heads + h) * row_values + o_m + first_row
-                    base2, f, d, g_lse = _row_values(
-                        lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
-                    )
-                    slope, at_m, i_m, b_m = 0.0, 0, 0, 0
-                    if ALIBI:
-                        slope = tl.load(
-                            slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q,
-                            mask=ok_m,
-                            other=0.0,
+            if masked or not (BIAS or DENSE):  # with these no tile is full
+                for block in range(
+                    part_first if masked else whole_first, part_last if masked else whole_last
+                ):
+                    visit = True
+                    if masked or not GAPLESS:
+                        visit = _sees(tiles + b * tiles_b + block * 8, tile, masked)
+                    if visit:
+                        o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+                        ok_m = o_m < q_len
+                        rows = o_m.to(tl.int64)
+                        if masked:
+                            start, stop, start2, stop2 = row_ranges(
+                                ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
+                            )
+                            if CLEAN > 0 and COLUMNS > 0:  # rows without keys may hold NaN
+                                ok_m = (stop > start) | (stop2 > start2)
+                        offsets = (b * heads + h) * row_values + o_m + first_row
+                        q_tile = load_rows(
+                            q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True
                         )
-                        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
-                    if DROPOUT:
-                        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
-                        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
-                    qk = _product(
-                        q_head, rows * q_s, ok_m, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION
-                    )
-                    gv = _product(
-                        g_head, rows * g_s, ok_m, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION
-                    )
-                    allowed = ok_m[:, None] & ok_n[None, :]
-                    if masked:
-                        start, stop, start2, stop2 = row_ranges(
-                            ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
+                        g_tile = load_rows(
+                            g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True
                         )
-                        allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
-                    w, ds, allowed, rate, _ = _score_gradient(
-                        qk, gv, allowed, o_n, ok_m, kv_len, bias + b * bias_b + h * bias_h + rows * bias_q, bias_k,
-                        dense + b * dense_b + h * dense_h + rows * dense_q, dense_k, slope, at_m, key_at + b * key_at_b,
-                        i_m, (o_m * 0 + h), b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
-                        masked, BIAS, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
-                    )  # fmt: skip
-                    q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP)
-                    g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP)
-                    if masked:  # rows that see none of these keys may hold NaN
-                        used = tl.max(allowed.to(tl.int32), 1) > 0
-                        q_tile = tl.where(used[:, None], q_tile, 0.0)
-                        g_tile = tl.where(used[:, None], g_tile, 0.0)
-                    acc_v = dot(tl.trans(w.to(g_tile.dtype)), g_tile, acc_v, PRECISION)
-                    acc_k = dot(tl.trans((ds * rate).to(q_tile.dtype)), q_tile, acc_k, PRECISION)
+                        base2, f, d, g_lse = _row_values(
+                            lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
+                        )
+                        slope, at_m, i_m, b_m = _row_features(
+                            o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
+                            row_at_b, position_b, sequence_b, b, h, ALIBI, DROPOUT,
+                        )  # fmt: skip
+                        if ALIBI:
+                            slope, at_m = slope[None, :], at_m[None, :]
+                        kq = _product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
+                                      DIM_STEP, PRECISION)  # fmt: skip
+                        vg = _product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
+                                      VALUE_STEP, PRECISION)  # fmt: skip
+                        allowed = True
+                        if masked:
+                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], start[None, :], stop[None, :],
+                                                    start2[None, :], stop2[None, :], COLUMNS)  # fmt: skip
+                        keep = True
+                        if DROPOUT:
+                            keep = tl.trans(kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
+                                                 seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))  # fmt: skip
+                        w, ds, allowed, rate, _ = _score_gradient(
+                            kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
+                            (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
+                            (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :], dense_k, slope, at_m,
+                            key_at + b * key_at_b, keep, base2[None, :], f[None, :], d[None, :], g_lse[None, :],
+                            scale, softcap, survivor, masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
+                        )  # fmt: skip
+                        if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # steps of one may lie beyond the other
+                            q_tile = load_rows(
+                                q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
+                            )
+                            g_tile = load_rows(
+                                g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP, False, True
+                            )
+                        acc_v = dot(w.to(g_tile.dtype), g_tile, acc_v, PRECISION)
+                        acc_k = dot((ds * rate).to(q_tile.dtype), q_tile, acc_k, PRECISION)
 
     o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
     o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
@@ -299,7 +352,7 @@ def pairs_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dbias_b, dbias_h, dbias_q, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, q_len, kv_len, heads, own_batch, own_heads, batches, first_row, row_values, scale, softcap,
-    threshold, survivor,
+    threshold, survivor, drop_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -329,26 +382,35 @@ def pairs_kernel(
             n_head = h // HEADS_PER_KV
             offsets = (b * heads + h) * row_values + o_m + first_row
             base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
-            slope, at_m, i_m, b_m = 0.0, 0, 0, 0
+            slope, at_m, i_m, b_m = _row_features(
+                o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
+                position_b, sequence_b, b, h, ALIBI, DROPOUT,
+            )  # fmt: skip
             if ALIBI:
-                slope = tl.load(
-                    slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q, mask=ok_m, other=0.0
-                )
-                at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
-            if DROPOUT:
-                i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
-                b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
-            qk = _product(q + b * q_b + h * q_h, rows * q_s, ok_m, k + b * k_b + n_head * k_h, keys * k_s, ok_n,
-                          QK_DIM, DIM_STEP, PRECISION)  # fmt: skip
-            gv = _product(g + b * g_b + h * g_h, rows * g_s, ok_m, v + b * v_b + n_head * v_h, keys * v_s, ok_n,
-                          V_DIM, VALUE_STEP, PRECISION)  # fmt: skip
+                slope, at_m = slope[:, None], at_m[:, None]
+            q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+            k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
+            q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
+            k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
+            g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
+            v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
+            qk = _product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+                          PRECISION)  # fmt: skip
+            gv = _product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+                          PRECISION)  # fmt: skip
             start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
-            allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
+            allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], start[:, None], stop[:, None],
+                                    start2[:, None], stop2[:, None], COLUMNS)  # fmt: skip
+            keep = True
+            if DROPOUT:
+                keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
+                            DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
             _, ds, _, _, _ = _score_gradient(
-                qk, gv, allowed, o_n, ok_m, kv_len, bias + b * bias_b + h * bias_h + rows * bias_q, bias_k,
-                dense + b * dense_b + h * dense_h + rows * dense_q, dense_k, slope, at_m, key_at + b * key_at_b,
-                i_m, (o_m * 0 + h), b_m, seed_value, base2, f, d, g_lse, scale, softcap, threshold, survivor,
-                True, True, DENSE, ALIBI, SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N,
+                qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
+                (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,
+                (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None], dense_k, slope, at_m,
+                key_at + b * key_at_b, keep, base2[:, None], f[:, None], d[:, None], g_lse[:, None],
+                scale, softcap, survivor, True, True, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
             )  # fmt: skip
             acc += ds
     out = dbias + own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h + rows * dbias_q

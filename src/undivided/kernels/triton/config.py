@@ -1,8 +1,10 @@
-"""Tile sizes: one frozen table, and what `undivided tune` has measured on this machine in its place.
+"""Tile sizes: one frozen table an architecture, and what `undivided tune` has measured on this machine in its place.
 
-Nothing in the table was measured by this project yet: the sizes are those that FlashAttention-2 (csrc/flash_attn,
-flash_fwd_launch_template.h and flash_bwd_launch_template.h) and Triton's fused-attention tutorial use for the same work on
-sm80 and sm90, made smaller where fp32 doubles a tile. `undivided tune` measures on yours; nothing is tuned at a first call.
+Nothing in the tables was measured by this project yet. They begin with what FlashAttention-2 (csrc/flash_attn,
+flash_fwd_launch_template.h and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor,
+template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling: bf16,
+causal, Triton 3.6 (`tests/triton_compile.py` prints registers, spills and shared memory for any architecture). `undivided tune`
+measures on yours; nothing is tuned at a first call.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """Rows and keys of a tile, warps of a program, and loads in flight."""
+    """Rows and keys of a tile, warps of a program, loads in flight, and whether keys and values are read by tensor descriptors
+    (Hopper's copy engine, TMA) where their memory allows it."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    descriptors: bool = False
 
 
-# (pass, bytes of an element, largest head size up to) -> tiles
+# (pass, bytes of an element, largest head size up to) -> tiles. Backward: a program keeps block_m rows (or keys), and visits
+# block_n keys (or rows) at a time.
 _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
@@ -39,9 +44,9 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("decode", 4, 64): Config(16, 64, 4, 2),
     ("decode", 4, 128): Config(16, 32, 4, 2),
     ("decode", 4, 256): Config(16, 16, 4, 2),
-    ("backward", 2, 64): Config(64, 64, 4, 2),
+    ("backward", 2, 64): Config(64, 64, 8, 2),
     ("backward", 2, 128): Config(64, 64, 8, 2),
-    ("backward", 2, 256): Config(32, 32, 8, 1),
+    ("backward", 2, 256): Config(64, 32, 8, 1),
     ("backward", 4, 64): Config(32, 32, 4, 2),
     ("backward", 4, 128): Config(32, 32, 8, 1),
     ("backward", 4, 256): Config(16, 16, 4, 1),
@@ -52,6 +57,16 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("decode", 4, 512): Config(16, 16, 4, 1),
     ("backward", 2, 512): Config(32, 32, 4, 1),
     ("backward", 4, 512): Config(16, 16, 4, 1),
+}
+
+_HOPPER: Mapping[tuple[str, int, int], Config] = {
+    # 64 rows a group of 4 warps, as wgmma takes them; keys and values by the copy engine, whose addresses cost no registers
+    ("forward", 2, 64): Config(128, 64, 4, 3, True),
+    ("forward", 2, 128): Config(128, 128, 8, 2, True),
+    ("forward", 2, 256): Config(128, 64, 8, 2, True),
+    ("backward", 2, 64): Config(128, 64, 8, 2),
+    ("backward", 2, 128): Config(128, 64, 8, 2),
+    ("backward", 2, 256): Config(64, 32, 8, 2),
 }
 
 _LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
@@ -65,13 +80,15 @@ WIDEST = 256
 STEP = 128
 
 CANDIDATES = tuple(
-    Config(m, n, warps, stages)
+    Config(m, n, warps, stages, descriptors)
     for m in (16, 32, 64, 128)
     for n in (16, 32, 64, 128)
     for warps in (4, 8)
     for stages in (1, 2, 3, 4)
+    for descriptors in (False, True)
+    if not descriptors or (m >= 64 and n >= 32)
 )
-"""What `undivided tune` tries."""
+"""What `undivided tune` tries; small tiles are not worth the copy engine."""
 
 INTERPRETED = Config(32, 32, 1, 1)
 """Under Triton's interpreter, where only the numbers matter: small, so that short sequences have several tiles."""
@@ -98,6 +115,8 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     if tuned is not None:
         return tuned
     found = _TABLE[name, itemsize, width]
+    if architecture == "sm90":
+        found = _HOPPER.get((name, itemsize, width), found)
     return found._replace(stages=max(found.stages - 1, 1)) if architecture in _LITTLE_SHARED else found
 
 

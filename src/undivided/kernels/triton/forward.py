@@ -14,9 +14,11 @@ import triton.language as tl
 
 from undivided.kernels.triton.tile import (
     LN2,
+    LOG2E,
     allowed_pairs,
     dot,
     finish_scores,
+    hull,
     kept,
     key_offsets,
     load_rows,
@@ -42,13 +44,18 @@ def forward_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, pages_b, k_page, v_page, num_pages, q_len, kv_len, kv_heads, value_steps, first_row,
-    scale, softcap, threshold, survivor,
+    scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head (or group of heads), one share of its tiles, one step of value columns.
+
+    TMA: k and v are tensor descriptors of blocks [1, 1, BLOCK_N, D]. CLEAN: what no row sees may be NaN, and is taken
+    for 0; 1: it lies before the first or after the last key that any row of the block sees; 2: anywhere.
+    PLAIN: scores are ``scale * qk`` and nothing else, and scale > 0, so that the largest can be found before it is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). Rows from `first_row` on of the
     mask's tables; q, out, lse, bias and dense begin at that row.
@@ -65,25 +72,31 @@ def forward_kernel(
     heads = (h * GROUP + o_m % GROUP).to(tl.int64)
     ok_m = rows < q_len
     start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
+    first_key, last_key = 0, kv_len
+    if CLEAN == 1:
+        first_key, last_key = hull(start, stop, start2, stop2, COLUMNS)
+    start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
     q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
-    bias_rows = bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q
-    dense_rows = dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q
+    bias_rows = (bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q)[:, None]
+    dense_rows = (dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q)[:, None]
     slope, at_m = 0.0, 0
     if ALIBI:
         slope = tl.load(
             slopes + b * slopes_b + heads * slopes_h + (rows + first_row) * slopes_q, mask=ok_m, other=0.0
-        )
-        at_m = tl.load(row_at + b * row_at_b + rows + first_row, mask=ok_m, other=0)
+        )[:, None]
+        at_m = tl.load(row_at + b * row_at_b + rows + first_row, mask=ok_m, other=0)[:, None]
     i_m, b_m, seed_value = 0, 0, 0
     if DROPOUT:
         i_m = tl.load(position + b * position_b + rows + first_row, mask=ok_m, other=0)
         b_m = tl.load(sequence + b * sequence_b + rows + first_row, mask=ok_m, other=0)
         seed_value = tl.load(seed)
-    k_head, v_head = k + n_head * k_h, v + n_head * v_h
-    if not PAGE:
-        k_head += b * k_b
-        v_head += b * v_b
+    if not TMA:
+        k_head, v_head = k + n_head * k_h, v + n_head * v_h
+        if not PAGE:
+            k_head += b * k_b
+            v_head += b * v_b
 
+    unit = scale * LOG2E if PLAIN else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_STEP], tl.float32)
@@ -102,51 +115,72 @@ def forward_kernel(
     whole = full_last - full_first + full_last2 - full_first2
 
     for masked in tl.static_range(2):
-        count = edges if masked else whole
-        for n in range(count * split // SPLITS, count * (split + 1) // SPLITS):
-            tile = nth_tile(
-                n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
-            )
-            o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            ok_n = o_n < kv_len
-            k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
-            qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            qk = dot(q_tile, tl.trans(load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP)), qk, PRECISION)
-            for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
-                q_more = tl.load(
-                    q_rows[:, None] + d + o_d[None, :],
-                    mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
-                    other=0.0,
+        if masked or not (BIAS or DENSE):  # with these no tile is full
+            count = edges if masked else whole
+            for n in range(count * split // SPLITS, count * (split + 1) // SPLITS):
+                tile = nth_tile(
+                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )
-                k_more = load_rows(k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP)
-                qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
-            allowed = ok_m[:, None] & ok_n[None, :]
-            if masked:
-                allowed = allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS)
-            s, allowed, _, _ = finish_scores(
-                qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at + b * key_at_b,
-                scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
-            )  # fmt: skip
-            m_new = tl.maximum(m, tl.max(s, 1))
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[:, None])
-            shrink = tl.exp2(m - m_safe)
-            total = total * shrink + tl.sum(p, 1)
-            m = m_new
-            if DROPOUT:
-                keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, heads, b_m, seed_value, threshold,
-                            DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
-                p = tl.where(keep, p * survivor, 0.0)
-            v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
-            v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP)
-            if masked:  # what no row of the block sees may be NaN, and 0 * NaN is NaN
-                used = tl.max(allowed.to(tl.int32), 0) > 0
-                v_tile = tl.where(used[:, None], v_tile, 0.0)
-            acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
+                o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
+                if TMA:
+                    at = [b.to(tl.int32), n_head.to(tl.int32), tile * BLOCK_N, 0]
+                    k_tile = k.load(at).reshape(BLOCK_N, DIM_STEP)
+                else:
+                    k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
+                    k_tile = load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
+                qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
+                for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
+                    q_more = tl.load(
+                        q_rows[:, None] + d + o_d[None, :],
+                        mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
+                        other=0.0,
+                    )
+                    k_more = load_rows(
+                        k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked
+                    )
+                    qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
+                keys, allowed = o_n[None, :], True
+                if masked:
+                    allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
+                if PLAIN:  # the scale goes into the exponent, where a multiply-add takes it for nothing
+                    s = qk
+                    if masked:
+                        s = tl.where(allowed, qk, float("-inf"))
+                else:
+                    s, allowed, _, _ = finish_scores(
+                        qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                        key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
+                    )  # fmt: skip
+                m_new = tl.maximum(m, tl.max(s, 1))
+                safe = m_new
+                if masked:
+                    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                p = tl.exp2(s * unit - (safe * unit)[:, None])
+                shrink = tl.exp2((m - safe) * unit)
+                total = total * shrink + tl.sum(p, 1)
+                m = m_new
+                if DROPOUT:
+                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
+                                DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
+                    p = tl.where(keep, p * survivor, 0.0)
+                if TMA:
+                    v_tile = v.load(at).reshape(BLOCK_N, VALUE_STEP)
+                else:
+                    v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
+                    v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                                       V_DIM % VALUE_STEP == 0, masked)  # fmt: skip
+                if masked and CLEAN == 2:  # what no row of the block sees may be NaN, and 0 * NaN is NaN
+                    used = tl.max(allowed.to(tl.int32), 0) > 0
+                    v_tile = tl.where(used[:, None], v_tile, 0.0)
+                elif masked and CLEAN == 1 and TMA:
+                    v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
+                acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
 
     some = total > 0
     o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
-    natural = tl.where(some, (m + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    natural = tl.where(some, (m * unit + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     result = acc / tl.where(some, total, 1.0)[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)

@@ -2,6 +2,7 @@
 
 Legend: M query rows, N keys of the tile; D head size of q and k. Scores are in base 2: ``log2(e)`` times the natural
 ones, so that ``exp2`` serves. A query row may be any (query, head) pair: rows carry their own head where heads are grouped.
+A tile of scores is [M, N], or [N, M] where its transpose is what the next product takes.
 
 Memory: a tile is read once by each program that needs it; nothing of size S x S is ever written, but the gradient of a
 dense bias, which is that large.
@@ -44,11 +45,20 @@ def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: 
 
 
 @triton.jit
-def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr):
-    """[N, WIDTH] columns from `first` on of rows at these offsets; 0 outside."""
+def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+              CHECKED: tl.constexpr):  # fmt: skip
+    """[N, WIDTH] columns from `first` on of rows at these offsets; 0 outside. WHOLE: all of the columns lie inside;
+    not CHECKED: all of the rows do."""
     o_d = first + tl.arange(0, WIDTH)
-    inside = ok_n[:, None] & (o_d < DIM)[None, :]
-    return tl.load(base + offsets[:, None] + o_d[None, :], mask=inside, other=0.0)
+    at = base + offsets[:, None] + o_d[None, :]
+    if CHECKED:
+        inside = ok_n[:, None]
+        if not WHOLE:
+            inside = inside & (o_d < DIM)[None, :]
+        return tl.load(at, mask=inside, other=0.0)
+    if not WHOLE:
+        return tl.load(at, mask=(o_d < DIM)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -65,14 +75,25 @@ def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def allowed_pairs(o_n, kv_len, ok_m, start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """[M, N]: inside the rows' ranges and inside the tensors."""
-    inside = ok_m[:, None] & (o_n < kv_len)[None, :]
+def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
+    """The smallest [first, last) that holds the ranges of all rows; [0, 0) where no row has a key."""
+    first = tl.min(tl.where(stop > start, start, 2147483647), 0)
+    last = tl.max(stop, 0)
+    if COLUMNS == 4:
+        first = tl.minimum(first, tl.min(tl.where(stop2 > start2, start2, 2147483647), 0))
+        last = tl.maximum(last, tl.max(stop2, 0))
+    return first, last
+
+
+@triton.jit
+def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl.constexpr):
+    """Inside the rows' ranges and the tensors: rows [M, 1] and keys [1, N] give [M, N], [1, M] and [N, 1] give [N, M]."""
+    inside = ok_rows & (keys < kv_len)
     if COLUMNS == 0:
         return inside
-    pairs = (o_n[None, :] >= start[:, None]) & (o_n[None, :] < stop[:, None])
+    pairs = (keys >= start) & (keys < stop)
     if COLUMNS == 4:
-        pairs |= (o_n[None, :] >= start2[:, None]) & (o_n[None, :] < stop2[:, None])
+        pairs |= (keys >= start2) & (keys < stop2)
     return inside & pairs
 
 
@@ -90,32 +111,36 @@ def tanh(x):
 
 @triton.jit
 def finish_scores(
-    qk, allowed, o_n, ok_m, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, row_at, key_at, scale, softcap,
+    qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, row_at, key_at, scale, softcap,
     MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each [M, N]."""
-    x = qk * scale
+    """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each as large as qk.
+
+    What belongs to rows (ok_rows, slope, row_at, pointers) and to keys has an axis of length 1, as in `allowed_pairs`.
+    """
     rate = 1.0
     distance = 0.0
-    if SOFTCAP:
-        t = tanh(x / softcap)
-        x = t * softcap
-        rate = 1.0 - t * t
-    if ALIBI:
-        at_n = tl.load(key_at + o_n, mask=o_n < kv_len, other=0)
-        distance = tl.abs(row_at[:, None] - at_n[None, :]).to(tl.float32)
-        x -= slope[:, None] * distance
-    inside = ok_m[:, None] & (o_n < kv_len)[None, :]
-    if BIAS:
-        added = tl.load(bias_rows[:, None] + o_n[None, :].to(tl.int64) * bias_k, mask=inside, other=0.0).to(
-            tl.float32
-        )
-        allowed &= added != float("-inf")
-        x += added
+    if SOFTCAP or ALIBI or BIAS:
+        x = qk * scale
+        if SOFTCAP:
+            t = tanh(x / softcap)
+            x = t * softcap
+            rate = 1.0 - t * t
+        if ALIBI:
+            key_position = tl.load(key_at + keys, mask=keys < kv_len, other=0)
+            distance = tl.abs(row_at - key_position).to(tl.float32)
+            x -= slope * distance
+        if BIAS:
+            inside = ok_rows & (keys < kv_len)
+            added = tl.load(bias_rows + keys.to(tl.int64) * bias_k, mask=inside, other=0.0).to(tl.float32)
+            allowed &= added != float("-inf")
+            x += added
+        x *= LOG2E
+    else:
+        x = qk * (scale * LOG2E)
     if DENSE:
-        pairs = tl.load(dense_rows[:, None] + o_n[None, :].to(tl.int64) * dense_k, mask=inside, other=0)
-        allowed &= pairs != 0
-    x *= LOG2E
+        inside = ok_rows & (keys < kv_len)
+        allowed &= tl.load(dense_rows + keys.to(tl.int64) * dense_k, mask=inside, other=0) != 0
     if MASKED:
         x = tl.where(allowed, x, float("-inf"))
     return x, allowed, rate, distance
