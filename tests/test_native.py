@@ -116,6 +116,8 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  for mask in ('full', 'causal', 'globals', 'dense'):\n"
         "    for dtype in t.ALLOWED:\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
+        "for dtype in t.ALLOWED:\n"
+        "  t.test_packed_documents('before', dtype)\n"
         "t.test_many_keys_weigh_as_much_early_as_late()\n"
         "for case in t.DROPPED:\n"
         "  for dtype in t.ALLOWED:\n"
@@ -131,9 +133,10 @@ def test_every_level_that_this_machine_has(level: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("case", ["prefill", "decode", "decode-bshd"])
+@pytest.mark.parametrize("case", ["prefill", "window", "decode", "decode-bshd"])
 def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: torch.dtype) -> None:
-    q_len = 700 if case == "prefill" else 1
+    q_len = 700 if case in ("prefill", "window") else 1
+    mask = masks.window(100, 7, "bottom_right") if case == "window" else masks.causal("bottom_right")
     q = torch.randn(2, 4, q_len, 64).to(dtype)
     k, v = (torch.randn(2, 2, 3000, 64).to(dtype) for _ in range(2))
     layout = "bshd" if case == "decode-bshd" else "bhsd"
@@ -145,7 +148,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
             torch.set_num_threads(threads)
             results.append(
                 undivided.attention(
-                    q, k, v, layout=layout, mask=masks.causal("bottom_right"), backend="native", return_lse=True
+                    q, k, v, layout=layout, mask=mask, backend="native", return_lse=True
                 )
             )  # fmt: skip
     finally:
@@ -153,6 +156,42 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+def packed_lengths() -> list[int]:
+    """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = [
+        int(torch.randint(1, most, (), generator=draw)) for _ in range(5) for most in (4, 12, 40, 90, 260)
+    ]
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("seen", ["before", "all", "before-and-the-first-five"])
+def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
+    """Rows of a document take the same steps whichever rows their block begins with, so threads do not matter either."""
+    torch.manual_seed(0)
+    offsets = packed_lengths()
+    mask = masks.documents(offsets) if seen == "all" else masks.documents(offsets) & masks.causal()
+    if seen == "before-and-the-first-five":
+        mask = (masks.causal() | masks.prefix(5)) & masks.documents(offsets)
+    q, k, v = (torch.randn(1, heads, offsets[-1], 64).to(dtype) for heads in (4, 2, 2))
+    q = q * 4  # largest scores then keep changing
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True)
+            )
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    check(q, k, v, mask)
 
 
 @needs_library

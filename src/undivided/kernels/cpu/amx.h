@@ -10,7 +10,7 @@
 // Instructions are written in assembly: GCC 12 knows none for fp16, and its intrinsics do not say that they read memory.
 #pragma once
 
-#include "vec.h"
+#include "tile.h"
 
 #if defined(UNDIVIDED_AMX)
 
@@ -76,51 +76,65 @@ INLINE void begin_sum(const char* c) {
   else tile_load<N>(c, kPanelBytes);
 }
 
-// One step of the contracted axis for 2 groups of A.
-template <class T>
+// One step of the contracted axis for 2 groups of A and the first V vectors of rows.
+template <class T, int V = kVectors>
 INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
-  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
-  tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
+  tile_multiply<0, 4, 6>(T());
+  if constexpr (V == 2) tile_multiply<1, 4, 7>(T());
   tile_load<5>(a + rows.group, rows.row);
-  tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+  tile_multiply<2, 5, 6>(T());
+  if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
 }
 
 constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
 
 // The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
 // stores would hold up the multiplications for a third of their time.
-template <class T, bool kFromZero>
+template <class T, bool kFromZero, int V = kVectors>
 INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
-  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
+  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
   tile_load<5>(a + rows.group, rows.row);
   if (done) tile_store<0>(done, kPanelBytes);
   begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
-  if (done) tile_store<1>(done + 64, kPanelBytes);
-  begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<1>(done + 64, kPanelBytes);
+    begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
+  }
   if (done) tile_store<2>(done + kBelow, kPanelBytes);
   begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
-  if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
-  begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
+    begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+  }
+}
+// The sums of two groups.
+template <int V = kVectors>
+INLINE void store_sums(char* to) {
+  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kBelow, kPanelBytes);
+  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
 }
 
 // C[groups * kTileRows][kPanel] += A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T>
+template <class T, int V = kVectors, class Besides = Nothing>
 static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
-                                                     float* sums) {
+                                                     float* sums, Besides* besides = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
   const TileRows rows = of;
   const char *a = rows.at, *b = (const char*)pairs;
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
   for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
-    multiply_first<T, false>(a, rows, b, c, done);
-    for (int64_t s = 1; s < steps; s++) multiply_step<T>(a + s * rows.step, rows, b + s * kBelow);
+    multiply_first<T, false, V>(a, rows, b, c, done);
+    for (int64_t s = 1; s < steps; s++) {
+      if (besides) besides->step();
+      multiply_step<T, V>(a + s * rows.step, rows, b + s * kBelow);
+    }
     done = c;
   }
-  if (done) {
-    tile_store<0>(done, kPanelBytes), tile_store<1>(done + 64, kPanelBytes);
-    tile_store<2>(done + kBelow, kPanelBytes), tile_store<3>(done + kBelow + 64, kPanelBytes);
-  }
+  if (done) store_sums<V>(done);
   if (g == groups) return;
   tile_load<0>(c, kPanelBytes), tile_load<1>(c + 64, kPanelBytes);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
@@ -173,14 +187,42 @@ INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t co
   for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[i]);
 }
 
+// The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so that columns 4 to 7, 12 to 15
+// and so on come out of the upper halves.
+template <class T>
+INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* seen, char* tile, int64_t group) {
+  Vec low[kLanes], high[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    __m512i half[2];
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      const int64_t j = 2 * i + odd;
+      half[odd] = j < keys && seen[j] ? _mm512_loadu_si512(v + j * stride) : _mm512_setzero_si512();
+    }
+    low[i] = (Vec)_mm512_unpacklo_epi16(half[0], half[1]), high[i] = (Vec)_mm512_unpackhi_epi16(half[0], half[1]);
+  }
+  transpose(low);
+  transpose(high);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    const int64_t column = i / 4 * 8 + i % 4;
+    char* to = tile + column / kTileRows * group + column % kTileRows * 64;
+    store((float*)to, low[i]), store((float*)(to + 4 * 64), high[i]);
+  }
+}
+
 // V of `keys` keys, `capacity` steps of kTileDepth keys a group of columns, as multiply_tiles takes it.
 template <class T>
 static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity,
                         char* to) {
-  for (int64_t j = 0; j < keys; j += kTileDepth)
-    for (int64_t d = 0; d < columns; d += kTileRows)
-      transpose_pairs(v + j * stride + d, stride, keys - j, columns - d, seen + j,
-                      to + (d / kTileRows * capacity + j / kTileDepth) * kTileBytes);
+  const int64_t group = capacity * kTileBytes;
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+    int64_t d = 0;
+    for (; d + 2 * kTileRows <= columns; d += 2 * kTileRows)
+      transpose_pairs_twice(v + d, stride, keys - j, seen, to + d / kTileRows * group, group);
+    for (; d < columns; d += kTileRows) transpose_pairs(v + d, stride, keys - j, columns - d, seen, to + d / kTileRows * group);
+  }
 }
 
 // ---- softmax

@@ -142,8 +142,8 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   for (int v = 0; v < kVectors; v++) keep_all[v] = splat(1.0f);
   if constexpr (Arith::kPairs) {
     const uint32_t* pairs = (const uint32_t*)w.k_pairs + (in_unit / 2) * a.qk_dim;
-    weigh_tile<Arith>(w.pairs + start / 2 * kPanel, pairs, a.qk_dim, (stop + 1) / 2 - start / 2, a.qk_dim, keep_all,
-                      s.dqt(index), 0, vectors, &s.next);
+    weigh_tile<Arith>(w.pairs + start / 2 * kPanel, pairs, a.qk_dim, Runs((stop + 1) / 2 - start / 2, vectors), a.qk_dim,
+                      keep_all, s.dqt(index), 0, &s.next);
   } else {
     const auto* k = s.keys.k + in_unit * s.keys.k_stride;
     int64_t stride = s.keys.k_stride;
@@ -151,7 +151,7 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
       widen(k, stride, keys, a.qk_dim, seen, (float*)w.k_own);  // 0 * NaN is NaN: what no row of the panel sees becomes 0
       k = (const float*)w.k_own, stride = a.qk_dim;
     }
-    weigh_tile<Arith>(scores + start * kPanel, k, stride, keys, a.qk_dim, keep_all, s.dqt(index), 0, vectors, &s.next);
+    weigh_tile<Arith>(scores + start * kPanel, k, stride, Runs(keys, vectors), a.qk_dim, keep_all, s.dqt(index), 0, &s.next);
   }
 }
 

@@ -1,121 +1,222 @@
 // A block of query rows against every key that they may attend to: prefill and training.
 //
-// Memory traffic. A block of R rows reads each K and V tile from memory once and works on it R / kPanel times from L2: a
-// multiply-add costs 2 operations, a tile of 128 keys costs 128 * (Dk + Dv) elements, so R rows do 2 * R operations for
-// each element read: 768 for R = 384, some ten times what a core needs to hide DRAM. Per panel of rows, Qt (Dk rows of
-// kPanel lanes: 16 KiB at Dk = 128) and the scores of a tile (16 KiB) share L1; the output Ot passes through once a tile,
-// 1 / kTile of the multiply-adds. Only what a panel's rows may attend to is read or computed: the union of their ranges, as
-// a short list of segments, each cut at the tiles' edges. A tile edge is a multiple of kTile keys, and panels start at
-// multiples of kPanel rows, so the order of every sum is a function of the problem alone, whoever computes it.
+// Only what a panel's rows may attend to is computed: the union of their ranges, as a short list of segments, each cut at the
+// tiles' edges, multiples of kTile keys; where only some vectors of rows see a key, only those (see panel_step.h). What a row
+// computes does not depend on which rows share its panel, so the order of every sum is a function of the problem alone.
+//
+// Memory traffic. Wide blocks take one tile of keys after another, for all panels: each tile is read from memory once and
+// worked on R / kPanel times from L2. A multiply-add costs 2 operations, a tile of 128 keys costs 128 * (Dk + Dv) elements, so
+// R rows do 2 * R operations for each element read: 768 for R = 384, some ten times what a core needs to hide DRAM. Per panel,
+// Qt (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a tile (24 KiB) share L1; the output Ot passes through
+// once a tile, 1 / kTile of the multiply-adds. Narrow blocks (windows, documents, short sequences) take one panel after
+// another, each against all of its keys: Qt and Ot stay where they are, and tiles are packed as panels come to need them and
+// kept. What comes next is prefetched a few lines at a time: the next tile, or the next panel's Q, keys and results.
 #pragma once
 
-#include "dropout.h"
-#include "extra.h"
-#include "key_tile.h"
-#include "panel.h"
-#include "query_rows.h"
-#include "softmax.h"
+#include "upcoming.h"
+#include "panel_step.h"
+#include "tiled.h"
 
 namespace {
 
-struct Workspace {
-  Panel* panels;
-  float *qt, *ot, *most, *total;  // most: the largest score so far, in units of log 2
-  float *scores, *extra;
-  TileSpace tile;
-  char* v_own;
-  DropRows* drops;
-  Kept* kept;
-  int64_t bytes;
+// A block is narrow where its keys, from the first to the last, are no more than so many halves of K and V (2048 keys of
+// D = 128, which bounds its scratch), and those of its longest row fit this part of L2: every panel reads them from there. (fp32
+// at 2048 keys of D = 128, 2 MiB of L2: 40 % slower as a narrow block. AMX: 4 to 6 % faster with 1 MiB.)
+constexpr int64_t kNarrowBytes = 1 << 20;
+#if defined(UNDIVIDED_AMX)
+constexpr int64_t kLongestRowBytes = 1 << 20;
+#else
+constexpr int64_t kLongestRowBytes = 512 << 10;
+#endif
+INLINE int64_t most_narrow_keys(const Attention& a) {
+  return kNarrowBytes / (2 * larger_of(a.qk_dim + a.v_dim, 1)) / kTile * kTile;
+}
+
+template <class Mode>
+class Block {
+ public:
+  typedef typename Mode::T T;
+
+  Block(const Attention& a, const RowBlock& block, char* scratch)
+      : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)) {
+    const Segment reach = reach_of(a, block);
+    from_ = larger_of(reach.start, block.key), to_ = smaller_of(reach.stop, block.key_stop);
+    first_tile_ = from_ / kTile * kTile;
+    narrow_ = to_ - first_tile_ <= most_narrow_keys(a) &&
+              longest_row(a, block) * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T) <= kLongestRowBytes;
+    w_ = carve<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_tile_) : kEveryKey, scratch);
+    count_ = 0;
+    for (int64_t first = 0; first < block.rows; first += w_.panels[count_++].rows)
+      read_ranges(a, block, first, w_.panels[count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
+  }
+
+  void run() {
+    if (narrow_) run_panels();
+    else run_tiles();
+  }
+
+ private:
+  // One panel after another, each against all of its keys.
+  void run_panels() {
+    for (int64_t t = first_tile_; t < to_; t += kTile) tile_at(t).start = kNoTile;
+    if (count_ > 0 && w_.panels[0].segments && !Mode::kTiled) {
+      fetched_ = smaller_of(smaller_of(last_key(w_.panels[0]), to_), first_tile_ + kTile);
+      ask_for_keys(from_, fetched_, 1).step();
+    } else {
+      fetched_ = from_;
+    }
+    for (int64_t i = 0; i < count_; i++) {
+      Panel& p = w_.panels[i];
+      const Sums sums = w_.sums_of<Mode>(a_, 0);
+      begin(p, sums);
+      Upcoming upcoming = upcoming_at(i);
+      for (int64_t t = first_tile_; t < to_; t += kTile) {
+        const int64_t stop = smaller_of(t + kTile, to_);
+        if (!meets(p, t, stop)) continue;
+        Tile<Mode>& tile = tile_at(t);
+        if (tile.start == kNoTile) lay_out(i, t, tile);
+        const int64_t last = round_up(smaller_of(last_key(p), stop), kPackStep);
+        if (tile.packed < smaller_of(last, tile.stop)) pack_keys(a_, block_, smaller_of(last, tile.stop), tile);
+        step(p, sums, tile, t, stop, upcoming);
+      }
+      finish(p, sums);
+    }
+  }
+
+  // One tile of keys after another, for all panels.
+  void run_tiles() {
+    Upcoming first = ask_for_keys(from_, smaller_of(first_tile_ + kTile, to_), count_);
+    for (int64_t i = 0; i < count_; i++) {
+      if (!Mode::kTiled) first.step();  // AMX packs K first, row by row, as the processor expects it
+      begin(w_.panels[i], w_.sums_of<Mode>(a_, i));
+    }
+    for (int64_t t = first_tile_; t < to_; t += kTile) {
+      const int64_t stop = smaller_of(t + kTile, to_);
+      bool met = false;
+      for (int64_t i = 0; i < count_; i++) met |= meets(w_.panels[i], t, stop);
+      if (!met) continue;
+      Tile<Mode>& tile = w_.tiles<Mode>()[0];
+      lay_out(0, t, tile);
+      pack_keys(a_, block_, tile.stop, tile);
+      Upcoming upcoming = ask_for_keys(stop, smaller_of(stop + kTile, to_), count_ * work_of(kTile));
+      for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), tile, t, stop, upcoming);
+    }
+    for (int64_t i = 0; i < count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
+  }
+
+  void begin(const Panel& p, const Sums& sums) {
+    if (p.segments) {
+      transpose_q<Mode>(a_, block_, p.first, p.rows, sums.qt);
+      if (a_.dropout) read_drop_rows(a_, block_, p.first, p.rows, *sums.drops);
+    }
+    const int vectors = p.vectors();
+    for (int64_t d = 0; d < o_depth<Mode>(a_); d++)
+      for (int v = 0; v < vectors; v++) store(sums.ot + d * kPanel + v * kLanes, Vec{});
+    memset(sums.total, 0, (size_t)kPanel * 4);
+    for (int64_t r = 0; r < kPanel; r++) sums.most[r] = -kInfinity;
+  }
+  void finish(const Panel& p, const Sums& sums) {
+    auto write = block_.partials ? write_partials<Mode> : write_rows<Mode>;
+    write(a_, block_, p.first, p.rows, sums.ot, sums.most, sums.total);
+  }
+
+  // Whether a panel sees some of the keys [start, stop), which come later than those asked for before.
+  static bool meets(Panel& p, int64_t start, int64_t stop) {
+    while (p.next < p.segments && p.segment[p.next].stop <= start) p.next++;
+    return p.next < p.segments && p.segment[p.next].start < stop;
+  }
+
+  static int64_t last_key(const Panel& p) { return p.segment[p.segments - 1].stop; }
+  Tile<Mode>& tile_at(int64_t start) { return w_.tiles<Mode>()[(start - first_tile_) / kTile]; }
+
+  // The tile that starts at key t, for panels from `first` on.
+  void lay_out(int64_t first, int64_t t, Tile<Mode>& tile) {
+    const int64_t tile_stop = smaller_of(t + kTile, to_);
+    int64_t from = tile_stop, to = t;
+    uint8_t seen[kTile] = {};  // a key in a gap may lie beside one that is seen, in one pair
+    for (int64_t i = first; i < count_; i++) {
+      const Panel& p = w_.panels[i];
+      for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
+        const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, tile_stop);
+        if (start >= stop) continue;
+        from = smaller_of(from, start), to = larger_of(to, stop);
+        if (Mode::Arith::kPairs || a_.pages) memset(seen + (start - t), 1, (size_t)(stop - start));
+      }
+    }
+    from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
+    const int64_t index = narrow_ ? (t - first_tile_) / kTile : 0;
+    begin_tile<Mode>(a_, block_, from, to, w_.tile_space<Mode>(a_, index), count_ > 1, tile);
+    memcpy(tile.seen, seen + (from - t), (size_t)(t + kTile - from));
+  }
+
+  // A panel against what it sees of a tile's keys [t, tile_stop).
+  void step(const Panel& p, const Sums& sums, const Tile<Mode>& tile, int64_t t, int64_t tile_stop, Upcoming& upcoming) {
+    for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
+      const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
+      int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);
+      while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
+        stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
+      if constexpr (Mode::kTiled) tiled_step<Mode>(a_, block_, p, sums, tile, start, stop, w_, upcoming);
+      else panel_step<Mode>(a_, block_, p, sums, tile, start, stop, w_, upcoming);
+    }
+  }
+
+  // Keys [start, stop), within so many steps.
+  Upcoming ask_for_keys(int64_t start, int64_t stop, int64_t steps) const {
+    Upcoming upcoming;
+    upcoming.add(k_, start, stop, a_.qk_dim);
+    upcoming.add(v_, start, stop, a_.v_dim);
+    upcoming.pace(steps);
+    return upcoming;
+  }
+
+  // While panel i is worked on: where its rows will be written, the next panel's Q, and keys that nobody has needed so far.
+  Upcoming upcoming_at(int64_t i) {
+    Upcoming upcoming;
+    const Panel& p = w_.panels[i];
+    if (!block_.partials) add_rows(upcoming, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+    if (i + 1 < count_) {
+      const Panel& next = w_.panels[i + 1];
+      add_rows(upcoming, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
+    }
+    const Panel& next = w_.panels[smaller_of(i + 1, count_ - 1)];
+    if (next.segments) {
+      const int64_t stop = smaller_of(round_up(last_key(next), kPackStep), to_);
+      upcoming.add(k_, fetched_, stop, a_.qk_dim);
+      upcoming.add(v_, fetched_, stop, a_.v_dim);
+      fetched_ = larger_of(fetched_, stop);
+    }
+    int64_t steps = 0;
+    for (int s = 0; s < p.segments; s++) {
+      const int64_t keys = smaller_of(p.segment[s].stop, to_) - larger_of(p.segment[s].start, from_);
+      if (keys > 0) steps += work_of(keys);
+    }
+    upcoming.pace(steps);
+    return upcoming;
+  }
+  // How often a panel asks for something while it works on so many keys.
+  int64_t work_of(int64_t keys) const {
+    if (Mode::kTiled) return (keys + kKeyStep<Mode> - 1) / kKeyStep<Mode> * (kKeyStep<Mode> / 2 + a_.qk_dim / 32 + a_.v_dim / 32);
+    return keys / kBroadcasts + (keys + kTile - 1) / kTile * (a_.v_dim / kBroadcasts);
+  }
+  void add_rows(Upcoming& upcoming, const T* base, int64_t h, int64_t s, int64_t columns, const Panel& p) {
+    int64_t row = block_.row + p.first, left = p.rows;
+    while (left > 0) {
+      const int64_t at = row % a_.q_len, some = smaller_of(left, a_.q_len - at);
+      upcoming.add(base + (block_.first_head + row / a_.q_len) * h + at * s, s * (int64_t)sizeof(T), some, columns * (int64_t)sizeof(T));
+      row += some, left -= some;
+    }
+  }
+
+  static constexpr int64_t kNoTile = -1;
+  const Attention& a_;
+  const RowBlock& block_;
+  const Rows<T> k_, v_;
+  Workspace w_;
+  int64_t from_, to_, first_tile_;  // keys that some row sees
+  int64_t count_, fetched_ = 0;     // panels; keys before it have been asked for
+  bool narrow_;
 };
-
-template <class Mode>
-static Workspace carve(const Attention& a, int64_t rows, char* base) {
-  Workspace w;
-  int64_t panels = (rows + kPanel - 1) / kPanel, at = 0;
-  auto take = [&](int64_t bytes) {
-    char* p = base + at;
-    at += round_up(bytes, 64);
-    return p;
-  };
-  w.panels = (Panel*)take(panels * (int64_t)sizeof(Panel));
-  w.qt = (float*)take(panels * q_depth<Mode>(a) * kPanel * 4);
-  w.ot = (float*)take(panels * o_depth<Mode>(a) * kPanel * 4);
-  w.most = (float*)take(panels * kPanel * 4);
-  w.total = (float*)take(panels * kPanel * 4);
-  w.scores = (float*)take((kTile + 2) * kPanel * 4);
-  bool extras = a.bias || a.dense || a.slopes;
-  w.extra = (float*)take(extras ? kTile * kPanel * 4 : 0);
-  w.tile = carve_tile<Mode>(a, take(carve_tile<Mode>(a, nullptr).bytes));
-  w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
-  w.drops = (DropRows*)take(a.dropout ? panels * (int64_t)sizeof(DropRows) : 0);
-  w.kept = (Kept*)take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
-  w.bytes = at;
-  return w;
-}
-
-// One panel against keys [start, stop) of a tile, all of which lie in one segment.
-template <class Mode>
-static void panel_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
-                       int64_t stop, const Workspace& w, NextTile<typename Mode::T>& next) {
-  typedef typename Mode::Arith Arith;
-  typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
-  const Panel& p = w.panels[index];
-  const bool extras = has_extra(a, block, index * kPanel, p, start, stop);
-  uint8_t seen[kTile];
-  if (extras && !fill_extra(a, block, index * kPanel, p, start, stop, w.extra, seen)) return;
-  float factor = (float)(a.scale * (double)kLog2E);
-  // pairs of keys start at even keys: a key too many in front or behind gets the weight 0
-  int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
-  int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
-  float* st = w.scores + front * kPanel;
-  score_tile<Arith>(w.qt + index * q_depth<Mode>(a) * kPanel, (const KT*)tile.k + (start - tile.start) * tile.k_stride,
-                    tile.k_stride, q_depth<Mode>(a), keys, st, p.vectors(), &next);
-  bool covered = (p.covered[0][0] <= start && stop <= p.covered[0][1]) ||
-                 (p.covered[1][0] <= start && stop <= p.covered[1][1]);
-  if (extras || a.softcap != 0) {
-    apply_extra(a, extras ? w.extra : nullptr, keys, st);
-    factor = 1;
-  }
-  if (!extras && (!covered || front || back)) {
-    apply_ranges(p, start, keys, factor, st);
-    factor = 1;
-  }
-  if (extras || factor == 1) {
-    for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
-    for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
-  }
-  Vec decay[kVectors];
-  float *most = w.most + index * kPanel, *total = w.total + index * kPanel;
-  if (a.dropout) draw_tile(a, block.batch, w.drops[index], start, stop, w.kept + front * kVectors);
-  soften<Arith>(w.scores, front + keys + back, factor, a.dropout ? w.kept : nullptr, most, total, p.vectors(), decay);
-
-  const typename Mode::Tile* v;
-  int64_t v_stride = tile.v_stride, v_group = tile.v_group;
-  if (extras && memchr(seen, 0, (size_t)keys)) {
-    // 0 * NaN is NaN: what no row of the panel sees becomes 0
-    const typename Mode::T* from = tile.own_v + (start - tile.start) * tile.own_v_stride;
-    if constexpr (Arith::kPairs) interleave(from, tile.own_v_stride, start, stop, a.v_dim, seen, (uint32_t*)w.v_own);
-    else widen(from, tile.own_v_stride, keys, a.v_dim, seen, (float*)w.v_own);
-    v = (const typename Mode::Tile*)w.v_own;
-    v_stride = a.v_dim, v_group = 0;
-  } else if constexpr (Arith::kPairs) {
-    v = tile.v + (start / 2 - tile.start / 2) * v_stride;
-  } else {
-    v = tile.v + (start - tile.start) * v_stride;
-  }
-  weigh_tile<Arith>(w.scores, v, v_stride, Arith::kPairs ? (front + keys + back) / 2 : keys, a.v_dim, decay,
-                    w.ot + index * a.v_dim * kPanel, v_group, p.vectors(), &next);
-}
-
-template <class Mode>  // on AMX, in tiled.h
-static void tiled_step(const Attention& a, const RowBlock& block, int64_t index, const Tile<Mode>& tile, int64_t start,
-                       int64_t stop, const Workspace& w);
-
-static void clear_sums(int64_t depth, int vectors, float* ot) {
-  for (int64_t d = 0; d < depth; d++)
-    for (int v = 0; v < vectors; v++) store(ot + d * kPanel + v * kLanes, Vec{});
-}
 
 template <class Mode>
 static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
@@ -123,64 +224,14 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
   (void)tiles;
 #endif
-  Workspace w = carve<Mode>(a, block.rows, scratch);
-  const int64_t panels = (block.rows + kPanel - 1) / kPanel;
-  int64_t from = a.kv_len, to = 0;
-  for (int64_t i = 0; i < panels; i++) {
-    Panel& p = w.panels[i];
-    read_ranges(a, block, i * kPanel, p);
-    if (!p.segments) continue;
-    from = smaller_of(from, p.segment[0].start);
-    to = larger_of(to, p.segment[p.segments - 1].stop);
-  }
-  from = larger_of(from, block.key), to = smaller_of(to, block.key_stop);
-  NextTile<typename Mode::T> first_tile(a, block, from, smaller_of(round_down(from, kTile) + kTile, to), panels);
-  for (int64_t i = 0; i < panels; i++) {
-    const Panel& p = w.panels[i];
-    if (!Mode::kTiled) first_tile.step();  // AMX packs K first, row by row, as the processor expects it
-    clear_sums(o_depth<Mode>(a), Mode::kTiled ? kVectors : p.vectors(), w.ot + i * o_depth<Mode>(a) * kPanel);
-    if (!p.segments) continue;
-    transpose_q<Mode>(a, block, i * kPanel, p.rows, w.qt + i * q_depth<Mode>(a) * kPanel);
-    if (a.dropout) read_drop_rows(a, block, i * kPanel, p.rows, w.drops[i]);
-  }
-  memset(w.total, 0, (size_t)(panels * kPanel) * 4);
-  for (int64_t i = 0; i < panels * kPanel; i++) w.most[i] = -kInfinity;
+  Block<Mode>(a, block, scratch).run();
+}
 
-  for (int64_t tile_start = from / kTile * kTile; tile_start < to; tile_start += kTile) {
-    int64_t tile_stop = smaller_of(tile_start + kTile, to), first = tile_stop, last = tile_start;
-    uint8_t seen[kTile] = {};  // by some row of the block; a key in a gap may lie beside one that is seen, in one pair
-    for (int64_t i = 0; i < panels; i++) {
-      Panel& p = w.panels[i];
-      while (p.next < p.segments && p.segment[p.next].stop <= tile_start) p.next++;
-      for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
-        int64_t start = larger_of(p.segment[s].start, tile_start), stop = smaller_of(p.segment[s].stop, tile_stop);
-        first = smaller_of(first, start);
-        last = larger_of(last, stop);
-        if (Mode::Arith::kPairs || a.pages) memset(seen + (start - tile_start), 1, (size_t)(stop - start));
-      }
-    }
-    if (first >= last) continue;
-    first = round_down(first, kKeyStep<Mode>), last = round_up(last, kKeyStep<Mode>);
-    Tile<Mode> tile = prepare_tile<Mode>(a, block, first, last, seen + (first - tile_start), w.tile, panels > 1);
-    NextTile<typename Mode::T> next(a, block, tile_stop, smaller_of(tile_stop + kTile, to),
-                                  panels * (kTile + a.v_dim) / kBroadcasts);
-    for (int64_t i = 0; i < panels; i++) {
-      const Panel& p = w.panels[i];
-      for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
-        const int64_t start = round_down(larger_of(p.segment[s].start, tile_start), kKeyStep<Mode>);
-        int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);
-        while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
-          stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
-        if constexpr (Mode::kTiled) tiled_step<Mode>(a, block, i, tile, start, stop, w);
-        else panel_step<Mode>(a, block, i, tile, start, stop, w, next);
-      }
-    }
-  }
-  for (int64_t i = 0; i < panels; i++) {
-    auto write = block.partials ? write_partials<Mode> : write_rows<Mode>;
-    write(a, block, i * kPanel, w.panels[i].rows, w.ot + i * o_depth<Mode>(a) * kPanel, w.most + i * kPanel,
-          w.total + i * kPanel);
-  }
+// Scratch of a block of so many rows, narrow or not.
+template <class Mode>
+static int64_t block_bytes(const Attention& a, int64_t rows) {
+  const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys(a), round_up(a.kv_len, kTile)), nullptr).bytes;
+  return larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
 }
 
 }  // namespace

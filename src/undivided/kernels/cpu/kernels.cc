@@ -44,7 +44,7 @@ INLINE auto with_engine(const Attention& a, F f) {
 }
 
 int64_t block_scratch(const Attention& a, int64_t rows) {
-  return with_block_mode(a.dtype, [&](auto mode) { return carve<decltype(mode)>(a, rows, nullptr).bytes; });
+  return with_block_mode(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows); });
 }
 void block(const Attention& a, const RowBlock& b, char* scratch) {
   with_block_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });

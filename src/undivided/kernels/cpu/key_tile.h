@@ -1,6 +1,8 @@
 // A tile of K and V as the micro-kernels take it: in place, converted, or packed.
 #pragma once
 
+#include <type_traits>
+
 #include "amx.h"
 #include "modes.h"
 #include "rows.h"
@@ -50,49 +52,10 @@ static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t
   }
 }
 
-// The next tile of keys, asked for line by line while a tile is worked on: the processor's own prefetching does not see so far.
-template <class T>
-class NextTile {
- public:
-  // Keys [start, stop) within `steps` steps.
-  NextTile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, int64_t steps)
-      : rows_{key_rows<T>(a, block.batch, block.kv_head), value_rows<T>(a, block.batch, block.kv_head)},
-        bytes_{a.qk_dim * (int64_t)sizeof(T), a.v_dim * (int64_t)sizeof(T)}, start_(start), stop_(stop), key_(start) {
-    const int64_t lines = (lines_of(bytes_[0]) + lines_of(bytes_[1])) * larger_of(0, stop - start);
-    lines_a_step_ = (lines + steps - 1) / steps;
-  }
-
-  inline __attribute__((always_inline)) void step() {
-    for (int64_t i = 0; i < lines_a_step_ && side_ < 2; i++) {
-      __builtin_prefetch((const char*)rows_[side_](key_) + at_, 0, 2);
-      if ((at_ += kLineBytes) < bytes_[side_]) continue;
-      at_ = 0;
-      if (++key_ == stop_) side_++, key_ = start_;
-    }
-  }
-
- private:
-  static constexpr int64_t kLineBytes = 64;
-  static int64_t lines_of(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
-
-  const Rows<T> rows_[2];  // of K, of V
-  const int64_t bytes_[2], start_, stop_;
-  int64_t key_, at_ = 0, lines_a_step_;
-  int side_ = 0;
-};
-
-// A tile as the micro-kernels take it: row `key` of K is at k + key * k_stride, of V (or pairs of V) at v + ...
-template <class Mode>
-struct Tile {
-  int64_t start, stop;  // the keys that some panel needs
-  const void* k;
-  int64_t k_stride;
-  const typename Mode::Tile* v;  // row (or pair) of key `start`
-  int64_t v_stride;
-  int64_t v_group;                // see weigh_tile
-  const typename Mode::T* own_v;  // the row of key `start` as the caller has it
-  int64_t own_v_stride;
-};
+// Rows of K further apart than this, in bytes, are copied: they share so few of L1's sets that they drive each other out.
+constexpr int64_t kFarApart = 2048;
+// Floats between rows of the copy: an odd number of lines.
+INLINE int64_t row_apart(int64_t columns) { return round_up(columns, 32) + 16; }
 
 // Where the copies of a tile lie.
 struct TileSpace {
@@ -112,7 +75,8 @@ static TileSpace carve_tile(const Attention& a, char* base) {
   const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = sizeof(typename Mode::T) == 2;
   w.k = take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2
              : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
-                                       : 0);
+             : copies                  ? 0
+                                       : kTile * row_apart(a.qk_dim) * 4);
   w.v = take(copies ? kTile * o_depth<Mode>(a) * 4 : groups_of(a.v_dim) * kColumnGroup * 4);
   w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
@@ -120,54 +84,86 @@ static TileSpace carve_tile(const Attention& a, char* base) {
   return w;
 }
 
+// A tile as the micro-kernels take it: row `key` of K is at k + key * k_stride, of V (or pairs of V) at v + ...
 template <class Mode>
-static Tile<Mode> prepare_tile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const uint8_t* seen,
-                               const TileSpace& w, bool shared) {
+struct Tile {
   typedef typename Mode::T T;
-  const Rows<T> k_rows = key_rows<T>(a, block.batch, block.kv_head), v_rows = value_rows<T>(a, block.batch, block.kv_head);
-  const T *k, *v;
-  int64_t k_s = a.k_s, v_s = a.v_s;
-  if (k_rows.together(start, stop) && !(Mode::kTiled && a.pages)) {  // steps reach beyond what is seen
-    k = k_rows(start), v = v_rows(start);
-  } else {
-    collect(k_rows, start, stop, a.qk_dim, seen, (T*)w.k_rows);
-    collect(v_rows, start, stop, a.v_dim, seen, (T*)w.v_rows);
-    k = (T*)w.k_rows, v = (T*)w.v_rows, k_s = a.qk_dim, v_s = a.v_dim;
+  int64_t start, stop;  // the keys that some panel needs
+  int64_t packed;       // those before it are ready
+  const void* k;
+  int64_t k_stride;
+  const typename Mode::Tile* v;  // row (or pair) of key `start`
+  int64_t v_stride;
+  int64_t v_group;         // see weigh_tile
+  const T *own_k, *own_v;  // the rows of key `start` as the caller has them, or collected from pages
+  int64_t own_k_stride, own_v_stride;
+  bool collects, copies_k, copies_v;
+  TileSpace space;
+  uint8_t seen[kTile];  // by some panel, from `start` on
+};
+
+// A tile of keys [start, stop), none of which are packed yet. Where it is not shared by several panels, V may stay in place.
+template <class Mode>
+static void begin_tile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const TileSpace& w, bool shared,
+                       Tile<Mode>& tile) {
+  typedef typename Mode::T T;
+  const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
+  tile.start = tile.packed = start, tile.stop = stop, tile.space = w;
+  // in a page of its own, or not in any; steps reach beyond what is seen
+  tile.collects = !k.together(start, stop) || (Mode::kTiled && a.pages);
+  tile.own_k = tile.collects ? (const T*)w.k_rows : k(start), tile.own_k_stride = tile.collects ? a.qk_dim : a.k_s;
+  tile.own_v = tile.collects ? (const T*)w.v_rows : v(start), tile.own_v_stride = tile.collects ? a.v_dim : a.v_s;
+  tile.k = tile.own_k, tile.k_stride = tile.own_k_stride;
+  tile.v = (const typename Mode::Tile*)w.v, tile.v_stride = a.v_dim, tile.v_group = 0;
+  tile.copies_k = Mode::kTiled || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2);
+  tile.copies_v = true;
+  if constexpr (std::is_same<Mode, Direct>::value) {
+    tile.copies_k = shared && tile.own_k_stride * 4 >= kFarApart, tile.copies_v = shared;
+    if (shared) tile.v_stride = kBroadcasts, tile.v_group = kColumnGroup;
+    else tile.v = tile.own_v, tile.v_stride = tile.own_v_stride;
   }
-  Tile<Mode> tile = {start, stop, k, k_s, nullptr, v_s, 0, v, v_s};
+  if (!tile.copies_k) return;
+  tile.k = w.k;
+  tile.k_stride = Mode::kConvertsK ? a.qk_dim : Mode::Arith::kPairs ? a.qk_dim + 1 : row_apart(a.qk_dim);
+}
+
+// The keys of a tile from those that are packed up to `stop`: a multiple of kPackStep, or the tile's last.
+constexpr int64_t kPackStep = 32;
+template <class Mode>
+static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, Tile<Mode>& tile) {
+  typedef typename Mode::T T;
+  const int64_t start = tile.packed, first = start - tile.start, count = stop - start;
+  const uint8_t* seen = tile.seen + first;
+  if (tile.collects) {
+    collect(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, seen, (T*)tile.space.k_rows + first * a.qk_dim);
+    collect(value_rows<T>(a, block.batch, block.kv_head), start, stop, a.v_dim, seen, (T*)tile.space.v_rows + first * a.v_dim);
+  }
+  const T *k = tile.own_k + first * tile.own_k_stride, *v = tile.own_v + first * tile.own_v_stride;
+  const int64_t k_s = tile.own_k_stride, v_s = tile.own_v_stride;
+  tile.packed = stop;
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled) {
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
-    pack_k(k, k_s, keys, stop - start, a.qk_dim, w.k);
-    tile.k = w.k;
-    transpose_v(v, v_s, keys, a.v_dim, seen, kTile / kTileDepth, w.v);
-    tile.v = w.v;
-    return tile;
+    pack_k(k, k_s, keys, count, a.qk_dim, tile.space.k + first * round_up(a.qk_dim, kDkStep<Mode>) * 2);
+    transpose_v(v, v_s, keys, a.v_dim, seen, kTile / kTileDepth, tile.space.v + first / kTileDepth * kTileBytes);
+    return;
   } else
 #endif
   if constexpr (Mode::Arith::kPairs) {
-    if (a.qk_dim % 2) {
-      BFloat16* copy = (BFloat16*)w.k;
-      tile.k = copy, tile.k_stride = a.qk_dim + 1;
-      for (int64_t j = start; j < stop; j++, k += k_s, copy += a.qk_dim + 1) {
-        memcpy(copy, k, (size_t)a.qk_dim * 2);
-        copy[a.qk_dim].bits = 0;
-      }
+    BFloat16* copy = (BFloat16*)tile.space.k + first * tile.k_stride;
+    for (int64_t j = 0; tile.copies_k && j < count; j++, copy += tile.k_stride) {
+      memcpy(copy, k + j * k_s, (size_t)a.qk_dim * 2);
+      copy[a.qk_dim].bits = 0;
     }
-    interleave(v, v_s, start, stop, a.v_dim, seen, (uint32_t*)w.v);
-    tile.v = (uint32_t*)w.v, tile.v_stride = a.v_dim;
+    interleave(v, v_s, start, stop, a.v_dim, seen, (uint32_t*)tile.space.v + (start / 2 - tile.start / 2) * a.v_dim);
   } else if constexpr (Mode::kConvertsK) {
-    widen(k, k_s, stop - start, a.qk_dim, nullptr, (float*)w.k);
-    widen(v, v_s, stop - start, a.v_dim, nullptr, (float*)w.v);
-    tile.k = w.k, tile.k_stride = a.qk_dim;
-    tile.v = (float*)w.v, tile.v_stride = a.v_dim;
-  } else if (shared) {
-    group_columns(v, v_s, stop - start, a.v_dim, (float*)w.v);
-    tile.v = (float*)w.v, tile.v_stride = kBroadcasts, tile.v_group = kColumnGroup;
+    widen(k, k_s, count, a.qk_dim, nullptr, (float*)tile.space.k + first * a.qk_dim);
+    widen(v, v_s, count, a.v_dim, nullptr, (float*)tile.space.v + first * a.v_dim);
   } else {
-    tile.v = v;
+    float* copy = (float*)tile.space.k + first * tile.k_stride;
+    for (int64_t j = 0; tile.copies_k && j < count; j++) memcpy(copy + j * tile.k_stride, k + j * k_s, (size_t)a.qk_dim * 4);
+    if (tile.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)tile.space.v + first * kBroadcasts);
   }
-  return tile;
 }
 
 }  // namespace

@@ -40,8 +40,7 @@ static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t
 template <class Mode>
 static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt) {
   typedef typename Mode::T T;
-  // AMX multiplies whole panels, and what one lane has come to decides for all when sums are rescaled
-  for (int v = 0; v * kLanes < (Mode::kTiled ? kPanel : rows); v++) {
+  for (int v = 0; v * kLanes < rows; v++) {
     const T* row[kLanes] = {};
     for (int i = 0; i < smaller_of(rows - v * kLanes, kLanes); i++) {
       int64_t virtual_row = block.row + first + v * kLanes + i;

@@ -19,7 +19,14 @@ static void apply_extra(const Attention& a, const float* extra, int64_t keys, fl
   }
 }
 
-static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float factor, float* st) {
+// What becomes -inf when it is multiplied with factor.
+INLINE float masked_score(float factor) { return factor < 0 ? kInfinity : -kInfinity; }
+
+// Scores outside of their rows' ranges are masked. The others keep their bits, as they do where all is within the ranges: a
+// row's result does not depend on which rows share its panel. (The factor 0 cannot mask: it is applied, and 1 is left.)
+static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float& factor, float* st) {
+  const float scale = factor == 0 ? 0.0f : 1.0f, masked = masked_score(factor);
+  if (factor == 0) factor = 1;
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
     for (int i = 0; i < 4; i++)
@@ -28,7 +35,7 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float fact
       IVec key = isplat((int32_t)(start + j));
       IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
       float* s = st + j * kPanel + v * kLanes;
-      store(s, allowed ? load(s) * factor : splat(-kInfinity));
+      store(s, allowed ? load(s) * scale : splat(masked));
     }
   }
 }

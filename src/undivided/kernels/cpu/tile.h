@@ -41,6 +41,34 @@ INLINE void with_vectors(int vectors, F f) {
   else f(std::integral_constant<int, 2>());
 }
 
+// A stretch of the contracted axis, or of keys, and the vectors of rows that take part in it.
+struct Run {
+  int64_t start, stop;
+  int first, vectors;
+};
+// In order and without gaps. Where a causal or windowed panel begins and ends, only some of its vectors see a key.
+struct Runs {
+  static constexpr int kMost = 32;
+  int vectors, count;  // vectors: all that hold rows
+  Run run[kMost];
+  Runs() : vectors(0), count(0) {}
+  Runs(int64_t length, int v = kVectors) : vectors(v), count(1) { run[0] = {0, length, 0, v}; }
+};
+
+// Call `f` with the constants First and Some of a run in a panel of V vectors.
+template <int V, class F>
+INLINE void with_run(const Run& run, F f) {
+  auto call = [&](auto first, auto some) {
+    if constexpr (first.value + some.value <= V) f(first, some);
+  };
+  typedef std::integral_constant<int, 0> I0;
+  typedef std::integral_constant<int, 1> I1;
+  typedef std::integral_constant<int, 2> I2;
+  if (run.vectors == V) call(I0(), std::integral_constant<int, V>());
+  else if (run.vectors == 2) run.first ? call(I1(), I2()) : call(I0(), I2());
+  else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
+}
+
 template <class Scalar, class T>
 INLINE Scalar fetch(const T* p) {
   Scalar x;
@@ -48,20 +76,23 @@ INLINE Scalar fetch(const T* p) {
   return x;
 }
 
-// acc[i][lanes] += sum over c < count of a[i * row + c * next] (broadcast) * b[c][lanes], for i < N.
+// acc[i][lanes] += sum over c < count of a[i * row + c * next] (broadcast) * b[c][lanes], for i < N, and for `Some` vectors of
+// lanes from `First` on.
+template <class Arith, int First, int Some, int N, int V, class T, int... I>
+INLINE void accumulate_each(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count,
+                            std::integer_sequence<int, I...>) {
+  for (int64_t c = 0; c < count; c++, a += next, b += kPanel)
+    (Arith::add(acc[I / Some][First + I % Some], fetch<typename Arith::Scalar>(a + I / Some * row),
+                load(b + (First + I % Some) * kLanes)), ...);
+}
+template <class Arith, int First, int Some, int N, int V, class T>
+INLINE void accumulate_some(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
+  // indices are constants from the start: GCC then keeps acc in registers from one call to the next
+  accumulate_each<Arith, First, Some>(acc, a, row, next, b, count, std::make_integer_sequence<int, N * Some>());
+}
 template <class Arith, int N, int V, class T>
 INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
-  for (int64_t c = 0; c < count; c++) {
-    Vec y[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) y[v] = load(b + c * kPanel + v * kLanes);
-#pragma GCC unroll 24
-    for (int i = 0; i < N; i++) {
-      auto x = fetch<typename Arith::Scalar>(a + i * row + c * next);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) Arith::add(acc[i][v], x, y[v]);
-    }
-  }
+  accumulate_some<Arith, 0, V>(acc, a, row, next, b, count);
 }
 
 // st[i][rows] for i < N keys; `step` elements of T make one Scalar.
@@ -89,6 +120,11 @@ static __attribute__((noinline)) void score_vectors(const float* qt, const T* k,
     if (besides) besides->step();
     score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
   }
+  if (j < keys && keys > kBroadcasts) {  // the last ones: some once more rather than few at a time
+    j = keys - kBroadcasts;
+    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
+    return;
+  }
   if (kBroadcasts > 4 && j + 4 <= keys) {
     score_keys<Arith, 4, V>(qt, k + j * stride, stride, count, st + j * kPanel);
     j += 4;
@@ -105,10 +141,16 @@ static void score_tile(const float* qt, const T* k, int64_t stride, int64_t coun
 // ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
 // added: one chain over all keys would let the error grow with their number.
 template <class Arith, int N, int V, class T>
-INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int64_t count, const Vec* decay, float* ot) {
+INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V] = {};
-  accumulate<Arith>(acc, v_tile, step, stride, pt, count);
+  for (int r = 0; r < runs.count; r++) {
+    const Run& run = runs.run[r];
+    with_run<V>(run, [&](auto first, auto some) {
+      accumulate_some<Arith, first.value, some.value>(acc, v_tile + run.start * stride, step, stride, pt + run.start * kPanel,
+                                                      run.stop - run.start);
+    });
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
@@ -119,7 +161,7 @@ INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, int6
 }
 
 template <class Arith, int V, class T, class Besides>
-static __attribute__((noinline)) void weigh_vectors(const float* pt, const T* v, int64_t stride, int64_t count,
+static __attribute__((noinline)) void weigh_vectors(const float* pt, const T* v, int64_t stride, const Runs& runs,
                                                     int64_t columns, const Vec* decay, float* ot, int64_t group,
                                                     Besides* besides) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
@@ -127,20 +169,20 @@ static __attribute__((noinline)) void weigh_vectors(const float* pt, const T* v,
   int64_t d = 0;
   for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
     if (besides) besides->step();
-    weigh_columns<Arith, kBroadcasts, V>(pt, v, stride, count, decay, ot + d * kPanel);
+    weigh_columns<Arith, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
   }
   if (kBroadcasts > 4 && d + 4 <= columns) {
-    weigh_columns<Arith, 4, V>(pt, v, stride, count, decay, ot + d * kPanel);
+    weigh_columns<Arith, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
     d += 4, v += 4 * step;
   }
-  for (; d < columns; d++, v += step) weigh_columns<Arith, 1, V>(pt, v, stride, count, decay, ot + d * kPanel);
+  for (; d < columns; d++, v += step) weigh_columns<Arith, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
 }
 // V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
 template <class Arith, class T, class Besides = Nothing>
-static void weigh_tile(const float* pt, const T* v, int64_t stride, int64_t count, int64_t columns, const Vec* decay, float* ot,
-                       int64_t group = 0, int vectors = kVectors, Besides* besides = nullptr) {
-  with_vectors(vectors, [&](auto n) {
-    weigh_vectors<Arith, n.value>(pt, v, stride, count, columns, decay, ot, group, besides);
+static void weigh_tile(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns, const Vec* decay, float* ot,
+                       int64_t group = 0, Besides* besides = nullptr) {
+  with_vectors(runs.vectors, [&](auto n) {
+    weigh_vectors<Arith, n.value>(pt, v, stride, runs, columns, decay, ot, group, besides);
   });
 }
 

@@ -1,0 +1,53 @@
+// What will be needed soon, asked for line by line while something else is worked on: the processor's own prefetching sees
+// neither so far nor from one row to the next where rows lie apart.
+#pragma once
+
+#include "rows.h"
+
+namespace {
+
+class Upcoming {
+ public:
+  // Rows of `bytes` each, `stride` bytes apart.
+  void add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
+    if (rows <= 0 || bytes <= 0 || count_ == kMost) return;
+    stretch_[count_++] = {(const char*)at, stride, rows, bytes};
+    lines_ += rows * ((bytes + kLine - 1) / kLine);
+  }
+  // Rows [start, stop) of keys or values.
+  template <class T>
+  void add(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns) {
+    while (start < stop) {
+      int64_t end = stop;
+      if (rows.pages) end = start / rows.page_size * rows.page_size + rows.page_size;
+      if (end > stop) end = stop;
+      add(rows(start), rows.stride * (int64_t)sizeof(T), end - start, columns * (int64_t)sizeof(T));
+      start = end;
+    }
+  }
+  // All of it within so many steps.
+  void pace(int64_t steps) { lines_a_step_ = steps > 0 ? (lines_ + steps - 1) / steps : 0; }
+
+  inline __attribute__((always_inline)) void step() {
+    for (int64_t i = 0; i < lines_a_step_ && next_ < count_; i++) {
+      Stretch& s = stretch_[next_];
+      __builtin_prefetch(s.at + at_, 0, 2);
+      if ((at_ += kLine) < s.bytes) continue;
+      at_ = 0, s.at += s.stride;
+      if (--s.rows == 0) next_++;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  static constexpr int kMost = 32;
+  struct Stretch {
+    const char* at;
+    int64_t stride, rows, bytes;
+  };
+  Stretch stretch_[kMost];
+  int count_ = 0, next_ = 0;
+  int64_t lines_ = 0, lines_a_step_ = 0, at_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,68 @@
+// The memory of a block of rows.
+#pragma once
+
+#include "dropout.h"
+#include "key_tile.h"
+#include "panel.h"
+
+namespace {
+
+// What a panel keeps from one piece of keys to the next. most: the largest score so far, in units of log 2.
+struct Sums {
+  float *qt, *ot, *most, *total;
+  DropRows* drops;
+};
+
+struct Workspace {
+  Panel* panels;
+  float *scores, *extra;
+  char *v_own, *sums, *tile_list, *tile_copies;
+  Kept* kept;
+  int64_t sums_bytes, bytes;
+
+  template <class Mode>
+  Sums sums_of(const Attention& a, int64_t slot) const {
+    char* at = sums + slot * sums_bytes;
+    const int64_t q = q_depth<Mode>(a) * kPanel, o = o_depth<Mode>(a) * kPanel;
+    float* f = (float*)at;
+    return {f, f + q, f + q + o, f + q + o + kPanel, (DropRows*)(f + q + o + 2 * kPanel)};
+  }
+  template <class Mode>
+  Tile<Mode>* tiles() const {
+    return (Tile<Mode>*)tile_list;
+  }
+  template <class Mode>
+  TileSpace tile_space(const Attention& a, int64_t index) const {
+    return carve_tile<Mode>(a, tile_copies + index * carve_tile<Mode>(a, nullptr).bytes);
+  }
+};
+
+// `keys`: how many to keep tiles of, for one panel at a time; kEveryKey: one tile, for all panels at once.
+constexpr int64_t kEveryKey = -1;
+template <class Mode>
+static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* base) {
+  Workspace w;
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) {
+    char* p = base + at;
+    at += round_up(bytes, 64);
+    return p;
+  };
+  const bool narrow = keys != kEveryKey, extras = a.bias || a.dense || a.slopes;
+  const int64_t whole = (rows + kPanel - 1) / kPanel, panels = narrow && has_cuts(a) ? rows / kFewestCutRows + 1 : whole;
+  const int64_t tiles = narrow ? keys / kTile + 2 : 1;
+  w.panels = (Panel*)take(panels * (int64_t)sizeof(Panel));
+  w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropRows) : 0);
+  w.sums_bytes = round_up(w.sums_bytes, 64);
+  w.sums = take((narrow ? 1 : whole) * w.sums_bytes);
+  w.scores = (float*)take((kTile + 2) * kPanel * 4);
+  w.extra = (float*)take(extras ? kTile * kPanel * 4 : 0);
+  w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
+  w.kept = (Kept*)take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.tile_list = take(tiles * (int64_t)sizeof(Tile<Mode>));
+  w.tile_copies = take(tiles * carve_tile<Mode>(a, nullptr).bytes);
+  w.bytes = at;
+  return w;
+}
+
+}  // namespace
