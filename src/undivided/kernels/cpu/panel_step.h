@@ -34,7 +34,7 @@ static void panel_step(const Attention& a, const RowBlock& block, const Panel& p
     apply_extra(a, extras ? w.extra : nullptr, keys, st);
     factor = 1;
   }
-  if (!extras && !p.covers(start, stop)) apply_ranges(p, start, keys, factor, st);
+  if (!extras && (!p.covers(start, stop) || factor == 0)) apply_ranges(p, start, keys, factor, st);
   for (int i = 0; i < front * kPanel; i++) w.scores[i] = masked_score(factor);
   for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = masked_score(factor);
   Vec decay[kVectors];
