@@ -46,24 +46,23 @@ class Memory:
         )
         self._wide = sizes.lse // sizes.entry
         """Bytes of an entry that is summed, by those of an entry of the inputs."""
-        self._q, self._out = (
-            rows * sizes.heads * sizes.qk_dim * sizes.entry,
-            rows * sizes.heads * sizes.v_dim * sizes.entry,
-        )
-        self._kv = keys * sizes.kv_heads * counts.of_key
-        self._lse = rows * sizes.heads * sizes.lse
         self._traded = work.ranks.members > 1
-        self._q_t, self._out_t = (work.entries * size * sizes.entry for size in (sizes.qk_dim, sizes.v_dim))
-        self._lse_t = work.entries * sizes.lse
-        self._kv_t = (work.keys_come + work.keys_stay) * counts.of_key if self._traded else self._kv
-        self._rounds = self._in_rounds()
-        partial = (
-            ((self._rounds.held > 0).sum(1) > 0)
-            if counts.strategy != "all_gather"
-            else torch.zeros_like(rows)
+        entry, heads = sizes.entry, rows * sizes.heads
+        self._q, self._out, self._lse = (
+            heads * sizes.qk_dim * entry,
+            heads * sizes.v_dim * entry,
+            heads * sizes.lse,
         )
-        self._several = partial.to(torch.bool)
+        self._q_t, self._out_t = work.entries * sizes.qk_dim * entry, work.entries * sizes.v_dim * entry
+        self._lse_t = work.entries * sizes.lse
+        self._kv = keys * sizes.kv_heads * counts.of_key
+        self._kv_t = (work.keys_come + work.keys_stay) * counts.of_key if self._traded else self._kv
+        """With _t: of what this rank computes, which is what it has unless rows were traded for heads."""
+        self._rounds = self._in_rounds()
+        self._several = (self._rounds.held > 0).any(1) & (not self._gathers)
         """Ranks that add up results of several rounds."""
+        self._alone = ~self._several & (work.shares == 1) & (self._share == 1)
+        """Ranks of one piece, whose results are taken as they are."""
 
     @property
     def _gathers(self) -> bool:
@@ -91,48 +90,46 @@ class Memory:
 
     def forward(self) -> Tensor:
         """Of a forward pass alone."""
-        held = self._q + self._kv
-        wide = torch.where(self._several, self._wide, 1)
-        sums = self._out_t * wide + self._lse_t
-        inputs = held + (self._q_t + self._kv_t if self._traded else 0)
-        rounds = self._rounds
-        alone = ~self._several & (self._work.shares == 1) & (self._share == 1)
-        result = self._part(self._out_t + self._lse_t)
-        # half types are summed in fp32, an eighth of the rows at a time
-        result += torch.where(self._several & (self._wide > 1), result * self._wide // 8, 0)
-        in_rounds = inputs + torch.where(alone, 0, sums) + result + (rounds.held + rounds.flight).amax(1)
-        rounded = inputs + sums + torch.where(wide > 1, self._out_t, 0)
-        return torch.stack([in_rounds, rounded, *self._forward_trades(held, inputs)]).amax(0)
-
-    def _forward_trades(self, held: Tensor, inputs: Tensor) -> list[Tensor]:
-        if not self._traded:
-            return []
-        work, of_key, sizes = self._work, self._counts.of_key, self._sizes
-        row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry + sizes.lse
-        keys = (work.keys_leave + work.keys_come) * of_key
-        joining = held + 2 * self._q_t + keys
-        joining_keys = inputs + work.keys_come * of_key
-        results = self._out_t + self._lse_t
-        sent = inputs + results + work.rows_come * back + work.rows_leave * back
-        placed = inputs + results + work.rows_leave * back + self._out + self._lse
-        return [
-            held + work.rows_leave * row + work.rows_come * row + keys,
-            joining,
-            joining_keys,
-            sent,
-            placed,
-        ]
+        return torch.stack(list(self._forward_moments().values())).amax(0)
 
     def backward(self) -> Tensor:
         """Of a forward pass and the backward pass after it."""
         held = self._q + self._kv + 2 * self._out + self._lse
         if self._traded:
             held = held + self._q_t + self._kv_t + self._out_t + self._lse_t
-        moments = [self.forward(), *self._in_backward(held), *self._backward_trades(held)]
-        return torch.stack(moments).amax(0)
+        moments = self._in_backward(held) | (self._backward_trades(held) if self._traded else {})
+        return torch.stack([self.forward(), *moments.values()]).amax(0)
 
-    def _in_backward(self, held: Tensor) -> list[Tensor]:
-        """Round by round, and the sums rounded at the end."""
+    def _forward_moments(self) -> dict[str, Tensor]:
+        rounds, held = self._rounds, self._q + self._kv
+        inputs = held + (self._q_t + self._kv_t if self._traded else 0)
+        sums = self._out_t * torch.where(self._several, self._wide, 1) + self._lse_t
+        rounds_sums = self._several & (self._wide > 1)
+        result = self._part(self._out_t + self._lse_t)
+        # half types are summed in fp32, an eighth of the rows at a time
+        result += torch.where(rounds_sums, result * self._wide // 8, 0)
+        moments = {
+            "a round": inputs
+            + torch.where(self._alone, 0, sums)
+            + result
+            + (rounds.held + rounds.flight).amax(1),
+            "sums rounded": inputs + sums + torch.where(rounds_sums, self._out_t, 0),
+        }
+        return moments | (self._forward_trades(held, inputs) if self._traded else {})
+
+    def _forward_trades(self, held: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+        work, of_key, sizes = self._work, self._counts.of_key, self._sizes
+        row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry + sizes.lse
+        keys, results = (work.keys_leave + work.keys_come) * of_key, self._out_t + self._lse_t
+        return {
+            "rows and keys on their way": held + (work.rows_leave + work.rows_come) * row + keys,
+            "rows joined": held + 2 * self._q_t + keys,
+            "keys joined": inputs + work.keys_come * of_key,
+            "results on their way": inputs + results + (work.rows_come + work.rows_leave) * back,
+            "results placed": inputs + results + work.rows_leave * back + self._out + self._lse,
+        }
+
+    def _in_backward(self, held: Tensor) -> dict[str, Tensor]:
         rounds = self._rounds
         upstream = self._out_t if self._traded else 0
         begun = torch.arange(rounds.held.shape[1]) > 0
@@ -147,27 +144,35 @@ class Memory:
         sums = (dq_sum + dkv_sum)[:, None] * (begun | self._gathers)
         during = dq + dkv + sums + rounds.held + rounds.flight + returning
         rounded = torch.where(self._several & (self._wide > 1) & (not self._traded), self._q_t, 0)
-        return [held + upstream + during.amax(1), held + dq_sum + dkv_sum + rounded]
+        return {
+            "a round": held + upstream + during.amax(1),
+            "sums rounded": held + dq_sum + dkv_sum + rounded,
+        }
 
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Bytes of the sums of dq, and of dk and dv, at the end: as wide as the inputs where one piece is all."""
-        one = ~self._several & (self._work.shares == 1) & (self._share == 1)
         one_key = (self._work.shares == 1) & (self._rounds.gone.sum(1) == 0) & (not self._gathers)
-        return self._q_t * torch.where(one, 1, self._wide), self._kv_t * torch.where(one_key, 1, self._wide)
+        return self._q_t * torch.where(self._alone, 1, self._wide), self._kv_t * torch.where(
+            one_key, 1, self._wide
+        )
 
-    def _backward_trades(self, held: Tensor) -> list[Tensor]:
-        if not self._traded:
-            return []
+    def _backward_trades(self, held: Tensor) -> dict[str, Tensor]:
         work, of_key, sizes = self._work, self._counts.of_key, self._sizes
         row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry
         dq_sum, dkv_sum = self._sums()
         keys = (work.keys_leave + work.keys_come) * of_key
-        grads = held + 2 * self._out_t
-        posted = held + dq_sum + dkv_sum + (work.rows_leave + work.rows_come) * row + keys
-        placed = held + dq_sum + dkv_sum + work.rows_leave * row + self._q + keys
         kv = self._kv * (1 if self._disjoint else 1 + self._wide)
-        placed_keys = held + self._q + dkv_sum + work.keys_leave * of_key + kv
-        return [grads, held + (work.rows_leave + work.rows_come) * back, posted, placed, placed_keys]
+        return {
+            "gradients of the output on their way": held + (work.rows_leave + work.rows_come) * back,
+            "and joined": held + 2 * self._out_t,
+            "gradients on their way": held
+            + dq_sum
+            + dkv_sum
+            + (work.rows_leave + work.rows_come) * row
+            + keys,
+            "of queries placed": held + dq_sum + dkv_sum + work.rows_leave * row + self._q + keys,
+            "of keys placed": held + self._q + dkv_sum + work.keys_leave * of_key + kv,
+        }
 
     @property
     def _disjoint(self) -> bool:
