@@ -278,6 +278,30 @@ def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(
         assert torch.equal(out, results[0][0]), "the next token must not depend on the rank"
 
 
+def test_a_zigzag_prefill_and_steps_after_it_are_one_causal_sequence() -> None:
+    """Each rank keeps what it prefilled, and rank n % world appends token n: 29 tokens at once, then 6."""
+    q, k, v = (torch.randn(1, 35, heads, 16) for heads in (4, 2, 2))
+
+    def rank(group: SimulatedGroup) -> Tensor:
+        cp = undivided.ContextParallel(group).bind(29, mask=masks.causal())
+        mine = [cp.shard(t[:, :29], "bshd") for t in (q, k, v)]
+        first = undivided.attention(*mine, layout="bshd", mask=masks.causal(), context_parallel=cp)
+        outs, positions = [cp.unshard(first, "bshd")], cp.positions(of="kv")
+        cache = undivided.KVCache(1, 35, 2, 16, dtype=torch.float32)
+        cache.append(*mine[1:])
+        for n in range(29, 35):
+            if n % cp.world == cp.rank:
+                cache.append(k[:, n : n + 1], v[:, n : n + 1])
+                positions = torch.cat([positions, torch.tensor([n])])
+            keys = (t[:, : positions.numel()] for t in (cache.k, cache.v))
+            outs.append(cp.decode(q[:, n : n + 1], *keys, positions, n + 1, layout="bshd")[0])
+        return torch.cat(outs, 1)
+
+    right = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
+    for out in simulate(3, rank):
+        torch.testing.assert_close(out, right)
+
+
 @pytest.mark.parametrize("world", [3, (2, 2)])
 def test_decoding_sends_what_it_says(world: Any) -> None:
     """n bytes of a partial result: (W - 1) n by all_gather, 2 (W - 1) n / W by ring, whatever there is of keys."""
@@ -295,7 +319,7 @@ def test_decoding_sends_what_it_says(world: Any) -> None:
 
     of_axes = (3,) if world == 3 else world
     gathered, rung = sum(n * (w - 1) for w in of_axes), sum(2 * n * (w - 1) // w for w in of_axes)
-    assert simulate(world, rank) == [[gathered, rung]] * len(simulate(world, lambda group: None))
+    assert simulate(world, rank) == [[gathered, rung]] * (3 if world == 3 else 4)
 
 
 def test_steps_of_generation_that_differ_between_ranks_are_an_error_on_each() -> None:
