@@ -195,6 +195,21 @@ def test_keys_and_values_by_tensor_descriptors(
         _close(one, other)
 
 
+def test_heads_that_lie_two_thousand_million_elements_apart() -> None:
+    """The pass over rows counted heads in 32 bits: the third of these lies 2^31 elements behind the first."""
+    torch.manual_seed(0)
+    store = torch.empty(2**31 + 4096, dtype=torch.float16)  # 4 GiB of addresses, 3 pages of memory
+    far = store.as_strided((1, 3, 20, 16), (0, 2**30, 16, 1)).copy_(torch.randn(1, 3, 20, 16))
+    k, v, g = (torch.randn(1, 3, 20, 16).half() for _ in range(3))
+    found = []
+    for q in (far, far.contiguous()):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = undivided.attention(*leaves, layout="bhsd", mask=masks.causal(), backend="triton")
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
     """As where heads are divided over ranks: they were refused."""
     torch.manual_seed(0)

@@ -24,7 +24,9 @@ from undivided.kernels.triton.tile import (
     hull,
     kept,
     load_rows,
+    row_features,
     row_ranges,
+    runs,
 )
 
 
@@ -91,23 +93,6 @@ def _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr
 
 
 @triton.jit
-def _row_features(
-    o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b, sequence_b,
-    b, h, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M]; 0 where there is no such feature."""
-    slope, at_m, i_m, b_m = 0.0, 0, 0, 0
-    if ALIBI:
-        at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
-        slope = tl.load(at, mask=ok_m, other=0.0)
-        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
-    if DROPOUT:
-        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
-        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
-    return slope, at_m, i_m, b_m
-
-
-@triton.jit
 def rows_kernel(
     q, k, v, g, dq, dslope, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
     position, seed,
@@ -125,8 +110,8 @@ def rows_kernel(
     [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables.
     """
     block, step = tl.program_id(0) // steps, tl.program_id(0) % steps
-    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_head = (h // HEADS_PER_KV).to(tl.int64)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    n_head = h // HEADS_PER_KV
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     ok_m = o_m < q_len
     start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
@@ -135,7 +120,7 @@ def rows_kernel(
     rows = o_m.to(tl.int64)
     bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
-    slope, at_m, i_m, b_m = _row_features(
+    slope, at_m, i_m, b_m = row_features(
         o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
         sequence_b, b, h, ALIBI, DROPOUT,
     )  # fmt: skip
@@ -151,10 +136,9 @@ def rows_kernel(
     base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
     k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
-    run = tiles + b * tiles_b + block * 8
-    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
-    first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
-    full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
+    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
+        tiles + b * tiles_b + block * 8
+    )
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
@@ -220,9 +204,7 @@ def rows_kernel(
 @triton.jit
 def _sees(run, tile, MASKED: tl.constexpr):
     """Whether a block of rows sees the tile whole; with MASKED in part."""
-    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
-    first2, full_first2 = tl.load(run + 4), tl.load(run + 5)
-    full_last2, last2 = tl.load(run + 6), tl.load(run + 7)
+    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(run)
     whole = ((tile >= full_first) & (tile < full_last)) | ((tile >= full_first2) & (tile < full_last2))
     if MASKED:
         return (((tile >= first) & (tile < last)) | ((tile >= first2) & (tile < last2))) & (whole == 0)
@@ -297,7 +279,7 @@ def keys_kernel(
                         base2, f, d, g_lse = _row_values(
                             lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
                         )
-                        slope, at_m, i_m, b_m = _row_features(
+                        slope, at_m, i_m, b_m = row_features(
                             o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
                             row_at_b, position_b, sequence_b, b, h, ALIBI, DROPOUT,
                         )  # fmt: skip
@@ -382,7 +364,7 @@ def pairs_kernel(
             n_head = h // HEADS_PER_KV
             offsets = (b * heads + h) * row_values + o_m + first_row
             base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
-            slope, at_m, i_m, b_m = _row_features(
+            slope, at_m, i_m, b_m = row_features(
                 o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
                 position_b, sequence_b, b, h, ALIBI, DROPOUT,
             )  # fmt: skip

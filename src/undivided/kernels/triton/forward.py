@@ -22,7 +22,9 @@ from undivided.kernels.triton.tile import (
     kept,
     key_offsets,
     load_rows,
+    row_features,
     row_ranges,
+    runs,
 )
 
 
@@ -61,7 +63,8 @@ def forward_kernel(
     mask's tables; q, out, lse, bias and dense begin at that row.
     """
     part = tl.program_id(0)
-    split = part % SPLITS
+    share = part % SPLITS
+    split = share.to(tl.int64)
     step = part // SPLITS % value_steps
     block = part // SPLITS // value_steps
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -79,16 +82,14 @@ def forward_kernel(
     q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
     bias_rows = (bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q)[:, None]
-    slope, at_m = 0.0, 0
+    slope, at_m, i_m, b_m = row_features(
+        rows, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
+        sequence_b, b, heads, ALIBI, DROPOUT,
+    )  # fmt: skip
     if ALIBI:
-        slope = tl.load(
-            slopes + b * slopes_b + heads * slopes_h + (rows + first_row) * slopes_q, mask=ok_m, other=0.0
-        )[:, None]
-        at_m = tl.load(row_at + b * row_at_b + rows + first_row, mask=ok_m, other=0)[:, None]
-    i_m, b_m, seed_value = 0, 0, 0
+        slope, at_m = slope[:, None], at_m[:, None]
+    seed_value = 0
     if DROPOUT:
-        i_m = tl.load(position + b * position_b + rows + first_row, mask=ok_m, other=0)
-        b_m = tl.load(sequence + b * sequence_b + rows + first_row, mask=ok_m, other=0)
         seed_value = tl.load(seed)
     if not TMA:
         k_head, v_head = k + n_head * k_h, v + n_head * v_h
@@ -103,13 +104,8 @@ def forward_kernel(
     o_d = tl.arange(0, DIM_STEP)
     q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
 
-    run = tiles + b * tiles_b + block * 8
-    first, full_first, full_last, last = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
-    first2, full_first2, full_last2, last2 = (
-        tl.load(run + 4),
-        tl.load(run + 5),
-        tl.load(run + 6),
-        tl.load(run + 7),
+    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
+        tiles + b * tiles_b + block * 8
     )
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
@@ -117,7 +113,7 @@ def forward_kernel(
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             count = edges if masked else whole
-            for n in range(count * split // SPLITS, count * (split + 1) // SPLITS):
+            for n in range(count * share // SPLITS, count * (share + 1) // SPLITS):
                 tile = nth_tile(
                     n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )
@@ -205,7 +201,7 @@ def combine_kernel(
     parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. The grid is (B * H * Sq,).
     """
     r = tl.program_id(0).to(tl.int64)
-    o_z = tl.arange(0, SPLITS)
+    o_z = tl.arange(0, SPLITS).to(tl.int64)
     o_d = tl.arange(0, WIDTH)
     lses = tl.load(part_lses + o_z * lse_z + r)
     largest = tl.max(lses, 0)

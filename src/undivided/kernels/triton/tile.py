@@ -75,6 +75,33 @@ def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def runs(at):
+    """Of a block of rows: [first, full_first, full_last, last) of its first range and of its second, in tiles."""
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
+        tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
+    )  # fmt: skip
+
+
+@triton.jit
+def row_features(
+    o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b, sequence_b,
+    b, h, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M], h one head or each row's own; 0 where
+    there is no such feature."""
+    slope, at_m, i_m, b_m = 0.0, 0, 0, 0
+    if ALIBI:
+        at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
+        slope = tl.load(at, mask=ok_m, other=0.0)
+        at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+    if DROPOUT:
+        i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
+        b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
+    return slope, at_m, i_m, b_m
+
+
+@triton.jit
 def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
     """The smallest [first, last) that holds the ranges of all rows; [0, 0) where no row has a key."""
     first = tl.min(tl.where(stop > start, start, 2147483647), 0)
