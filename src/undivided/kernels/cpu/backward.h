@@ -220,7 +220,7 @@ static Slots panel_pieces(Visit<Mode>& s, int64_t tile, int64_t keys) {
       done = stop;
     }
     if (done < 0) continue;
-    clear(done, smaller_of(round_up(done, whole), kTile));
+    clear(done, smaller_of(round_up(done, whole), Mode::kTiled ? kTile : round_up(keys, kBroadcasts)));
     slots.panel[slots.count] = (int)i, slots.rows[slots.count] = (int)panel.rows, slots.start[slots.count] = first, slots.stop[slots.count++] = done;
   }
   return slots;
@@ -303,7 +303,7 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const KeyRows<Mode> keys = prepare_keys<Mode>(p, head, index * p.key_block, w);
-  clear_sums(p, a.qk_dim, keys.count, w.dk), clear_sums(p, a.v_dim, keys.count, w.dv);
+  clear_sums<Mode>(p, a.qk_dim, keys.count, w.dk), clear_sums<Mode>(p, a.v_dim, keys.count, w.dv);
   const int scores = score_bits<Mode>(p, head.index), weights = weight_bits<Mode>(a);
   const float slope = ldexpf((float)a.scale, scores - weights);
   Visit<Mode> visit = {p, w, keys, head, index, {}, nullptr, nullptr, nullptr, slope, ldexpf(1, -weights), false, {}};

@@ -160,8 +160,9 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 }
 
 // Sums of `count` keys, and of those that the micro-kernels take besides, start at zero.
+template <class Mode>
 INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
-  const int64_t keys = smaller_of(round_up(count, 32), p.key_block);
+  const int64_t keys = smaller_of(round_up(count, Mode::kTiled ? kKeyStep<Mode> : kBroadcasts), p.key_block);
   for (int64_t c = 0; c < Columns(dim).panels; c++) memset(sums + c * p.key_block * kPanel, 0, (size_t)(keys * kPanel) * 4);
 }
 

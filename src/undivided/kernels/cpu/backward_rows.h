@@ -99,12 +99,12 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 }
 #endif
 
-// Rows with lanes along d; a null pointer gives zeros.
+// Rows with lanes along d, up to `rows`; a null pointer gives zeros.
 template <class Mode>
-static void pack_rows(const typename Mode::T* const* row, int64_t dim, float* to) {
+static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
   const int64_t width = Columns(dim).width;
-  for (int64_t r = 0; r < kPanel; r += step)
+  for (int64_t r = 0; r < rows; r += step)
     for (int64_t d = 0; d < dim; d += kLanes) {
       float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
 #if defined(__AVX512BF16__)
@@ -119,6 +119,12 @@ static void pack_rows(const typename Mode::T* const* row, int64_t dim, float* to
     }
 }
 
+// Rows of a panel that the products read: those that are there, rounded up; on AMX all.
+template <class Mode>
+INLINE int64_t packed_lanes(int64_t rows) {
+  return Mode::kTiled ? kPanel : round_up(rows, kLanes);
+}
+
 // A panel's rows; those without a key are not read.
 template <class Mode>
 static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, const float* base, char* memory) {
@@ -127,18 +133,19 @@ static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, 
   const Gradients& g = p.g;
   const PackedRows<Mode> to(a, memory);
   const T *q[kPanel] = {}, *grad[kPanel] = {};
-  for (int64_t r = 0; r < smaller_of(block.rows - first, kPanel); r++) {
+  const int64_t rows = smaller_of(block.rows - first, kPanel), lanes = packed_lanes<Mode>(rows);
+  for (int64_t r = 0; r < rows; r++) {
     if (base[r] == kInfinity) continue;
     const int64_t virtual_row = block.row + first + r, head = block.first_head + virtual_row / a.q_len, row = virtual_row % a.q_len;
     q[r] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s;
     grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   }
-  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     transpose_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, depth_of<Mode>(a.qk_dim), to.qt + lane);
     transpose_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, depth_of<Mode>(a.v_dim), to.dot + lane);
   }
-  pack_rows<Mode>(q, a.qk_dim, to.q);
-  pack_rows<Mode>(grad, a.v_dim, to.grad);
+  pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, to.q);
+  pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, to.grad);
 }
 
 // ---- before and after the keys
@@ -209,8 +216,11 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       base[r] -= (float)weight_bits<Mode>(a);
     }
     if (p.packed) pack_panel<Mode>(p, block, first, base, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
-    const int64_t sums = dq_depth<Mode>(p) * kPanel;
-    if (p.dqt) memset(p.dqt + at * sums, 0, (size_t)sums * 4);
+    const int64_t depth = dq_depth<Mode>(p), lanes = packed_lanes<Mode>(panel.rows);
+    float* sums = p.dqt + at * depth * kPanel;
+    if (p.dqt && lanes == kPanel) memset(sums, 0, (size_t)(depth * kPanel) * 4);
+    else
+      for (int64_t d = 0; p.dqt && d < depth; d++) memset(sums + d * kPanel, 0, (size_t)lanes * 4);
   }
   p.turn[index * p.row_blocks + row_block] = from < to ? from / p.key_block : -1;
 }
