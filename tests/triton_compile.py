@@ -106,12 +106,6 @@ def problems() -> Iterator[tuple[str, Any]]:
     leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
     for dim in (64, 128, 256):
         yield f"plain-bf16-{dim}", made(torch.bfloat16, 512, 512, 2, (dim, dim), True, mask=masks.causal())
-    yield (
-        "lengths-bf16-128",
-        made(
-            torch.bfloat16, 512, 512, 2, (128, 128), True, mask=masks.lengths([300], [300]) & masks.causal()
-        ),
-    )
     yield "everything-fp16-64", made(
         torch.float16, 256, 256, 4, (64, 64), True, mask=masks.window(64, 0) | masks.prefix(4), softcap=30.0, sinks=leaf(4),
         alibi_slopes=leaf(4), bias=leaf(1, 4, 256, 256), dropout_p=0.1, dropout_seed=1,
