@@ -117,8 +117,8 @@ INLINE void store_sums(char* to) {
   if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
 }
 
-// C[groups * kTileRows][kPanel] += A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T, int V = kVectors, class Besides = Nothing>
+// C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
+template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing>
 static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
                                                      float* sums, Besides* besides = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
@@ -127,7 +127,7 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
   for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
-    multiply_first<T, false, V>(a, rows, b, c, done);
+    multiply_first<T, kFromZero, V>(a, rows, b, c, done);
     for (int64_t s = 1; s < steps; s++) {
       if (besides) besides->step();
       multiply_step<T, V>(a + s * rows.step, rows, b + s * kBelow);
@@ -136,7 +136,7 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   }
   if (done) store_sums<V>(done);
   if (g == groups) return;
-  tile_load<0>(c, kPanelBytes), tile_load<1>(c + 64, kPanelBytes);
+  begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
     tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
     tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
@@ -239,11 +239,7 @@ INLINE Vec pair_weights(Vec even, Vec odd, BFloat16) {  // ties, one in 2^16, go
   UVec low = ((UVec)even + 0x8000) >> 16, high = (UVec)odd + 0x8000;
   return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)low, (__m512i)high);
 }
-INLINE Vec pair_weights(Vec even, Vec odd, Float16) {
-  __m256i low = _mm512_cvtps_ph((__m512)even, _MM_FROUND_TO_NEAREST_INT);
-  __m256i high = _mm512_cvtps_ph((__m512)odd, _MM_FROUND_TO_NEAREST_INT);
-  return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
+INLINE Vec pair_weights(Vec even, Vec odd, Float16) { return pair_halves(even, odd, Float16()); }
 
 // ot[i][rows] *= decay[rows] for i < count.
 static void shrink(const Vec* decay, int64_t count, float* ot) {

@@ -104,18 +104,17 @@ class Block {
     for (int64_t i = 0; i < count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
   }
 
-  void begin(const Panel& p, const Sums& sums) {
+  void begin(Panel& p, const Sums& sums) {
     if (p.segments) {
       transpose_q<Mode>(a_, block_, p.first, p.rows, sums.qt);
       if (a_.dropout) read_drop_rows(a_, block_, p.first, p.rows, *sums.drops);
     }
-    const int vectors = p.vectors();
-    for (int64_t d = 0; d < o_depth<Mode>(a_); d++)
-      for (int v = 0; v < vectors; v++) store(sums.ot + d * kPanel + v * kLanes, Vec{});
+    p.summed = false;
     memset(sums.total, 0, (size_t)kPanel * 4);
     for (int64_t r = 0; r < kPanel; r++) sums.most[r] = -kInfinity;
   }
   void finish(const Panel& p, const Sums& sums) {
+    if (!p.summed) memset(sums.ot, 0, (size_t)(o_depth<Mode>(a_) * kPanel) * 4);
     auto write = block_.partials ? write_partials<Mode> : write_rows<Mode>;
     write(a_, block_, p.first, p.rows, sums.ot, sums.most, sums.total);
   }
@@ -150,7 +149,7 @@ class Block {
   }
 
   // A panel against what it sees of a tile's keys [t, tile_stop).
-  void step(const Panel& p, const Sums& sums, const Tile<Mode>& tile, int64_t t, int64_t tile_stop, Upcoming& upcoming) {
+  void step(Panel& p, const Sums& sums, const Tile<Mode>& tile, int64_t t, int64_t tile_stop, Upcoming& upcoming) {
     for (int s = p.next; s < p.segments && p.segment[s].start < tile_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);

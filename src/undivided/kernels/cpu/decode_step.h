@@ -106,14 +106,14 @@ static void few_soften(const Attention& a, const Panel& p, FewRows& few, int64_t
   for (int64_t r = 0; r < few.rows; r++) {
     const float now = max(high[r]) - (float)bits, grown = now > few.most[r] ? now : few.most[r];
     base[r] = grown == -kInfinity ? 0 : grown;
-    decay[r] = few.most[r] == base[r] ? 1 : exp2_of_negative(splat(few.most[r] - base[r]))[0];  // 2^0 is not quite 1 there
+    decay[r] = few.most[r] == base[r] ? 1 : exp2_or_zero(splat(few.most[r] - base[r]))[0];  // 2^0 is not quite 1 there
     few.most[r] = grown;
   }
   for (int64_t r = 0; r < few.rows; r++) {
     float* s = scores + r * kStep;
     Vec total = {};
     for (int64_t j = 0; j < keys; j += kLanes) {
-      Vec w = exp2_of_negative(load(s + j) - base[r]);
+      Vec w = exp2_or_zero(load(s + j) - base[r]);
       total += w;
       store(s + j, w);
     }

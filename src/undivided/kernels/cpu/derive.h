@@ -52,7 +52,7 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
     }
   }
   if (kKind != kCovered) x = allowed ? x : splat(-kInfinity);
-  Vec p = exp2_of_negative(x - load(d.base + v * kLanes)), weight = p;
+  Vec p = exp2_or_zero(x - load(d.base + v * kLanes)), weight = p;
   if (kDrops) {
     const float survivors = (float)d.a.survivors;
     const Kept kept = d.kept[j * kVectors + v];

@@ -16,6 +16,7 @@ constexpr int kMostSegments = 2 * kPanel;
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
   int64_t first, rows;    // first: row of the block
+  bool summed;            // whether its sums hold something
   int64_t covered[2][2];  // keys that every row sees through its first, its second range
   int segments, next;     // next: the first segment that the tiles to come may touch
   Segment segment[kMostSegments];

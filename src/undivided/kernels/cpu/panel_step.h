@@ -11,7 +11,7 @@ namespace {
 
 // One panel against keys [start, stop) of a tile, all of which lie in one segment.
 template <class Mode>
-static void panel_step(const Attention& a, const RowBlock& block, const Panel& p, const Sums& sums, const Tile<Mode>& tile,
+static void panel_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
                        int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming) {
   typedef typename Mode::Arith Arith;
   typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
@@ -60,7 +60,8 @@ static void panel_step(const Attention& a, const RowBlock& block, const Panel& p
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
   Runs of_weights = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);
   for (int i = 0; each == 2 && i < of_weights.count; i++) of_weights.run[i].start /= 2, of_weights.run[i].stop /= 2;
-  weigh_tile<Arith>(w.scores, v, v_stride, of_weights, a.v_dim, decay, sums.ot, v_group, &upcoming);
+  weigh_tile<Arith>(w.scores, v, v_stride, of_weights, a.v_dim, p.summed ? decay : nullptr, sums.ot, v_group, &upcoming);
+  p.summed = true;
 }
 
 }  // namespace

@@ -82,6 +82,16 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
     IVec used = inverse != 0.0f;  // NaN is used
     const float* from = ot + v * kLanes;
     int64_t d = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 2)
+      for (; d + 2 * kLanes <= a.v_dim; d += 2 * kLanes) {  // pairs of columns: half the shuffles
+        Vec x[kLanes];
+        auto column = [&](int64_t at) { return used ? load(from + at * kPanel) * inverse : Vec{}; };
+        for (int i = 0; i < kLanes; i++) x[i] = pair_halves(column(d + 2 * i), column(d + 2 * i + 1), T());
+        transpose(x);
+        for (int i = 0; i < count; i++) store((float*)(void*)(row[i] + d), x[i]);
+      }
+#endif
     for (; d + kLanes <= a.v_dim; d += kLanes) {
       Vec x[kLanes];
       for (int i = 0; i < kLanes; i++) x[i] = used ? load(from + (d + i) * kPanel) * inverse : Vec{};

@@ -40,17 +40,6 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float& fac
   }
 }
 
-#if defined(__AVX512BF16__)
-INLINE Vec pair_bf16(Vec even, Vec odd) {
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  return (Vec)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
-}
-#else
-INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | rounded_to_bf16(odd) << 16); }
-#endif
-
 // Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
 // sums so far shrink by.
 template <class Arith, bool kDrops, int V>
@@ -71,7 +60,7 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
   for (int v = 0; v < V; v++) {
     Vec before = load(most + v * kLanes), now = larger(larger(high[0][v], high[1][v]), before);
     base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    decay[v] = before == base[v] ? splat(1) : exp2_of_negative(before - base[v]);  // the polynomial's 2^0 is not quite 1
+    decay[v] = before == base[v] ? splat(1) : exp2_or_zero(before - base[v]);  // the polynomial's 2^0 is not quite 1
     store(most + v * kLanes, now);
   }
   if constexpr (Arith::kPairs) {
@@ -79,8 +68,8 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const float* s = st + j * kPanel + v * kLanes;
-        Vec even = exp2_of_negative(load(s) * factor - base[v]);
-        Vec odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
+        Vec even = exp2_or_zero(load(s) * factor - base[v]);
+        Vec odd = exp2_or_zero(load(s + kPanel) * factor - base[v]);
         sum[v] += even + odd;
         if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
         store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
@@ -90,7 +79,7 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         float* s = st + j * kPanel + v * kLanes;
-        Vec p = exp2_of_negative(load(s) * factor - base[v]);
+        Vec p = exp2_or_zero(load(s) * factor - base[v]);
         sum[v] += p;
         store(s, kDrops ? surviving(kept[j * kVectors + v], p) : p);
       }

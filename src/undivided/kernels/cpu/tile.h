@@ -139,7 +139,7 @@ static void score_tile(const float* qt, const T* k, int64_t stride, int64_t coun
 }
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
-// added: one chain over all keys would let the error grow with their number.
+// added: one chain over all keys would let the error grow with their number. Without decay, ot begins here.
 template <class Arith, int N, int V, class T>
 INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
@@ -156,7 +156,7 @@ INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, cons
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       float* o = ot + i * kPanel + v * kLanes;
-      store(o, load(o) * decay[v] + acc[i][v]);
+      store(o, decay ? load(o) * decay[v] + acc[i][v] : acc[i][v]);
     }
 }
 

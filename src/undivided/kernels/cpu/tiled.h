@@ -17,7 +17,7 @@
 namespace {
 
 template <class Mode>
-static void tiled_step(const Attention& a, const RowBlock& block, const Panel& p, const Sums& sums, const Tile<Mode>& tile,
+static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
                        int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming);
 
 }
@@ -44,7 +44,7 @@ static __attribute__((noinline)) bool soften_block(const float* scores, float fa
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
       const float* s = scores + j * kPanel + v * kLanes;
-      Vec even = exp2_of_negative(load(s) * factor - base[v]), odd = exp2_of_negative(load(s + kPanel) * factor - base[v]);
+      Vec even = exp2_or_zero(load(s) * factor - base[v]), odd = exp2_or_zero(load(s + kPanel) * factor - base[v]);
       sum[v] += even + odd;
       if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
       store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
@@ -69,7 +69,7 @@ static bool find_base(const float* scores, float factor, int vectors, const uint
     for (int64_t j = 0; j < kKeyBlock; j++) high = larger(load(scores + j * kPanel + v * kLanes) * factor, high);
     Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(high > before + kHeadroom ? high : before));
     IVec grown = (now != before) & (before != -kInfinity);
-    decay[v] = grown ? exp2_of_negative(before - now) : splat(1);
+    decay[v] = grown ? exp2_or_zero(before - now) : splat(1);
     shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
     store(most + v * kLanes, now);
   }
@@ -91,11 +91,11 @@ template <class Mode>
 class TiledStep {
  public:
   typedef typename Mode::T T;
-  TiledStep(const Attention& a, int64_t batch, const Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
+  TiledStep(const Attention& a, int64_t batch, Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
             int64_t stop, const char* v, const float* extra, const Workspace& w, Upcoming& upcoming)
       : a_(a), panel_(panel), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra),
         steps_(q_depth<Mode>(a) * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
-        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops), kept_(w.kept), vectors_(panel.vectors()),
+        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops), kept_(w.kept), vectors_(panel.vectors()), summed_(panel.summed),
         upcoming_(upcoming) {
     const int64_t group = steps_ * kTileBytes;
     k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group};
@@ -165,7 +165,7 @@ class TiledStep {
     if (!find_base(scores, factor, vectors_, wanted, most_, decay)) return;
     if (i + 1 < blocks_) land(i + 1);
     weigh(i);
-    shrink(decay, o_depth<Mode>(a_), ot_);
+    if (summed_) shrink(decay, o_depth<Mode>(a_), ot_);
     for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
   }
 
@@ -175,8 +175,10 @@ class TiledStep {
     TileRows v = v_;
     v.at += weighed_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
-      multiply_tiles<T, n.value>(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, ot_, &upcoming_);
+      auto multiply = summed_ ? multiply_tiles<T, n.value, false, Upcoming> : multiply_tiles<T, n.value, true, Upcoming>;
+      multiply(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, ot_, &upcoming_);
     });
+    summed_ = true;
     weighed_ = to;
   }
 
@@ -191,6 +193,7 @@ class TiledStep {
   const DropRows* drops_;
   Kept* kept_;
   const int vectors_;
+  bool& summed_;
   Upcoming& upcoming_;
   TileRows k_, v_;
   bool covered_;
@@ -198,7 +201,7 @@ class TiledStep {
 };
 
 template <class Mode>
-static void tiled_step(const Attention& a, const RowBlock& block, const Panel& p, const Sums& sums, const Tile<Mode>& tile,
+static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
                        int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming) {
   const bool extras = has_extra(a, block, p.first, p, start, stop);
   const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;

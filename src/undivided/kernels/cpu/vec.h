@@ -148,6 +148,26 @@ INLINE void store_from_float(Float16* p, Vec x) {
 #endif
 }
 
+// Rounded to halves, side by side in 32 bits.
+#if defined(__AVX512BF16__)
+INLINE Vec pair_bf16(Vec even, Vec odd) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (Vec)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+#else
+INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | rounded_to_bf16(odd) << 16); }
+#endif
+INLINE Vec pair_halves(Vec even, Vec odd, BFloat16) { return pair_bf16(even, odd); }
+#if defined(__AVX512F__)
+INLINE Vec pair_halves(Vec even, Vec odd, Float16) {
+  __m256i low = _mm512_cvtps_ph((__m512)even, _MM_FROUND_TO_NEAREST_INT);
+  __m256i high = _mm512_cvtps_ph((__m512)odd, _MM_FROUND_TO_NEAREST_INT);
+  return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+#endif
+
 // ---- shuffles
 
 template <int... I>
@@ -241,7 +261,7 @@ INLINE bool any(IVec condition) {  // of comparisons: lanes are 0 or -1
 // 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. The polynomials are minimax, 7.5e-8 in relative error. (Degree 3,
 // 7.5e-5, would do for weights that are rounded to bf16, but not for the log-sum-exp.)
 #if defined(__AVX512DQ__)
-INLINE Vec exp2_of_negative(Vec x) {
+INLINE Vec exp2_or_zero(Vec x) {
   Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 for -inf
   Vec p = 1.8777841277e-03f * f + 8.9891273624e-03f;
   p = p * f + 5.5826172901e-02f;
@@ -253,7 +273,7 @@ INLINE Vec exp2_of_negative(Vec x) {
 }
 #else
 // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-INLINE Vec exp2_of_negative(Vec x) {
+INLINE Vec exp2_or_zero(Vec x) {
   const float magic = 12582912.0f;
   Vec shifted = x + magic;
   Vec f = x - (shifted - magic);
@@ -276,7 +296,7 @@ INLINE Vec tanh_of(Vec x) {
   p = p * y + -3.333326053e-01f;
   p = p * y + 9.999999961e-01f;
   Vec size = (Vec)((UVec)x & 0x7fffffffu);
-  Vec e = exp2_of_negative(size * (-2 * kLog2E));
+  Vec e = exp2_or_zero(size * (-2 * kLog2E));
   Vec far = (Vec)((UVec)((1 - e) / (1 + e)) | ((UVec)x & 0x80000000u));
   return size < 0.6f ? p * x : far;
 }
