@@ -14,6 +14,9 @@
 // rows in the order of the keys, taking turns. Units are handed out in that order, so a turn always comes; while heads are
 // many nobody waits, and where one head is cut, its units follow each other one block apart. So there are no partial
 // results, no second pass, and the order of every sum is a function of the problem alone.
+//
+// Where heads suffice for the threads, a unit takes a head with all of its keys, block after block: then what is packed and
+// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same.
 #pragma once
 
 #include <sched.h>
