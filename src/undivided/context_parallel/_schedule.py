@@ -89,6 +89,8 @@ class Ranks:
 
     def _together(self, parts: Sequence[Tensor], place: int) -> Tensor:
         some = [parts[rank] for rank in self.line(place)]
+        if len(some) == len(parts):  # every position, so that there is nothing to sort
+            return torch.arange(sum(map(torch.Tensor.numel, parts)), device=parts[0].device)
         return some[0] if len(some) == 1 else torch.cat(some).sort().values
 
     def stretches(self, place: int, member: int) -> tuple[Stretch, ...]:
