@@ -73,6 +73,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "train-causal-fp32": case(masks.causal(), grad=True, dtype=FP32),
     "short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32),
     "train-short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32, grad=True),
+    "train-4-tokens": case(q_len=4, kv_len=4, grad=True),
     "train-gqa": case(masks.causal(), grad=True, kv_heads=4),
     "decode": case(masks.causal(BR), q_len=1, kv_len=4096, kv_heads=4),
     "decode-lengths": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_len=4096, kv_heads=4),
@@ -122,6 +123,7 @@ train-causal            N    R   F          A     C     C     G
 train-causal-fp32       N    E   E          E     E     E     G
 short-fp32              N    E   E          E     E     E     G
 train-short-fp32        F    E   E          E     E     E     G
+train-4-tokens          F    R   F          A     C     C     G
 train-gqa               N    R   F          A     C     C     G
 decode                  N    R   F          A     C     C     G
 decode-lengths          N    R   G          A     A     G     G
