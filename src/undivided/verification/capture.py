@@ -121,9 +121,8 @@ def _graph(held: Held, backend: str | None) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(
-            3
-        ):  # what is compiled and kept is so before the capture, as PyTorch's notes on graphs ask
+        # what is compiled and kept is so before the capture, as PyTorch's notes on graphs ask
+        for _ in range(3):
             _step(held, backend)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -35,7 +35,7 @@ struct TilePairs {
   static constexpr bool kPairs = true;
 };
 template <class Half>
-struct Tiled {  // AMX: K in place, V transposed
+struct Tiled {  // AMX: K and V packed into tiles
   typedef Half T;
   typedef TilePairs Arith;
   typedef char Tile;
