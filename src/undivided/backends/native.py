@@ -29,8 +29,8 @@ TINY_RECORDED = 1 << 20
 
 SHORT_RECORDED = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 """Plain sequences of so many tokens at most are left to torch_flash where a backward follows, however many: a head of the
-kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: fp32 2.5 at 4 tokens,
-1.4 at 7, 0.7 at 16; bf16 5.3 at 1, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
+kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: fp32 2.5 at 4
+tokens, 1.4 at 7, 0.7 at 16; bf16 5.3 at 1, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
 
 
 class Native(Backend):
