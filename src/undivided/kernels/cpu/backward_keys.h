@@ -32,23 +32,18 @@ INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
 }
 
-// p for one head whose rows are described at `at`, and how many bytes that takes.
+// p for one head whose rows are described at `base`, and how many bytes that takes.
 template <class Mode>
-static Backward own_rows(const Backward& p, char* at, int64_t* bytes) {
+static Backward own_rows(const Backward& p, char* base, int64_t* bytes) {
   const int64_t lanes = p.panels * kPanel;
-  char* start = at;
-  auto take = [&](int64_t size) {
-    char* part = at;
-    at += round_up(size, 64);
-    return part;
-  };
+  Carving at{base};
   Backward own = p;
-  own.base = (float*)take(lanes * 4), own.delta = (float*)take(lanes * 4);
-  own.dqt = p.g.dq ? (float*)take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
-  own.hull = (int32_t*)take(p.panels * 8), own.turn = (int64_t*)take(p.row_blocks * 8);
-  own.norm = (float*)take(p.panels * 4);
-  own.packed = take(p.panels * PackedRows<Mode>(p.a, nullptr).bytes);
-  *bytes = at - start;
+  own.base = (float*)at.take(lanes * 4), own.delta = (float*)at.take(lanes * 4);
+  own.dqt = p.g.dq ? (float*)at.take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
+  own.hull = (int32_t*)at.take(p.panels * 8), own.turn = (int64_t*)at.take(p.row_blocks * 8);
+  own.norm = (float*)at.take(p.panels * 4);
+  own.packed = at.take(p.panels * PackedRows<Mode>(p.a, nullptr).bytes);
+  *bytes = at.bytes;
   return own;
 }
 
@@ -56,34 +51,29 @@ template <class Mode>
 static BackwardSpace carve_backward(const Backward& p, char* base) {
   const Attention& a = p.a;
   BackwardSpace w;
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    char* start = base + at;
-    at += round_up(bytes, 64);
-    return start;
-  };
+  Carving at{base};
   constexpr bool pairs = Mode::Arith::kPairs;
   constexpr int64_t tile = kTile * kPanel;
   const int64_t st = Mode::kTiled ? kKeyStep<Mode> * kPanel * 4 : pairs ? tile * 4 : 0;
   const bool extras = a.bias || a.dense || a.slopes;
-  w.panels = (Panel*)take(kRowPanels * (int64_t)sizeof(Panel));
-  w.drops = (DropRows*)take(a.dropout ? kRowPanels * (int64_t)sizeof(DropRows) : 0);
-  w.kept = (Kept*)take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
-  w.st = (float*)take(st), w.dpt = (float*)take(st);
-  w.pairs = (float*)take(pairs ? tile / 2 * 4 : 0);
-  w.k = take(copy_bytes<Mode>(p, a.qk_dim)), w.v = take(copy_bytes<Mode>(p, a.v_dim));
-  w.k_pairs = take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 : 0);
-  w.k_own = take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
-  w.rows = take(p.packed || p.whole ? 0 : kRowPanels * PackedRows<Mode>(a, nullptr).bytes);
-  w.weights = take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
-  w.scores = take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
-  w.extra = (float*)take(extras ? tile * 4 : 0);
-  w.dk = (float*)take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
-  w.dv = (float*)take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
+  w.panels = (Panel*)at.take(kRowPanels * (int64_t)sizeof(Panel));
+  w.drops = (DropRows*)at.take(a.dropout ? kRowPanels * (int64_t)sizeof(DropRows) : 0);
+  w.kept = (Kept*)at.take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.st = (float*)at.take(st), w.dpt = (float*)at.take(st);
+  w.pairs = (float*)at.take(pairs ? tile / 2 * 4 : 0);
+  w.k = at.take(copy_bytes<Mode>(p, a.qk_dim)), w.v = at.take(copy_bytes<Mode>(p, a.v_dim));
+  w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 : 0);
+  w.k_own = at.take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
+  w.rows = at.take(p.packed || p.whole ? 0 : kRowPanels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = at.take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
+  w.scores = at.take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
+  w.extra = (float*)at.take(extras ? tile * 4 : 0);
+  w.dk = (float*)at.take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
+  w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
   int64_t of_head = 0;
   if (p.whole) own_rows<Mode>(p, nullptr, &of_head);
-  w.head = take(of_head);
-  w.bytes = at;
+  w.head = at.take(of_head);
+  w.bytes = at.bytes;
   return w;
 }
 

@@ -28,21 +28,16 @@ struct FewSpace {
 
 template <class Engine>
 static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    char* p = base + at;
-    at += round_up(bytes, 64);
-    return p;
-  };
+  Carving at{base};
   FewSpace space;
-  space.panel = (Panel*)take((int64_t)sizeof(Panel));
-  space.scores = (float*)take(kFewRows * kStep * 4);
-  space.q = (float*)take(kv_heads * Engine::q_floats(a) * 4);
-  space.sums = (float*)take(kv_heads * Engine::sum_floats(a) * 4);
-  space.most = (float*)take(kv_heads * kFewRows * 4);
-  space.total = (float*)take(kv_heads * kFewRows * 4);
-  space.steps = take(2 * (int64_t)sizeof(Step<typename Engine::T>));
-  space.bytes = at;
+  space.panel = (Panel*)at.take((int64_t)sizeof(Panel));
+  space.scores = (float*)at.take(kFewRows * kStep * 4);
+  space.q = (float*)at.take(kv_heads * Engine::q_floats(a) * 4);
+  space.sums = (float*)at.take(kv_heads * Engine::sum_floats(a) * 4);
+  space.most = (float*)at.take(kv_heads * kFewRows * 4);
+  space.total = (float*)at.take(kv_heads * kFewRows * 4);
+  space.steps = at.take(2 * (int64_t)sizeof(Step<typename Engine::T>));
+  space.bytes = at.bytes;
   return space;
 }
 

@@ -66,21 +66,16 @@ struct TileSpace {
 template <class Mode>
 static TileSpace carve_tile(const Attention& a, char* base) {
   TileSpace w;
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    char* p = base + at;
-    at += round_up(bytes, 64);
-    return p;
-  };
+  Carving at{base};
   const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = sizeof(typename Mode::T) == 2;
-  w.k = take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2
-             : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
-             : copies                  ? 0
-                                       : kTile * row_apart(a.qk_dim) * 4);
-  w.v = take(copies ? kTile * o_depth<Mode>(a) * 4 : groups_of(a.v_dim) * kColumnGroup * 4);
-  w.k_rows = take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
-  w.v_rows = take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
-  w.bytes = at;
+  w.k = at.take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2
+                : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
+                : copies                  ? 0
+                                          : kTile * row_apart(a.qk_dim) * 4);
+  w.v = at.take(copies ? kTile * o_depth<Mode>(a) * 4 : groups_of(a.v_dim) * kColumnGroup * 4);
+  w.k_rows = at.take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.v_rows = at.take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.bytes = at.bytes;
   return w;
 }
 

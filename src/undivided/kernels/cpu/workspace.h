@@ -42,26 +42,21 @@ constexpr int64_t kEveryKey = -1;
 template <class Mode>
 static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* base) {
   Workspace w;
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    char* p = base + at;
-    at += round_up(bytes, 64);
-    return p;
-  };
+  Carving at{base};
   const bool narrow = keys != kEveryKey, extras = a.bias || a.dense || a.slopes;
   const int64_t whole = (rows + kPanel - 1) / kPanel, panels = narrow && has_cuts(a) ? rows / kFewestCutRows + 1 : whole;
   const int64_t tiles = narrow ? keys / kTile + 2 : 1;
-  w.panels = (Panel*)take(panels * (int64_t)sizeof(Panel));
+  w.panels = (Panel*)at.take(panels * (int64_t)sizeof(Panel));
   w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropRows) : 0);
   w.sums_bytes = round_up(w.sums_bytes, 64);
-  w.sums = take((narrow ? 1 : whole) * w.sums_bytes);
-  w.scores = (float*)take((kTile + 2) * kPanel * 4);
-  w.extra = (float*)take(extras ? kTile * kPanel * 4 : 0);
-  w.v_own = take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
-  w.kept = (Kept*)take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
-  w.tile_list = take(tiles * (int64_t)sizeof(Tile<Mode>));
-  w.tile_copies = take(tiles * carve_tile<Mode>(a, nullptr).bytes);
-  w.bytes = at;
+  w.sums = at.take((narrow ? 1 : whole) * w.sums_bytes);
+  w.scores = (float*)at.take((kTile + 2) * kPanel * 4);
+  w.extra = (float*)at.take(extras ? kTile * kPanel * 4 : 0);
+  w.v_own = at.take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
+  w.kept = (Kept*)at.take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.tile_list = at.take(tiles * (int64_t)sizeof(Tile<Mode>));
+  w.tile_copies = at.take(tiles * carve_tile<Mode>(a, nullptr).bytes);
+  w.bytes = at.bytes;
   return w;
 }
 
