@@ -118,6 +118,9 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
         "for dtype in t.ALLOWED:\n"
         "  t.test_packed_documents('before', dtype)\n"
+        "  for q_len in (40, 3, 1):\n"
+        "    for value in (t.math.nan, t.math.inf):\n"
+        "      t.test_what_is_not_finite_stays_in_its_column_or_row(q_len, dtype, value)\n"
         "t.test_many_keys_weigh_as_much_early_as_late()\n"
         "for case in t.DROPPED:\n"
         "  for dtype in t.ALLOWED:\n"
@@ -243,6 +246,32 @@ def test_a_nan_that_is_seen_is_returned() -> None:
     out = undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend="native")
     assert out[0, 0, :39].isfinite().all()
     assert out[0, 0, 39].isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("q_len", [40, 3, 1])
+def test_what_is_not_finite_stays_in_its_column_or_row(q_len: int, dtype: torch.dtype, value: float) -> None:
+    """One value of V spoils its column, one key of K the rows that see it, as in the reference, and nothing else."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, q_len, 64).to(dtype).abs()
+    k, v = (torch.randn(2, 1, 300, 64).to(dtype) for _ in range(2))
+    for column in (6, 33):
+        spoiled = v.clone()
+        spoiled[0, 0, 130, column] = value
+        out = undivided.attention(q, k, spoiled, layout="bhsd", backend="native")
+        want, _ = oracle(q, k, spoiled, torch.ones(1, 1, q_len, 300, dtype=torch.bool))
+        assert torch.equal(out.isnan(), want.isnan())
+        assert torch.equal(out.isinf(), want.isinf())
+        assert apart(out.nan_to_num(posinf=0), want.nan_to_num(posinf=0)) < ALLOWED[dtype]
+    last = torch.zeros(300)
+    last[299] = value
+    k[1, 0] = torch.where(last != 0, last, k[1, 0].T).T.to(dtype)
+    out = undivided.attention(q, k, v, layout="bhsd", mask=masks.causal("bottom_right"), backend="native")
+    assert out[0].isfinite().all()
+    assert out[1, :, :-1].isfinite().all()
+    assert out[1, :, -1].isnan().all()
 
 
 @needs_library

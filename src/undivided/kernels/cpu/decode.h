@@ -22,6 +22,7 @@ INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 1
 struct FewSpace {
   Panel* panel;
   float *scores, *q, *sums, *most, *total;  // the latter four of one head after the other
+  float* row;                               // sums of one row
   char* steps;
   int64_t bytes;
 };
@@ -36,6 +37,7 @@ static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
   space.sums = (float*)at.take(kv_heads * Engine::sum_floats(a) * 4);
   space.most = (float*)at.take(kv_heads * kFewRows * 4);
   space.total = (float*)at.take(kv_heads * kFewRows * 4);
+  space.row = (float*)at.take(partial_size(a) * 4);
   space.steps = at.take(2 * (int64_t)sizeof(Step<typename Engine::T>));
   space.bytes = at.bytes;
   return space;
@@ -78,9 +80,9 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, Few
   for (int64_t r = 0; r < few.rows; r++) few.most[r] = -kInfinity, few.total[r] = 0;
 }
 
-template <class Engine>
-static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
-                      char* scratch) {
+// What the rows of a chunk come to: finish(few, r, row) is called for each, with room for its sums.
+template <class Engine, class Finish>
+static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, char* scratch, Finish finish) {
   typedef typename Engine::T T;
   const int64_t rows = a.heads / a.kv_heads * a.q_len;
   const FewSpace space = carve_few<Engine>(a, chunk.kv_heads, scratch);
@@ -119,11 +121,36 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
     next->keys = then;
   }
   for (int64_t n = 0; n < chunk.kv_heads; n++)
-    for (int64_t r = 0; r < rows; r++, partials += partial_size(a)) {
-      FewRows few = head(n);
-      Engine::store_sums(a, few, r, partials);
-      partials[a.v_dim] = few.most[r], partials[a.v_dim + 1] = few.total[r];
-    }
+    for (int64_t r = 0; r < rows; r++) finish(head(n), r, space.row);
+}
+
+INLINE bool all_finite(const float* x, int64_t count) {
+  Vec zero = {};
+  for (int64_t d = 0; d < count; d += kLanes) zero += load(x + d) * 0.0f;
+  return sum(zero) == 0;
+}
+
+template <class Engine>
+static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
+                      char* scratch) {
+  typedef Vectors<typename Engine::T> Apart;  // where a column's sums see no other column
+  bool finite = true;
+  float* to = partials;
+  sum_chunk<Engine>(a, chunk, following, scratch, [&](const FewRows& few, int64_t r, float*) {
+    Engine::store_sums(a, few, r, to);
+    to[a.v_dim] = few.most[r], to[a.v_dim + 1] = few.total[r];
+    if (!std::is_same<Engine, Apart>::value) finite = finite && all_finite(to, a.v_dim);
+    to += partial_size(a);
+  });
+  if (finite) return;
+  to = partials;
+  sum_chunk<Apart>(a, chunk, nullptr, scratch, [&](const FewRows& few, int64_t r, float* row) {
+    Apart::store_sums(a, few, r, row);
+    const float scale = exp2f(few.most[r] - to[a.v_dim]);
+    for (int64_t d = 0; d < a.v_dim; d++)
+      if (!isfinite(to[d])) to[d] = row[d] * scale;
+    to += partial_size(a);
+  });
 }
 
 // One row's chunks, in order, into out and lse. `partials` is the row's first, which becomes their sum; the next chunk's lies

@@ -53,7 +53,10 @@ bool decodes(const Attention& a) {
   return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
-  return with_engine(a, [&](auto e) { return carve_few<typename decltype(e)::type>(a, kv_heads, nullptr).bytes; });
+  return with_engine(a, [&](auto e) {
+    typedef typename decltype(e)::type Engine;
+    return larger_of(carve_few<Engine>(a, kv_heads, nullptr).bytes, carve_few<Vectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+  });
 }
 void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* following, float* partials, char* scratch) {
   with_engine(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
