@@ -1,0 +1,113 @@
+// Gradients: blocks of keys of some heads, and what they share.
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "units.h"
+
+namespace undivided {
+namespace {
+
+// Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
+// few units. Never by the number of threads, which would change the order of sums.
+constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16;
+// Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
+// of its time at 256 keys in fp32, and more than the products on AMX.
+constexpr int64_t kMostPackedBytes = 1 << 30;
+// Scratch of a thread up to which a unit takes a whole head.
+constexpr int64_t kMostHeadBytes = 48 << 20;
+
+int64_t keys_of_block(const Attention& a, int64_t tile) {
+  int64_t keys = std::min(kKeyBlockBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMostBlockKeys);
+  while (keys > tile && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kFewestUnits) keys /= 2;
+  return std::max(keys / tile, (int64_t)1) * tile;
+}
+
+// What all units of a backward share, in one allocation.
+class Shared {
+ public:
+  Shared(Backward& p, const Kernels& k) {
+    p.exceeded = &exceeded_;
+    if (p.whole) return;  // units have the rest in their scratch
+    const Attention& a = p.a;
+    const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * k.panel;
+    const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
+    const int64_t all_packed = heads * p.panels * packed <= kMostPackedBytes ? heads * p.panels * packed : 0;
+    const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
+                             heads * p.row_blocks * 8, all_packed, heads * p.panels * 4};
+    int64_t bytes = 64;
+    for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
+    if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
+      memory_ = nullptr, failed_ = true;
+      return;
+    }
+    char* at = (char*)memory_;
+    void* parts[7];
+    for (int i = 0; i < 7; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
+    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = all_packed ? (char*)parts[5] : nullptr;
+    p.norm = (float*)parts[6];
+  }
+  ~Shared() { free(memory_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  explicit operator bool() const { return !failed_; }
+
+ private:
+  void* memory_ = nullptr;
+  bool failed_ = false;
+  int64_t exceeded_ = 0;
+};
+
+// In the order of the keys, heads side by side: see backward.h. Where batch elements or heads add to the same gradients of a
+// bias, one unit takes them all.
+std::vector<KeyBlock> key_units(const Backward& p) {
+  const Attention& a = p.a;
+  const bool summed = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
+  const int64_t batches = summed && p.g.bias_b == 0 ? a.batch : 1;
+  const int64_t kv_heads = summed && p.g.bias_h == 0 ? a.kv_heads : 1;
+  std::vector<KeyBlock> units;
+  for (int64_t index = 0; index < (p.whole ? 1 : p.key_blocks); index++)
+    for (int64_t b = 0; b < a.batch; b += batches)
+      for (int64_t n = 0; n < a.kv_heads; n += kv_heads) units.push_back({b, batches, n, kv_heads, index});
+  return units;
+}
+
+// Whether a unit takes a head with all its keys, so that what is kept of its rows stays in one scratch: where there are
+// units enough for that. The order of sums is the same either way.
+bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
+  p.whole = true;
+  const int64_t units = (int64_t)key_units(p).size();
+  return (threads == 1 || p.key_blocks == 1 || units >= threads * kUnitsPerThread) && k.key_scratch(p) <= kMostHeadBytes;
+}
+
+}  // namespace
+
+int run_backward(const Attention& a, const Gradients& g) {
+  const Kernels& k = *kernels().gradients(a.dtype, g.precise != 0);
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  const int64_t row_blocks = (panels + k.row_panels - 1) / k.row_panels, heads = a.batch * a.kv_heads;
+  const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
+  Backward p = {a, g, rows, panels, k.row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
+                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  p.whole = takes_whole_heads(p, k, threads);
+  Shared shared(p, k);
+  if (!shared) return kNoMemory;
+  int status = kOk;
+  if (!p.whole)
+    status = run_units(heads * row_blocks, 64, threads,
+                       [&](int64_t i, char*) { k.rows_before(p, i / row_blocks, i % row_blocks); });
+  const std::vector<KeyBlock> units = key_units(p);
+  if (status == kOk)
+    status = run_units((int64_t)units.size(), k.key_scratch(p), threads,
+                       [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
+  if (status == kOk && *p.exceeded) return kExceeded;
+  if (status == kOk && g.dq && !p.whole)
+    status = run_units(heads * row_blocks, 64, threads,
+                       [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
+  return status;
+}
+
+}  // namespace undivided

@@ -1,0 +1,152 @@
+// Prefill: blocks of query rows, the most expensive first; where rows are few and keys many, of parts of the keys.
+#include <stdint.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+#include "units.h"
+
+namespace undivided {
+namespace {
+
+// Query rows of a block, fp32. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take
+// 384 KiB of an L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger.
+constexpr int64_t kBlockRows = 384;
+// Below so many query rows the heads of a group share a block, so that lanes are not idle.
+constexpr int64_t kShareHeadsBelow = 64;
+// Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
+// Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
+constexpr int64_t kPartsTotal = 32, kFewestPartKeys = 1024, kFewestBlockRows = 64;
+
+int64_t block_rows(const Attention& a, const Kernels& k, int64_t virtual_rows, int64_t heads) {
+  const int64_t panel = k.panel;
+  int64_t rows = a.dtype == kFloat32 ? kBlockRows : k.rows16;
+  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
+  int64_t wanted = a.threads * kUnitsPerThread;
+  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
+  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
+}
+
+int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
+  if (!a.ranges && !a.band) return rows * a.kv_len;
+  int64_t cost = 0;
+  for (int64_t r = row; r < row + rows; r++) {
+    if (a.band) {
+      int64_t i = r % a.q_len, start = std::max(i + a.first, (int64_t)0), stop = std::min(i + a.last, a.kv_len);
+      cost += std::max(stop - start, (int64_t)0);
+      continue;
+    }
+    const int32_t* range = a.ranges + batch * a.ranges_b + r % a.q_len * a.columns;
+    cost += std::max(range[1] - range[0], 0);
+    if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
+  }
+  return cost;
+}
+
+// The keys of a sequence in at most `parts` parts of whole tiles.
+struct KeyParts {
+  int64_t start = 0, size = 0, count = 0;
+};
+KeyParts parts_of(const Attention& a, int64_t batch, int64_t parts) {
+  const int64_t tile = kernels().prefill(a.dtype)->tile;
+  const Reach reach = reach_of(a, batch);
+  if (reach.stop <= reach.start) return {};
+  const int64_t start = reach.start / tile * tile, tiles = (reach.stop - start + tile - 1) / tile;
+  const int64_t size = (tiles + parts - 1) / parts;
+  return {start, size * tile, (tiles + size - 1) / size};
+}
+
+// How blocks of a problem divide its heads, rows and keys.
+struct Division {
+  int64_t heads, rows;  // of a head, virtual
+  bool share;           // the heads of a group lie in one block
+  int64_t parts;        // of the keys
+};
+
+// Few rows over many keys leave threads idle unless the keys are divided too: by sizes alone, so that results do not depend on
+// the number of threads.
+Division divide(const Attention& a) {
+  Division d;
+  const int64_t group = a.heads / a.kv_heads;
+  d.share = group > 1 && a.q_len < kShareHeadsBelow;
+  d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
+  const int64_t blocks = a.batch * d.heads * ((d.rows + kFewestBlockRows - 1) / kFewestBlockRows);
+  d.parts = a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kFewestPartKeys), (int64_t)1);
+  return d;
+}
+
+std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, int64_t step, int64_t threads, float* partials) {
+  const int64_t group = a.heads / a.kv_heads;
+  std::vector<RowBlock> blocks;
+  blocks.reserve((size_t)(a.batch * d.heads * d.parts * ((d.rows + step - 1) / step)));
+  for (int64_t b = 0; b < a.batch; b++) {
+    const KeyParts keys = d.parts > 1 ? parts_of(a, b, d.parts) : KeyParts();
+    for (int64_t row = 0; row < d.rows; row += step) {
+      const int64_t rows = std::min(step, d.rows - row), cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
+      for (int64_t h = 0; h < d.heads; h++) {
+        RowBlock block = {b, d.share ? h * group : h, d.share ? h : h / group, row, rows, cost};
+        if (d.parts == 1) blocks.push_back(block);
+        else
+          for (int64_t part = 0; part < keys.count; part++) {
+            block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
+            block.partials = partials + (((b * d.heads + h) * d.parts + part) * d.rows + row) * partial_size(a);
+            blocks.push_back(block);
+          }
+      }
+    }
+  }
+  if (threads > 1)
+    std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
+  return blocks;
+}
+
+void merge_parts(const Attention& a, const Division& d, float* partials) {
+  const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
+  for (int64_t b = 0; b < a.batch; b++) {
+    const int64_t count = parts_of(a, b, d.parts).count;
+    for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
+      for (int64_t r = 0; r < d.rows; r++)
+        kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count, d.rows * size);
+  }
+}
+
+// Results above 32 MiB are mapped anew for each call (glibc keeps smaller ones), and as small pages they fault in so slowly,
+// some 3 GB/s, that it shows beside the arithmetic: huge pages are asked for, which the system may ignore.
+void advise_huge_pages(const Attention& a) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t huge = 2 << 20, fewest = 32 << 20;
+  const int64_t size = a.dtype == kFloat32 ? 4 : 2;
+  const int64_t elements = (a.batch - 1) * a.out_b + (a.heads - 1) * a.out_h + (a.q_len - 1) * a.out_s + a.v_dim;
+  const uintptr_t start = ((uintptr_t)a.out + huge - 1) / huge * huge;
+  const uintptr_t stop = ((uintptr_t)a.out + (uintptr_t)(elements * size)) / huge * huge;
+  if (stop > start && (uintptr_t)(elements * size) >= fewest) madvise((void*)start, stop - start, MADV_HUGEPAGE);
+#else
+  (void)a;
+#endif
+}
+
+}  // namespace
+
+int run_blocks(const Attention& a) {
+  advise_huge_pages(a);
+  const Kernels& k = *kernels().prefill(a.dtype);
+  const Division d = divide(a);
+  const int64_t step = block_rows(a, k, d.rows, d.heads), threads = threads_for(a);
+  float* partials = nullptr;
+  if (d.parts > 1) {
+    partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
+    if (partials == nullptr) return kNoMemory;
+  }
+  const std::vector<RowBlock> blocks = cut_into_blocks(a, d, step, threads, partials);
+  const int64_t bytes = k.block_scratch(a, std::min(step, d.rows));
+  int status = run_units((int64_t)blocks.size(), bytes, threads,
+                         [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
+  if (d.parts > 1 && status == kOk) merge_parts(a, d, partials);
+  caller_scratch.shrink();
+  return status;
+}
+
+}  // namespace undivided
