@@ -69,6 +69,7 @@ def expected(
         distance = (form.q_position + form.shift)[:, None, :, None] - form.kv_position[:, None, None]
         score = score - slope[..., None] * distance.abs()
     if inputs.bias is not None:
+        allowed = allowed & (inputs.bias != -torch.inf)
         score = score + inputs.bias
     score = score.masked_fill(~allowed, -torch.inf)
     lse = score.logsumexp(-1)

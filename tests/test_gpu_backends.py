@@ -1,7 +1,7 @@
 """How the kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
 
 The adapters run against stand-ins (`fake_gpu_kernels`) that keep each kernel's conventions; what a real kernel computes
-is not tested here. cuDNN and FlexAttention are in `test_cudnn_and_flex.py`, selection in `test_gpu_selection.py`.
+is not tested here. cuDNN is in `test_cudnn.py`, FlexAttention in `test_flex.py`, selection in `test_gpu_selection.py`.
 """
 
 from __future__ import annotations

@@ -69,6 +69,14 @@ NO_WINDOW_IN = {
     "torch_efficient": ["sliding window (a window in this kernel"],
     "torch_cudnn": ["sliding window (PyTorch"],
 }
+BIAS = torch.empty(16, 512, 512, dtype=HALF, device="meta", requires_grad=True)
+LONG_BIAS = torch.empty(16, 512, 1024, dtype=HALF, device="meta")
+BIAS_WORDS = ("an additive bias", "the gradient of the bias")
+NO_BIAS_FORWARD = {"torch_flash": ["an additive bias"], "torch_cudnn": ["an additive bias"]}
+NO_BIAS = {
+    "torch_flash": [*BIAS_WORDS], "torch_cudnn": [*BIAS_WORDS],
+    "flash_attn": [f"flash-attn 2: no support for {what}" for what in BIAS_WORDS],
+}  # fmt: skip
 TABLE = [
     Row(
         "16534-not-a-multiple-of-64-cudnn-8.9.7",
@@ -236,15 +244,56 @@ TABLE = [
             "flash_attn": ["dtype=float32", "an additive bias", "the gradient of the bias"],
             "torch_flash": ["dtype=float32", "an additive bias", "the gradient of the bias"],
             "torch_cudnn": ["dtype=float32", "an additive bias", "the gradient of the bias"],
-            "cudnn": ["dtype=float32", "an additive bias", "the gradient of the bias"],
+            "cudnn": ["dtype=float32"],
         },
     ),
     Row(
-        "bias-bf16", H100, ask((2, 512, 16, 64), bias=torch.empty(16, 512, 512, device="meta")), "reference",
+        "bias-fp32-beside-bf16", H100, ask((2, 512, 16, 64), bias=torch.empty(16, 512, 512, device="meta")), "reference",
         {
             "flash_attn": ["flash-attn 3: no support for an additive bias", "flash-attn 2: no support for an additive bias"],
-            "torch_flash": ["an additive bias"], "torch_efficient": ["a bias with bfloat16 operands (float32 only"],
-            "torch_cudnn": ["an additive bias"], "cudnn": ["an additive bias"],
+            "torch_flash": ["an additive bias"],
+            "torch_efficient": ["a float32 bias with bfloat16 operands (the kernel rounds the bias"],
+            "torch_cudnn": ["an additive bias"], "cudnn": ["a float32 bias with bfloat16 operands (cuDNN takes one dtype"],
+        },
+    ),
+    Row(
+        "bias-training-h100", H100, ask((2, 512, 16, 64), bias=BIAS, mask=masks.causal()), "cudnn",
+        NO_BIAS | {"flash_attn": [f"flash-attn {n}: no support for {what}" for n in (3, 2) for what in BIAS_WORDS]},
+    ),
+    Row(
+        "bias-training-cudnn-8.9.7", A100_OLD, ask((2, 512, 16, 64), bias=BIAS), "torch_efficient",
+        NO_BIAS | {
+            "torch_cudnn": [*BIAS_WORDS, "cuDNN 8.9.7 (min 9.0)"],
+            "cudnn": [
+                "a bias (cuDNN 8.9.7 on compute capability 8.0; from 9.0)",
+                "the gradient of a bias (cuDNN 8.9.7; this library asks for it from 9.5)",
+            ],
+        },
+    ),
+    Row(
+        "bias-that-cudnn-does-not-take", H100,
+        ask((2, 512, 16, 64), bias=torch.empty(16, 1, 512, dtype=HALF, device="meta"), mask=masks.window(8, 0)), "reference",
+        NO_BIAS_FORWARD | {
+            "flash_attn": ["flash-attn 3: no support for an additive", "flash-attn 2: no support for an additive"],
+            "torch_efficient": ["a sliding window"], "torch_cudnn": ["an additive bias", "a sliding window"],
+            "cudnn": ["a bias broadcast over queries or keys", "a bias with a sliding window"],
+        },
+    ),
+    Row(
+        "bias-bottom-right", H100,
+        ask((2, 512, 16, 64), kv_len=1024, mask=masks.causal("bottom_right"), bias=LONG_BIAS), "torch_efficient",
+        NO_BIAS_FORWARD | {
+            "flash_attn": ["flash-attn 3: no support for an additive", "flash-attn 2: no support for an additive"],
+            "torch_cudnn": ["an additive bias", "bottom-right alignment"], "cudnn": ["a bias with bottom-right alignment"],
+        },
+    ),
+    Row(
+        "bias-deterministic-b200", B200, ask((2, 512, 16, 64), bias=BIAS, deterministic=True), "torch_efficient",
+        NO_BIAS | {
+            "flash_attn": [f"flash-attn {n}: no support for {what}" for n in (4, 2) for what in BIAS_WORDS],
+            "torch_cudnn": [*BIAS_WORDS, "deterministic gradients (PyTorch's operator"],
+            "cudnn": ["deterministic gradients with a bias on compute capability 10.0"],
+            "flex": ["deterministic gradients of a bias"],
         },
     ),
     Row(

@@ -54,6 +54,7 @@ class Problem(NamedTuple):
     documents: (number, longest query, longest key length) of packed documents; lengths are None where only the device knows.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must repeat bit for bit.
+    bias_dtype: of the bias, which need not be that of q; None without one.
     """
 
     device: str
@@ -73,6 +74,7 @@ class Problem(NamedTuple):
     documents: tuple[int, int | None, int | None] | None = None
     page_size: int | None = None
     deterministic: bool = False
+    bias_dtype: torch.dtype | None = None
 
     @property
     def packed(self) -> bool:
@@ -371,6 +373,7 @@ def _build(request: _Request) -> Problem:
         q_len=q_len, kv_len=kv_len, qk_dim=qk_dim, v_dim=v.shape[-1], mask=masks.FULL.structure, align=None,
         features=_features(request, heads != kv_heads), page_size=page_size,
         bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
+        bias_dtype=None if bias is None else bias.dtype,
     )  # fmt: skip
 
 

@@ -165,9 +165,13 @@ def settle(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[
     if form is None:
         return out_BSHD, lse
     empty = ~form.rows_allowed
-    empty_BHS = empty if empty.dim() == 3 else empty.unsqueeze(1)
+    return blank(out_BSHD, lse, empty if empty.dim() == 3 else empty.unsqueeze(1))
+
+
+def blank(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor, Tensor]:
+    """Output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
     out_BSHD.masked_fill_(empty_BHS.transpose(1, 2).unsqueeze(-1), 0.0)
-    return out_BSHD, lse.masked_fill(empty_BHS, -torch.inf)
+    return out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf)
 
 
 def for_kernel(lse_BHS: Tensor) -> Tensor:

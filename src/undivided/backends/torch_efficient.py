@@ -66,11 +66,9 @@ class TorchEfficient(Backend):
             reasons.append(
                 "bottom-right alignment with more queries than keys (its rows without keys are not defined)"
             )
-        if "bias" in problem.features and problem.dtype != torch.float32:
-            name = str(problem.dtype).removeprefix("torch.")
-            reasons.append(
-                f"a bias with {name} operands (float32 only: the kernel rounds the bias to the dtype of q)"
-            )
+        if "bias" in problem.features and problem.bias_dtype != problem.dtype:
+            bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
+            reasons.append(f"a {bias} bias with {q} operands (the kernel rounds the bias to the dtype of q)")
         return reasons
 
     def forward(self, problem: Problem, operands: Operands) -> Result:

@@ -1,0 +1,160 @@
+"""cuDNN's graphs against a stand-in that computes what cudnn-frontend's sources say they mean."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from adapter_check import MASKS, check, tensors
+from fake_cudnn import FakeCudnn
+from undivided import masks
+from undivided._problem import normalise
+from undivided.backends import _cudnn_graph, cudnn
+from undivided.masks import Mask
+
+
+@pytest.fixture
+def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> FakeCudnn:
+    module = FakeCudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(_cudnn_graph, "_graphs", {})
+    monkeypatch.setattr(_cudnn_graph, "_handles", {})
+    monkeypatch.setattr(
+        _cudnn_graph,
+        "_types",
+        lambda _: dict.fromkeys((torch.float64, torch.float32, torch.int32, torch.int64), "any"),
+    )
+    return module
+
+
+CUDNN_MASKS: dict[str, Callable[[], Mask | None]] = MASKS | {
+    "top-left": lambda: masks.causal("top_left"),
+    "top-left-window": lambda: masks.window(1, 0, "top_left"),
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("mask", CUDNN_MASKS)
+def test_cudnn_dense(cudnn_module: FakeCudnn, mask: str, layout: str) -> None:
+    """cuDNN's window leaves its left edge out: left=2 is passed as 3."""
+    check(cudnn.BACKEND, *tensors(3, 5, layout, v_dim=16), layout=layout, mask=CUDNN_MASKS[mask]())
+    forward, backward = cudnn_module.graphs
+    for given in (forward.inputs, backward.inputs):
+        assert given["diagonal_band_left_bound"] == {
+            "window-2-1": 3,
+            "left-only": 1,
+            "top-left-window": 2,
+        }.get(mask)
+        assert given["diagonal_alignment"] == (
+            "top_left" if "top-left" in mask or mask == "full" else "bottom_right"
+        )
+    assert forward.inputs["use_padding_mask"] is False
+    assert backward.inputs["use_padding_mask"] is True  # the last tile of keys is not full
+
+
+def test_cudnn_lengths(cudnn_module: FakeCudnn) -> None:
+    """A padded batch with NaN in the padding of q, k and v."""
+    q, k, v = tensors(5, 7)
+    q[0, 2:], k[0, 4:], v[0, 4:] = torch.nan, torch.nan, torch.nan
+    mask = masks.lengths(torch.tensor([4, 7]), torch.tensor([2, 5])) & masks.causal("bottom_right")
+    check(cudnn.BACKEND, q, k, v, mask=mask)
+    given = cudnn_module.graphs[0].inputs
+    assert given["use_padding_mask"] is True
+    assert given["seq_len_q"].given["dim"] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_cudnn_documents(cudnn_module: FakeCudnn, padded: bool) -> None:
+    """Ragged rows: offsets in elements, real lengths apart, gaps of NaN between the documents."""
+    q, k, v = tensors(14, 14, "thd", v_dim=16)
+    cu, where = torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 8, 13])
+    if padded:
+        for t in (q, k, v):
+            t[[3, 6, 7, 12, 13]] = torch.nan
+    mask = masks.documents(cu, padded_q=where, padded_kv=where) if padded else masks.documents(cu)
+    check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask & masks.window(1, 0))
+    forward, backward = cudnn_module.graphs
+    assert forward.inputs["q"].given["dim"][:2] == [3, 4]
+    assert backward.inputs["max_total_seq_len_q"] == 1024
+
+
+def test_cudnn_keeps_its_graphs(cudnn_module: FakeCudnn) -> None:
+    """Other lengths in the same packed shape need no new graph; another shape does."""
+    q, k, v = tensors(12, 12, "thd")
+    for cu in ([0, 3, 12], [0, 7, 9]):
+        problem, operands = normalise(
+            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu)), device="cuda"
+        )
+        cudnn.BACKEND.forward(problem, operands)
+    assert len(cudnn_module.graphs) == 1
+    assert cudnn_module.graphs[0].executed == 2
+    problem, operands = normalise(
+        q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda"
+    )
+    cudnn.BACKEND.forward(problem, operands)
+    assert len(cudnn_module.graphs) == 2
+
+
+def test_cudnn_full_tiles_need_no_padding_mask_backward(cudnn_module: FakeCudnn) -> None:
+    check(cudnn.BACKEND, *tensors(4, 256))
+    assert [graph.inputs["use_padding_mask"] for graph in cudnn_module.graphs] == [False, False]
+
+
+def test_cudnn_one_query_backward(cudnn_module: FakeCudnn) -> None:
+    check(cudnn.BACKEND, *tensors(1, 128))
+    assert cudnn_module.graphs[1].inputs["use_padding_mask"] is True
+
+
+def test_cudnn_copies_misaligned_rows(cudnn_module: FakeCudnn) -> None:
+    """Views that start between two multiples of 16 bytes, and heads whose rows do: cuDNN would return wrong numbers."""
+    base, odd = (
+        torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64),
+        torch.randn(2, 5, 2, 9, dtype=torch.float64),
+    )
+    q, k, v = base[..., 1:].unflatten(2, (4, 8)), odd[..., :8], odd[..., 1:]
+    problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
+    result = cudnn.BACKEND.forward(problem, operands)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True
+    )
+    torch.testing.assert_close(result.out, want.transpose(1, 2))
+
+
+BIAS_SHAPES = {"1hqk": (4, 5, 7), "11qk": (5, 7), "b1qk": (2, 1, 5, 7), "bhqk": (2, 4, 5, 7)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("axes", BIAS_SHAPES)
+def test_cudnn_bias(cudnn_module: FakeCudnn, axes: str, causal: bool) -> None:
+    """Holes of -inf, a row of them, and under the causal mask a row whose only open keys are masked."""
+    torch.manual_seed(0)
+    bias = torch.randn(BIAS_SHAPES[axes], dtype=torch.float64)
+    bias[..., 1, 2], bias[..., 0, 1], bias[..., 3, :], bias[..., 2, :3] = (-torch.inf,) * 4
+    mask = masks.causal("top_left") if causal else None
+    check(cudnn.BACKEND, *tensors(5, 7, "sbhd"), layout="sbhd", mask=mask, bias=bias)
+    forward, backward = (graph.inputs for graph in cudnn_module.graphs)
+    assert forward["bias"].given["dim"] == [1] * (4 - bias.dim()) + list(bias.shape)
+    assert backward["dBias"].given["dim"] == forward["bias"].given["dim"]
+
+
+def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(5, 7))
+    bias = torch.randn(4, 5, 7, dtype=torch.float64)
+    problem, operands = normalise(q, k, v, layout="bshd", bias=bias, device="cuda")
+    with torch.no_grad():
+        result = cudnn.BACKEND.forward(problem, operands)
+        gradients = cudnn.BACKEND.backward(problem, operands, result, torch.ones_like(result.out), None)
+    assert gradients[3] is None
+    assert cudnn_module.graphs[1].inputs["dBias"] is None
+
+
+def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
+    """Rows whose every open key is biased by the lowest number attend to those alone, not to the keys at -inf."""
+    bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
+    bias[:, 3:] = -torch.inf
+    problem, operands = normalise(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
+    value = operands.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
+    torch.testing.assert_close(cudnn.BACKEND.forward(problem, operands).out, value)
