@@ -85,7 +85,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"selection", "backends", "kernels", "problem", "errors"},
     ),
     "selection": (
-        {"undivided._selection", "undivided._policy", "undivided._sdp_switches"},
+        {"undivided._selection", "undivided._measured", "undivided._policy", "undivided._sdp_switches"},
         {"backends", "kernels", "problem", "errors"},
     ),
     "backends": ({"undivided.backends"}, {"kernels", "problem", "errors"}),

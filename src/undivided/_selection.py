@@ -1,15 +1,20 @@
 """Which backend runs a problem, and why not the others: a pure function of (Problem, Machine, Policy).
 
 The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
+
+Candidates are tried in the caller's order, where there is one, then by rank. Where two or more that can run were measured on
+such a problem (`_measured`), these trade their places, the fastest first; the others keep theirs.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from undivided import _measured
 from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Problem
@@ -20,11 +25,15 @@ from undivided.errors import NoBackendError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not."""
+    """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not.
+
+    estimate: what it may take, by a benchmark; None where it cannot run, or was not measured on such a problem.
+    """
 
     backend: Backend
     reasons: tuple[str, ...]
     note: str = ""
+    estimate: _measured.Estimate | None = None
 
     @property
     def can_run(self) -> bool:
@@ -78,23 +87,38 @@ class Decision:
         """Reasons by backend name. The chosen one has none; one that lost only by rank has the note that says so."""
         return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
 
+    def standing(self, verdict: Verdict) -> str:
+        """By what a backend that can run has its place: its estimate, or belief; "" where the caller says the order."""
+        if not verdict.can_run:
+            return ""
+        if verdict.estimate is not None:
+            return str(verdict.estimate)
+        if self.policy.forced is not None or self.policy.allowed is not None:
+            return ""
+        on = _measured.architecture(self.problem.device, self.machine) or "this machine"
+        return f"rank by belief: not measured on {on}"
+
     def _verdict(self, backend: Backend) -> Verdict:
         reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))
-        if reasons or backend is self.chosen:
+        if reasons:
             return Verdict(backend, reasons)
+        entry = _measured.nearest(self.problem, self.machine)
+        estimate = _measured.estimate(entry, backend.name, self.problem)
+        if backend is self.chosen:
+            return Verdict(backend, (), "", estimate)
         name = self.chosen.name if self.chosen else "none"
-        return Verdict(backend, (), f"can run, ranked after {name}")
+        return Verdict(backend, (), f"can run, ranked after {name}", estimate)
 
     def __str__(self) -> str:
         head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
         lines = [head, f"  problem: {self.problem}", f"  machine: {self.machine}"]
         width = max(len(v.backend.name) for v in self.verdicts)
         for verdict in self.verdicts:
-            name = verdict.backend.name.ljust(width)
-            if verdict.backend is self.chosen:
-                lines.append(f"  {name}  chosen ({verdict.backend.family})")
-                continue
-            for i, reason in enumerate(verdict.reasons or (verdict.note,)):
+            name, backend = verdict.backend.name.ljust(width), verdict.backend
+            said = verdict.reasons or (verdict.note or f"chosen ({backend.family})",)
+            if standing := self.standing(verdict):
+                said = (f"{said[0]}; {standing}",)
+            for i, reason in enumerate(said):
                 lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
         if self.chosen is None and self.policy.forced is not None:
             lines.append(
@@ -185,14 +209,23 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
 
 
 def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
-    """Backends in the order to try: the caller's order first where there is one, then by rank."""
+    """Backends in the order to try: the caller's order first where there is one, then by rank, then as measured."""
+    listed = policy.allowed or ()
 
-    def place(backend: Backend) -> tuple[int, float]:
-        listed = policy.allowed or ()
-        first = next((i for i, word in enumerate(listed) if is_called(backend, word)), len(listed))
-        return first, backend.rank(problem, machine)
+    def turn(backend: Backend) -> int:
+        return next((i for i, word in enumerate(listed) if is_called(backend, word)), len(listed))
 
-    return sorted(all_backends(), key=place)
+    order = sorted(all_backends(), key=lambda backend: (turn(backend), backend.rank(problem, machine)))
+    entry = _measured.nearest(problem, machine)
+    if entry is None:
+        return order
+    measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
+    faster: list[str] = []
+    for _, equals in itertools.groupby(measured, key=turn):
+        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates)
+    by_name = {backend.name: backend for backend in measured}
+    traded = iter(faster)
+    return [by_name[next(traded)] if backend in measured else backend for backend in order]
 
 
 def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:

@@ -4,7 +4,8 @@
 
 Each problem runs in a process that is replaced when a kernel breaks or hangs it, problems that stand for others first, and the
 report is written after each, so that a run that is cut off keeps what it has; --resume goes on from there. With --warm, all
-kernels are compiled before anything is timed, side by side. `undivided bench` is the same with tables and a progress bar.
+kernels are compiled before anything is timed, side by side. With --ranks the rates go into a table for selection (see
+`undivided ranks`). `undivided bench` is the same with tables and a progress bar.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
+from undivided.benchmarking.competitors import rivals
+from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import begun
 from undivided.benchmarking.tasks import OTHERS, Task, settings, timed, warmed
-from undivided.verification import contract, workers
+from undivided.verification import workers
 
 PATIENCE = 240.0
 """Seconds that one problem may take, compiling included, before its process is ended."""
@@ -38,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--filter", default="", help="only what has this in suite/name")
     parser.add_argument("--quick", action="store_true", help="only problems that stand for others")
     parser.add_argument("--json", type=Path, help="write the report here, after every problem")
+    parser.add_argument(
+        "--ranks", type=Path, metavar="FILE", help="put the rates into this table for selection"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the cases of the report, run the rest")
     parser.add_argument("--seconds", type=float, default=3600.0, help="end after this time")
     parser.add_argument("--patience", type=float, default=0.5, help="seconds of timing for one problem")
@@ -52,7 +58,7 @@ def main() -> int:
     given = _parser().parse_args()
     until = time.monotonic() + given.seconds
     planned = plan(given.suite or GPU_SUITES, filter=given.filter, quick=given.quick)
-    backends = tuple(b.name for b in contract.available(given.device) if b.name not in ("reference", "flex"))
+    backends = rivals(given.device)
     report = _report(given, begun(planned, settings(given.device, backends, given.patience)))
     known = {(case["suite"], case["name"]) for case in report["cases"]}
     tasks = [
@@ -74,6 +80,8 @@ def main() -> int:
     left = len(tasks) + len(known) - len(report["cases"]) - len(report["failed"])
     report["interrupted"] = left > 0
     _write(given.json, report)
+    if given.ranks is not None:
+        add(report, given.json.name if given.json is not None else "a report that was not kept", given.ranks)
     print(markdown(report))
     if left:
         print(f"not run: {left} (the time was over; --resume runs the rest)")

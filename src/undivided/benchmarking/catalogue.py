@@ -231,7 +231,7 @@ _KERNEL = {False: 0.65, True: 0.5}
 
 
 def _gpu() -> Iterator[Benchmark]:
-    """Training and serving shapes of a large GPU, bf16: every one forward and backward."""
+    """Training and serving shapes of a large GPU, most of them bf16: every one forward and backward."""
     for dim in (64, 128, 256):
         for length in (1024, 4096, 16384, 65536):
             for name, mask in (("full", None), ("causal", masks.causal)):
@@ -254,10 +254,28 @@ def _gpu() -> Iterator[Benchmark]:
     packed = Case("documents-512-4096", layout="thd", batch=1, q_len=32768, heads=16, qk_dim=128,
                   mask=functools.partial(_packed, 512, 4096, 32768))  # fmt: skip
     yield from _directions(packed, pairs=True, quick=True)
+    yield from _directions(replace(packed, name=f"{packed.name}-gqa", kv_heads=4))
+    yield from _gpu_kinds()
+
+
+def _gpu_kinds() -> Iterator[Benchmark]:
+    """One or two of every further kind that backends are ranked by (`undivided._measured`)."""
+    for dim in (64, 128):
+        for length in (4096, 16384):
+            yield from _both_ways(
+                f"d{dim}-{length}-causal-gqa", length, dim, mask=masks.causal, kv_heads=512 // dim
+            )
+        for dtype in (HALF, FLOAT):
+            for name, mask in (("full", None), ("causal", masks.causal)):
+                yield from _both_ways(f"d{dim}-4096-{name}", 4096, dim, dtype=dtype, mask=mask)
+    mla = Case(
+        "d192-v128-4096-causal", batch=4, q_len=4096, heads=16, qk_dim=192, v_dim=128, mask=masks.causal
+    )
+    yield from _directions(mla)
 
 
 def _both_ways(name: str, length: int, dim: int, *, pairs: bool = False, quick: bool = False, aimed: bool = False,
-               **rest: Any) -> Iterator[Benchmark]:  # fmt: skip
+               dtype: torch.dtype = BFLOAT, **rest: Any) -> Iterator[Benchmark]:  # fmt: skip
     """About 16k tokens and 2048 features in all, whatever the length and the head size."""
     case = Case(
         name,
@@ -268,11 +286,11 @@ def _both_ways(name: str, length: int, dim: int, *, pairs: bool = False, quick: 
         qk_dim=dim,
         **rest,
     )
-    yield from _directions(case, pairs, quick, aimed)
+    yield from _directions(case, pairs, quick, aimed, dtype)
 
 
 def _directions(
-    case: Case, pairs: bool = False, quick: bool = False, aimed: bool = False
+    case: Case, pairs: bool = False, quick: bool = False, aimed: bool = False, dtype: torch.dtype = BFLOAT
 ) -> Iterator[Benchmark]:
     """Forward and backward, with the goals of a large GPU."""
     for backward in (False, True):
@@ -282,18 +300,28 @@ def _directions(
             replace(case, name=f"{case.name}-backward", needs=None) if backward else replace(case, needs=())
         )
         without = replace(this, mask=None) if pairs else None
-        yield Benchmark("gpu", this, BFLOAT, backward, without, goal, quick=quick)
+        yield Benchmark("gpu", this, dtype, backward, without, goal, quick=quick)
 
 
 def _gpu_decode() -> Iterator[Benchmark]:
     """One query a sequence over caches of 8k to 128k keys, as many as 40 GB hold."""
+    goal = Goal(fraction=0.8, best=_CHOICE)
     for batch in (1, 64):
         for length in (8192, 32768, 131072):
             if batch * length <= 64 * 32768:
                 case = Case(f"decode-batch{batch}-{length}", batch=batch, q_len=1, kv_len=length, heads=32, kv_heads=8,
                             qk_dim=128, needs=())  # fmt: skip
-                goal = Goal(fraction=0.8, best=_CHOICE)
                 yield Benchmark("gpu-decode", case, BFLOAT, goal=goal, reads=True, quick=length == 8192)
+    for batch, length in ((64, 8192), (8, 32768)):
+        for name, page in (("lengths", None), ("paged16", 16), ("paged256", 256)):
+            case = Case(f"{name}-batch{batch}-{length}", batch=batch, q_len=1, kv_len=length, heads=32, kv_heads=8, qk_dim=128,
+                        mask=functools.partial(_unequal, batch, length), page_size=page, needs=())  # fmt: skip
+            yield Benchmark("gpu-decode", case, BFLOAT, goal=goal, reads=True)
+
+
+def _unequal(batch: int, longest: int) -> Mask:
+    """Lengths spread evenly from half of the longest."""
+    return masks.lengths([longest - n * longest // (2 * batch) for n in range(batch)])
 
 
 _PROBLEMS: Mapping[str, Callable[[], Iterator[Benchmark]]] = MappingProxyType(

@@ -25,9 +25,10 @@ from undivided.benchmarking.catalogue import Benchmark
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.verification.cases import Case
+from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build
 
-__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare"]
+__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare", "rivals"]
 
 OTHERS = ("sdpa", "math", "onnxruntime", "flex")
 """Competitors that are not backends of this library; "flex" compiles for seconds and takes part only when asked for."""
@@ -87,6 +88,16 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     """
     inputs = build(benchmark.case, benchmark.dtype, device=device)
     return Prepared(benchmark, inputs, *normalise(**inputs.arguments))
+
+
+def rivals(device: str) -> tuple[str, ...]:
+    """The backends that selection chooses between on this device: what ranks are made of.
+
+    >>> "reference" in rivals("cpu")
+    False
+    """
+    unasked = {"reference", "flex"} | ({"triton"} if device == "cpu" else set())  # there it is interpreted
+    return tuple(backend.name for backend in available(device) if backend.name not in unasked)
 
 
 def competitors(

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from undivided._machine import Machine
 from undivided.benchmarking import competitors as _competitors
 from undivided.benchmarking import peak, timing
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
+from undivided.benchmarking.ranks import described
 from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.verification.sample import Sample, sample_of
 
@@ -91,7 +93,7 @@ def run_small(
     for benchmark in group:
         step(f"{benchmark.suite}: {benchmark.name}")
         prepared = _competitors.prepare(benchmark, settings.device)
-        found, absent = _competitors.competitors(prepared, (), ("sdpa",))
+        found, absent = _competitors.competitors(prepared, settings.backends, ("sdpa",))
         entries, right = _verified(found)
         ready.append((_described(prepared) | {"entries": entries, "absent": absent},
                       {competitor.name: competitor.call for competitor in right}))  # fmt: skip
@@ -165,6 +167,7 @@ def _described(prepared: Prepared) -> Case:
         "suite": benchmark.suite,
         "name": benchmark.name,
         "problem": str(problem),
+        "place": described(problem, Machine.this(prepared.operands.q.device)),
         "backward": benchmark.backward,
         "operations": operations(prepared),
         "bytes": _bytes_read(prepared) if benchmark.reads else None,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from undivided._machine import Machine
 from undivided.benchmarking import memory as _memory
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
@@ -189,6 +190,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }  # fmt: skip
     if device != "cpu":
         found["gpu"] = torch.cuda.get_device_name(device)
+        found["libraries"] = str(Machine.this(device))
     return found
 
 

@@ -18,6 +18,7 @@ from undivided.cli.doctor import doctor
 from undivided.cli.explain import explain
 from undivided.cli.mask import mask
 from undivided.cli.plan import plan
+from undivided.cli.ranks import ranks
 from undivided.cli.tune import tune
 from undivided.cli.verify import verify
 from undivided.errors import InputError, NoBackendError
@@ -42,5 +43,5 @@ app = typer.Typer(
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
 )  # fmt: skip
 
-for command in (demo, doctor, explain, verify, bench, mask, plan, diagnose, tune):
+for command in (demo, doctor, explain, verify, bench, ranks, mask, plan, diagnose, tune):
     app.command()(command)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from undivided._measured import Estimate
 from undivided._selection import Decision
 from undivided.masks import NormalForm
 from undivided.masks._drawing import density
@@ -67,16 +68,15 @@ def table(*columns: str, right: Sequence[str] = (), title: str | None = None) ->
 
 
 def decision_table(decision: Decision) -> Table:
-    """Every backend in the order it was tried, with what stands against it."""
+    """Every backend in the order it was tried, with what stands against it, and by what those that can run are ordered."""
     made = table("backend", "family", "verdict")
     for verdict in decision.verdicts:
-        backend = verdict.backend
-        if backend is decision.chosen:
-            made.add_row(Text(backend.name, "bold green"), backend.family, Text("chosen", "bold green"))
-        else:
-            style = "" if verdict.can_run else "dim"
-            words = "\n".join(verdict.reasons or (verdict.note,))
-            made.add_row(Text(backend.name, style), Text(backend.family, style), Text(words, style))
+        backend, standing = verdict.backend, decision.standing(verdict)
+        style = "bold green" if backend is decision.chosen else "" if verdict.can_run else "dim"
+        words = Text("\n".join(verdict.reasons or (verdict.note or "chosen",)), style)
+        if standing:
+            words.append(f"; {standing}", "" if style == "bold green" else style)
+        made.add_row(Text(backend.name, style), Text(backend.family, style), words)
     return made
 
 
@@ -93,10 +93,15 @@ def decision_json(decision: Decision) -> dict[str, Any]:
                 "can_run": verdict.can_run,
                 "reasons": list(verdict.reasons),
                 "note": verdict.note,
+                "estimate": _estimate_json(verdict.estimate),
             }
             for verdict in decision.verdicts
         ],
     }
+
+
+def _estimate_json(estimate: Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else {**estimate._asdict(), "run": estimate.run._asdict()}
 
 
 def shaded(form: NormalForm, width: int = 48, height: int = 24) -> str:

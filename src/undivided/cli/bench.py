@@ -12,21 +12,22 @@ from rich.padding import Padding
 from rich.text import Text
 
 from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
-from undivided.benchmarking.competitors import OTHERS
+from undivided.benchmarking.catalogue import GPU_SUITES
+from undivided.benchmarking.competitors import OTHERS, rivals
+from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._terminal import complain, console, print_json, progress, table
+from undivided.cli.ranks import said
 from undivided.errors import InputError
-
-ON_A_GPU = tuple(suite for suite in SUITES if suite not in ("overhead", "memory"))
-"""These two look at the CPU."""
 
 TONES = {"good": "green", "bad": "red", "": ""}
 
 
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be repeated. All if not said.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not said."),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not said.")
@@ -34,7 +35,10 @@ def bench(
     filter: Annotated[str, typer.Option(help="Only what has this in suite/name, such as forward/bf16-d128.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs: about a minute.")] = False,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Also this backend of ours; may be repeated. native if not said.")
+        list[str] | None,
+        typer.Option(
+            help="Also this backend of ours; may be repeated. If not said native, and on a GPU or with --ranks all there are."
+        ),
     ] = None,
     competitor: Annotated[
         list[str] | None,
@@ -43,6 +47,9 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="Of every competitor; PyTorch's number if not said.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
+    ranks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put the rates into this table for selection; see `undivided ranks`.")
+    ] = None,
     as_markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown.")
     ] = None,
@@ -58,10 +65,11 @@ def bench(
         return
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError("--device", "be cpu (no CUDA device here)", repr(device))
-    everything = SUITES if device == "cpu" else ON_A_GPU
+    everything = SUITES if device == "cpu" else GPU_SUITES
     suites = everything if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
-    settings = Settings(backend or ("native",), _others(competitor), device)
+    ours = ("native",) if device == "cpu" and ranks is None else rivals(device)
+    settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
     with progress(planned.steps) as step:
@@ -73,6 +81,9 @@ def bench(
         print_json(report)
     else:
         _show(report)
+    if ranks is not None:
+        kept = as_json.name if as_json is not None and not to_stdout else "a report that was not kept"
+        said(add(report, kept, ranks), ranks)
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
     if _wrong(report) or report["failed"]:

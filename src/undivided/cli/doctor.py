@@ -29,6 +29,9 @@ VARIABLES = {
     "UNDIVIDED_BACKENDS": "the only backends or families that may run, in this order",
     "UNDIVIDED_LOG": "info prints each new Decision, debug adds the reasons",
     "UNDIVIDED_DETERMINISTIC": "1: results repeat bit for bit",
+    "UNDIVIDED_ISA": "the instruction set that the native kernel is held to",
+    "UNDIVIDED_TUNED": "the file with tiles that `undivided tune` measured",
+    "UNDIVIDED_RANKS": "the file with your own measurements, by which backends are ordered",
     "NVTE_FLASH_ATTN": "0 switches the flash family off",
     "NVTE_FUSED_ATTN": "0 switches the fused family off",
     "NVTE_UNFUSED_ATTN": "0 switches the math family off",
@@ -36,7 +39,7 @@ VARIABLES = {
     "NVTE_DEBUG": "1: log as NVTE_DEBUG_LEVEL says",
     "NVTE_DEBUG_LEVEL": "1: as UNDIVIDED_LOG=info, 2: as debug",
 }
-"""What each environment variable does; `undivided._policy` reads them."""
+"""What each environment variable does; `undivided._policy` reads most of them."""
 
 
 def doctor(
