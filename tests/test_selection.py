@@ -142,7 +142,7 @@ left-padded             N    R   G          G     G     G     G
 dense-mask              N    R   G          G     G     G     G
 predicate               N    R   G          G     G     G     G
 chunks                  N    R   G          G     G     G     G
-bias                    N    R   G          G     G     G     G
+bias                    N    R   E          C     C     C     G
 train-bias-fp32         N    E   E          E     E     E     G
 alibi                   N    R   F          A     A     F     G
 train-softcap           N    R   G          A     A     A     G
