@@ -92,10 +92,12 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"undivided.kernels"}, {"errors"}),  # arithmetic only
     "problem": (
         {
+            "undivided._arguments",
             "undivided._layout",
             "undivided._machine",
             "undivided._problem",
             "undivided._result",
+            "undivided._tensors",
             "undivided._validation",
             "undivided.masks",
         },

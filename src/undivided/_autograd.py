@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
+from undivided._tensors import versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
-from undivided.masks._parts import versions
 
 _any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""

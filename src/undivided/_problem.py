@@ -18,6 +18,7 @@ from torch import Tensor
 
 from undivided import _layout, masks
 from undivided._layout import Layout
+from undivided._tensors import versions
 from undivided._validation import (
     check_bias,
     check_extras,
@@ -37,7 +38,6 @@ from undivided._validation import (
 from undivided.errors import InputError
 from undivided.masks import Mask, Structure
 from undivided.masks._intervals import NormalForm
-from undivided.masks._parts import versions
 
 
 class Problem(NamedTuple):

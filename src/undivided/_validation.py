@@ -13,9 +13,9 @@ from torch import Tensor
 
 from undivided import _layout, masks
 from undivided._layout import LAYOUTS, Layout
+from undivided._tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

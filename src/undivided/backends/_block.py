@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from undivided._tensors import is_traced
 from undivided.masks._intervals import NormalForm
-from undivided.masks._parts import is_traced
 
 
 @dataclass(frozen=True)

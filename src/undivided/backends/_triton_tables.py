@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from undivided._tensors import is_traced
 from undivided.masks import NormalForm
-from undivided.masks._parts import is_traced
 
 _FAR = 2**31 - 1
 PAIRS_AT_ONCE = 1 << 22

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
+from undivided._arguments import as_integer
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
-from undivided.masks._parts import as_integer
 
 
 class PagesOfBatch(Pages):

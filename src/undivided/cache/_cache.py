@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from undivided._arguments import as_integer
 from undivided._layout import Layout
 from undivided._validation import check_layout
 from undivided.cache import _attend
@@ -17,7 +18,6 @@ from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import as_integer
 
 Lengths = Sequence[int] | Tensor
 

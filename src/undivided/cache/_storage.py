@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._arguments import as_integer
 from undivided._layout import Layout
 from undivided._validation import DTYPES, check_tensor
 from undivided.errors import InputError
-from undivided.masks._parts import as_integer
 
 Counts = tuple[int, ...]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from undivided._arguments import as_integer
 from undivided._layout import Layout
 from undivided.cache._attend import Held
 from undivided.cache._cache import Cache
 from undivided.cache._ledger import Slots
 from undivided.cache._storage import Heads, Storage
-from undivided.masks._parts import as_integer
 
 
 class KVCache(Cache):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided._arguments import as_integer
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
 from undivided.cache._attend import Held, Output, outside_of_graphs
@@ -18,7 +19,6 @@ from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import as_integer
 
 FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undivided._arguments import as_integer
 from undivided._layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import Held
 from undivided.cache._cache import Cache
 from undivided.cache._ledger import Pages
 from undivided.cache._storage import Heads, Storage
-from undivided.masks._parts import as_integer
 
 
 class PagedKVCache(Cache):

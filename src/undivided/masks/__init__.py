@@ -34,27 +34,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._drawing import describe_structure as describe
 from undivided.masks._intervals import NormalForm
 from undivided.masks._mask import Mask, Structure
-from undivided.masks._parts import (
-    INT32_MAX,
-    Chunk,
-    Dense,
-    DocumentIds,
-    Documents,
-    Lengths,
-    Part,
-    PredicateFunction,
-    Prefix,
-    Size,
-    as_integer,
-    as_vector,
-    check_int_dtype,
-    register_predicate,
-)
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
+from undivided.masks._predicate import PredicateFunction, register_predicate
 
 __all__ = [
     "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",

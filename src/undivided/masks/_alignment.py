@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from undivided._tensors import readable
 from undivided.errors import InputError
-from undivided.masks._parts import Documents, Lengths, Part, readable
+from undivided.masks._parts import Documents, Lengths, Part
 
 Align = Literal["top_left", "bottom_right"]
 

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from undivided.masks._intervals import NormalForm
-from undivided.masks._parts import (
-    Chunk,
-    Dense,
-    DocumentIds,
-    Documents,
-    Field,
-    GlobalBand,
-    Lengths,
-    Predicate,
-    Prefix,
-)
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Prefix
+from undivided.masks._predicate import Predicate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undivided.errors import InputError
 from undivided.masks._geometry import Geometry
-from undivided.masks._parts import PredicateFunction
+from undivided.masks._predicate import PredicateFunction
 
 Index = slice | Tensor
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from undivided._arguments import as_integer
+from undivided._tensors import is_captured, is_traced, readable, versions
 from undivided.errors import InputError
 from undivided.masks import _drawing, _ranges
 from undivided.masks._alignment import Align, resolve
@@ -32,16 +34,10 @@ from undivided.masks._parts import (
     GlobalBand,
     Lengths,
     Part,
-    Predicate,
     Prefix,
     Remembers,
-    as_integer,
-    find_predicate,
-    is_captured,
-    is_traced,
-    readable,
-    versions,
 )
+from undivided.masks._predicate import Predicate, find_predicate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

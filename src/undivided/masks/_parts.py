@@ -8,18 +8,13 @@ checked against the call by ``check_call``.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
+from undivided._arguments import check_at_least, check_offsets
+from undivided._tensors import readable, versions
 from undivided.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,9 +22,6 @@ if TYPE_CHECKING:
 
 Size = int | Tensor
 Field = int | Tensor | None
-PredicateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-INT32_MAX = 2**31 - 1
 
 
 class Call(NamedTuple):
@@ -41,39 +33,6 @@ class Call(NamedTuple):
     kv_len: int
     sequences: int
     argument: str
-
-
-def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile."""
-    if torch.compiler.is_compiling():
-        return False
-    return all(
-        t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors
-    )
-
-
-def is_traced() -> bool:
-    """Whether torch.compile, torch.func or a CUDA graph looks on: what is made now means nothing to the next call."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or is_captured()
-    )
-
-
-def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: nothing is computed until it is replayed, and then in memory of its own."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The tensors' in-place counters, or None where one has none (inference tensors, tracing)."""
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        return tuple([t._version for t in tensors])
-    except RuntimeError:  # raised by inference tensors; asking each first would cost every call
-        return None
 
 
 class Remembers:
@@ -321,149 +280,6 @@ class Ranges(Part):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.form.ranges,)
-
-
-@dataclass(frozen=True, eq=False)
-class Predicate(Part):
-    """A function of the indices; the handle finds it again from inside an opaque operator."""
-
-    name: ClassVar[str] = "predicate"
-    fn: PredicateFunction
-    handle: int
-
-    def fields(self) -> tuple[Field, ...]:
-        return (self.handle,)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
-
-    def captured(self) -> tuple[Tensor, ...]:
-        """The tensors that the function closes over: they, too, may change in place."""
-        return tuple(_captured(self.fn, frozenset(), depth=6))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (register_predicate, (self.fn,))
-
-
-_predicates: WeakValueDictionary[int, Predicate] = WeakValueDictionary()
-_handles = itertools.count(1)
-
-
-def register_predicate(fn: PredicateFunction) -> Predicate:
-    part = Predicate(fn, next(_handles))
-    _predicates[part.handle] = part
-    return part
-
-
-def find_predicate(handle: int) -> Predicate:
-    part = _predicates.get(handle)
-    if part is None:
-        raise InputError(
-            "mask", "be kept alive while its compiled graph runs", f"a released predicate (handle {handle})",
-            "keep the mask that masks.predicate returned in a variable outside of the compiled function",
-        )  # fmt: skip
-    return part
-
-
-def _captured(value: object, names: frozenset[str], depth: int) -> list[Tensor]:
-    """The tensors that a function can reach: what it closes over, its defaults, the globals it names, and of every object
-    among them the attributes that it names."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or isinstance(value, type | ModuleType | str | int | float):
-        return []
-    inner: list[object] = []
-    if isinstance(value, list | tuple):
-        inner = list(value)
-    elif isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, MethodType):
-        names |= _names(getattr(value.__func__, "__code__", None))
-        inner = [value.__func__, value.__self__]
-    elif isinstance(value, FunctionType):
-        names |= _names(value.__code__)
-        for cell in value.__closure__ or ():
-            try:
-                inner.append(cell.cell_contents)
-            except ValueError:  # a cell that is not filled yet holds nothing to watch
-                continue
-        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        inner += [value.__globals__[name] for name in names if name in value.__globals__]
-    else:
-        inner = _attributes(value, names)
-    return [tensor for item in inner for tensor in _captured(item, names, depth - 1)]
-
-
-def _names(code: CodeType | None) -> frozenset[str]:
-    if code is None:
-        return frozenset()
-    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
-
-
-def _attributes(value: object, names: frozenset[str]) -> list[object]:
-    """Of an object, the attributes of these names: its own, a module's tensors and children, its class's methods."""
-    own = [getattr(value, "__dict__", {})]
-    if isinstance(value, torch.nn.Module):
-        own += [value._buffers, value._parameters, value._modules]
-    found = [attributes[name] for attributes in own for name in names if name in attributes]
-    called = "forward" if isinstance(value, torch.nn.Module) else "__call__"
-    for name in (*names, called):
-        member = getattr(type(value), name, None)
-        member = member.fget if isinstance(member, property) else member
-        if isinstance(member, FunctionType):
-            found.append(MethodType(member, value))
-    return found
-
-
-def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
-    """``value`` as an int of at least ``at_least``, or InputError."""
-    if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
-        raise InputError(argument, "be an int", repr(value))
-    number = value if isinstance(value, int) else operator.index(value)
-    if at_least is not None and number < at_least:
-        raise InputError(argument, f"be at least {at_least}", number)
-    return number
-
-
-def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
-    """``value`` (an int tensor ``[N]`` or a list of ints) as a tensor, or InputError."""
-    if isinstance(value, list | tuple):
-        numbers = [as_integer(f"{argument}[{n}]", item) for n, item in enumerate(value)]
-        if any(abs(number) > INT32_MAX for number in numbers):
-            raise InputError(argument, f"hold values of at most {INT32_MAX}", max(numbers, key=abs))
-        return torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    if not isinstance(value, Tensor):
-        raise InputError(argument, "be an int tensor or a list of ints", type(value).__name__, hint)
-    check_int_dtype(argument, value)
-    if value.dim() != 1:
-        raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)
-    return value
-
-
-def check_int_dtype(argument: str, tensor: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-        raise InputError(argument, "have an integer dtype", tensor.dtype, f"{argument}.to(torch.int32)")
-
-
-def check_at_least(argument: str, value: Field, least: int) -> None:
-    if value is None:
-        return
-    smallest = value if isinstance(value, int) else int(value.min()) if value.numel() else least
-    if smallest < least:
-        raise InputError(argument, f"be at least {least}", smallest)
-
-
-def check_offsets(argument: str, offsets: Tensor) -> None:
-    hint = "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]"
-    if int(offsets[0]) != 0:
-        raise InputError(argument, "start at 0", int(offsets[0]), hint)
-    if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
-        raise InputError(
-            argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint
-        )
 
 
 def check_entries(call: Call, what: str, value: Field, count: int, of: str) -> None:

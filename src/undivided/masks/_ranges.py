@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from undivided._tensors import readable
 from undivided.masks._geometry import Geometry, own
 from undivided.masks._intervals import (
     DensePairs,
@@ -23,18 +24,8 @@ from undivided.masks._intervals import (
     row_blocks,
     tidy,
 )
-from undivided.masks._parts import (
-    Chunk,
-    Dense,
-    DocumentIds,
-    GlobalBand,
-    Part,
-    Predicate,
-    Prefix,
-    Ranges,
-    Size,
-    readable,
-)
+from undivided.masks._parts import Chunk, Dense, DocumentIds, GlobalBand, Part, Prefix, Ranges, Size
+from undivided.masks._predicate import Predicate
 
 Bound = Size | None
 Range = tuple[Size, Size]

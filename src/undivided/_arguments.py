@@ -1,0 +1,63 @@
+"""Integers and vectors of integers as users give them, and the errors where they do not."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+
+INT32_MAX = 2**31 - 1
+
+
+def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
+    """``value`` as an int of at least ``at_least``, or InputError."""
+    if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
+        raise InputError(argument, "be an int", repr(value))
+    number = value if isinstance(value, int) else operator.index(value)
+    if at_least is not None and number < at_least:
+        raise InputError(argument, f"be at least {at_least}", number)
+    return number
+
+
+def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
+    """``value`` (an int tensor ``[N]`` or a list of ints) as a tensor, or InputError."""
+    if isinstance(value, list | tuple):
+        numbers = [as_integer(f"{argument}[{n}]", item) for n, item in enumerate(value)]
+        if any(abs(number) > INT32_MAX for number in numbers):
+            raise InputError(argument, f"hold values of at most {INT32_MAX}", max(numbers, key=abs))
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    if not isinstance(value, Tensor):
+        raise InputError(argument, "be an int tensor or a list of ints", type(value).__name__, hint)
+    check_int_dtype(argument, value)
+    if value.dim() != 1:
+        raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)
+    return value
+
+
+def check_int_dtype(argument: str, tensor: Tensor) -> None:
+    """InputError where it does not hold integers."""
+    if tensor.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise InputError(argument, "have an integer dtype", tensor.dtype, f"{argument}.to(torch.int32)")
+
+
+def check_at_least(argument: str, value: int | Tensor | None, least: int) -> None:
+    """InputError where the smallest of ``value`` is below ``least``; reads a tensor."""
+    if value is None:
+        return
+    smallest = value if isinstance(value, int) else int(value.min()) if value.numel() else least
+    if smallest < least:
+        raise InputError(argument, f"be at least {least}", smallest)
+
+
+def check_offsets(argument: str, offsets: Tensor) -> None:
+    """InputError unless the cumulative lengths start at 0 and never decrease; reads them."""
+    hint = "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]"
+    if int(offsets[0]) != 0:
+        raise InputError(argument, "start at 0", int(offsets[0]), hint)
+    if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
+        raise InputError(
+            argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint
+        )
