@@ -160,6 +160,11 @@ class FakeGraph:
             assert heads in (1, given["q"].given["dim"][1])
             assert pairs == [given["q"].given["dim"][2], given["k"].given["dim"][2]]
             assert not (memory[bias.given["uid"]] == -torch.inf).any()
+        if given.get("use_alibi_mask"):
+            assert not bottom_right
+            assert given["use_padding_mask"] is ("dO" in given)
+        if given.get("sink_token") is not None:
+            assert given["q"].given["dim"][2] > 1
         if "dO" in given:
             fills_tiles = given["k"].given["dim"][2] % KEY_TILE == 0 and given["q"].given["dim"][2] > 1
             assert given["use_padding_mask"] or fills_tiles, "NaN gradients on SM90"
@@ -182,8 +187,18 @@ class FakeGraph:
         self._backward(memory, n, score, (q, k, v), group)
 
     def _keys(self, memory: dict[int, Tensor], name: str, n: int, length: int) -> Tensor:
-        """Keys or values of one sequence, [H, S, D]."""
-        return self.inputs[name].view(memory, n, length)  # type: ignore[no-any-return]
+        """Keys or values of one sequence, [H, S, D]; of a paged cache whole tiles, whatever stands behind the last key."""
+        node, table = self.inputs[name], self.inputs.get(f"paged_attention_{name}_table")
+        if table is None:
+            return node.view(memory, n, length)  # type: ignore[no-any-return]
+        longest, page = self.inputs["paged_attention_max_seq_len_kv"], node.given["dim"][2]
+        assert table.given["data_type"] == "any" or table.given["data_type"] == "int32"
+        assert page & (page - 1) == 0
+        assert table.given["dim"][2] * page == longest
+        assert 1 <= length <= longest
+        index = torch.arange(min(-(-length // KEY_TILE) * KEY_TILE, longest))
+        pages = table.whole(memory)[n, 0, index // page, 0].long()
+        return node.whole(memory)[pages, :, index % page].transpose(0, 1)  # type: ignore[no-any-return]
 
     def _scores(self, memory: dict[int, Tensor], n: int, q: Tensor, k: Tensor, keys: int) -> Tensor:
         """Scale, bias, ALiBi, padding, band: [H, Sq, Sk], -inf where masked."""
@@ -204,6 +219,11 @@ class FakeGraph:
 
     def _forward(self, memory: dict[int, Tensor], n: int, score: Tensor, v: Tensor) -> None:
         """A plain softmax, its maximum subtracted: NaN where that is -inf."""
+        rows, keys = score.shape[1:]
+        if not keys:  # a sequence of none (cudnn-frontend issue 943)
+            self.outputs["o"].view(memory, n, rows).fill_(torch.nan)
+            self.outputs["stats"].view(memory, n, rows).fill_(torch.nan)
+            return
         largest = score.amax(-1, keepdim=True)
         sink = None
         if (node := self.inputs.get("sink_token")) is not None:
@@ -214,7 +234,6 @@ class FakeGraph:
         total = weight.sum(-1, keepdim=True)
         if sink is not None:
             total = total + torch.exp(sink - largest)
-        rows = score.shape[1]
         self.outputs["o"].view(memory, n, rows).copy_(weight @ v / total)
         self.outputs["stats"].view(memory, n, rows).copy_(largest + total.log())
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from adapter_check import MASKS, check, tensors
+from adapter_check import MASKS, check, expected, tensors
 from fake_cudnn import FakeCudnn
 from undivided import masks
+from undivided._machine import Machine
 from undivided._problem import normalise
+from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_graph, cudnn
 from undivided.masks import Mask
 
@@ -158,3 +160,98 @@ def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
     problem, operands = normalise(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
     value = operands.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
     torch.testing.assert_close(cudnn.BACKEND.forward(problem, operands).out, value)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (6, 9), (6, 4)])
+@pytest.mark.parametrize("heads", [4, 6])
+def test_cudnn_alibi(cudnn_module: FakeCudnn, heads: int, q_len: int, kv_len: int) -> None:
+    """cuDNN's own slopes, those of a number of heads that is no power of two as well."""
+    q, k, v = tensors(q_len, kv_len, heads=heads)
+    check(cudnn.BACKEND, q, k, v, mask=masks.causal("top_left"), alibi_slopes=usual_slopes(heads))
+    assert [graph.inputs["use_alibi_mask"] for graph in cudnn_module.graphs] == [True, True]
+
+
+def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
+    """The same numbers from elsewhere, and slopes that were written to, may be anything."""
+    q, k, v = (t.half() for t in tensors(6, 6))
+    written = usual_slopes(4)
+    written[0] = 3.0
+    for slopes, known in ((usual_slopes(4), True), (usual_slopes(4).clone(), False), (written, False)):
+        problem, _ = normalise(
+            q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda"
+        )
+        assert problem.usual_slopes is known
+        reasons = cudnn.BACKEND.reasons(problem, Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23"}))
+        assert [reason[:40] for reason in reasons] == (
+            [] if known else ["ALiBi slopes that are not known to be th"]
+        )
+
+
+SINKS = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)
+"""Far below the scores, among them, and far above: that must not cost the gradients."""
+
+
+@pytest.mark.parametrize("mask", CUDNN_MASKS)
+def test_cudnn_sinks(cudnn_module: FakeCudnn, mask: str) -> None:
+    check(cudnn.BACKEND, *tensors(3, 5, "bhsd"), layout="bhsd", mask=CUDNN_MASKS[mask](), sinks=SINKS.clone())
+    forward, backward = (graph.inputs for graph in cudnn_module.graphs)
+    assert forward["sink_token"].given["dim"] == [1, 4, 1, 1]
+    assert "sink_token" not in backward  # the statistics hold them
+
+
+def test_cudnn_sinks_with_documents_and_a_tail(cudnn_module: FakeCudnn) -> None:
+    """An empty document, and tokens behind the last: no gradient of the sinks comes from there."""
+    q, k, v = tensors(12, 12, "thd")
+    q[9:], k[9:], v[9:] = (torch.nan,) * 3
+    mask = masks.documents(torch.tensor([0, 3, 3, 9])) & masks.causal()
+    check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask, sinks=SINKS.clone())
+
+
+def test_cudnn_sinks_with_a_bias(cudnn_module: FakeCudnn) -> None:
+    bias = torch.randn(4, 5, 7, dtype=torch.float64)
+    bias[:, 2] = -torch.inf
+    check(cudnn.BACKEND, *tensors(5, 7), bias=bias, sinks=SINKS.clone())
+
+
+def paged(lengths: list[int], page: int, width: int) -> tuple[torch.Tensor, ...]:
+    """q, pools and a table: NaN in every slot that no sequence holds, numbers beyond the pool in every entry without keys."""
+    torch.manual_seed(page)
+    pool = torch.full((len(lengths) * width + 1, page, 2, 24), torch.nan, dtype=torch.float64)
+    table = torch.full((len(lengths), width), 10_000, dtype=torch.int32)
+    free = iter(torch.randperm(len(pool)).tolist())
+    for n, length in enumerate(lengths):
+        for start in range(0, length, page):
+            table[n, start // page] = number = next(free)
+            pool[number, : length - start] = torch.randn(
+                min(page, length - start), 2, 24, dtype=torch.float64
+            )
+    return torch.randn(len(lengths), 1, 4, 8, dtype=torch.float64), pool[..., :8], pool[..., 8:], table
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize(("page", "width"), [(16, 3), (64, 5), (256, 1)])
+def test_cudnn_pages(cudnn_module: FakeCudnn, page: int, width: int, sinks: torch.Tensor | None) -> None:
+    """Lengths that end with a page and within one, shorter than a page, and none; garbage wherever no key is."""
+    lengths = [page, page * width, 5, 0, page * width - 3, page * (width - 1) + 1]
+    q, k, v, table = paged(lengths, page, width)
+    mask = masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right")
+    problem, operands = normalise(q, k, v, layout="bshd", mask=mask, pages=table, sinks=sinks, device="cuda")
+    result = cudnn.BACKEND.forward(problem, operands)
+    clean = [torch.nan_to_num(t)[table.clamp(max=len(k) - 1).long()].flatten(1, 2) for t in (k, v)]
+    dense = normalise(q, *clean, layout="bshd", mask=mask, sinks=sinks, device="cuda")
+    out, lse, _ = expected(*dense, torch.ones(len(lengths), 1, 4, 16, dtype=torch.float64))
+    torch.testing.assert_close(result.out, out)
+    torch.testing.assert_close(result.lse, lse)
+    assert cudnn_module.graphs[0].inputs["use_padding_mask"] is True
+    assert cudnn_module.graphs[0].inputs["seq_len_kv"].given["dim"] == [6, 1, 1, 1]
+
+
+def test_cudnn_pages_share_a_graph_while_the_table_grows(cudnn_module: FakeCudnn) -> None:
+    for width in (5, 6, 7, 8):
+        q, k, v, table = paged([70, 3], 16, width)
+        k, v = torch.nan_to_num(k)[:9], torch.nan_to_num(v)[:9]
+        table = table.clamp(max=8)
+        mask = masks.lengths(torch.tensor([70, 3]))
+        problem, operands = normalise(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
+        cudnn.BACKEND.forward(problem, operands)
+    assert len(cudnn_module.graphs) == 1

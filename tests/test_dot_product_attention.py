@@ -18,6 +18,7 @@ from torch import Tensor
 import brute_force
 import undivided
 from undivided import DotProductAttention, masks
+from undivided._slopes import usual_slopes
 
 H, G, D = 4, 2, 8
 Pairs = set[tuple[int, int, int]]
@@ -335,9 +336,7 @@ def press_slopes(heads: int) -> list[float]:
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20])
 def test_default_alibi_slopes(heads: int) -> None:
-    from undivided.nn._scores import default_slopes
-
-    torch.testing.assert_close(default_slopes(heads), torch.tensor(press_slopes(heads)))
+    torch.testing.assert_close(usual_slopes(heads), torch.tensor(press_slopes(heads)))
 
 
 @pytest.mark.parametrize("slopes", [None, "h", "bh"])

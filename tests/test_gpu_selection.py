@@ -15,6 +15,7 @@ from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Problem, normalise
 from undivided._selection import decide
+from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_rules, cudnn, flash_attn, torch_cudnn, torch_efficient
 
 ALL = ("flash_attn", "torch_flash", "torch_efficient", "torch_cudnn", "cudnn", "flex")
@@ -48,6 +49,17 @@ def ask(
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes)
     problem, _ = normalise(q, k, v, layout=layout, device="cuda", **more)  # type: ignore[arg-type]
     return problem._replace(deterministic=deterministic)
+
+
+def ask_pages(page: int, queries: int = 1, mask: masks.Mask = masks.FULL, dim: int = 128) -> Problem:
+    """Two sequences against a paged cache of eight pages each."""
+    q, pool = (
+        torch.empty(2, queries, 16, dim, dtype=HALF, device="meta"),
+        torch.empty(64, page, 16, dim, dtype=HALF, device="meta"),
+    )
+    pages = torch.empty(2, 8, dtype=torch.int32, device="meta")
+    mask = mask & masks.lengths(torch.tensor([77, 99]))
+    return normalise(q, pool, pool, layout="bshd", mask=mask, pages=pages, device="cuda")[0]
 
 
 CU = torch.tensor([0, 1000, 4096], dtype=torch.int32)
@@ -301,7 +313,28 @@ TABLE = [
         {
             "torch_flash": ["gradients with ALiBi slopes"], "torch_efficient": ["ALiBi slopes"],
             "torch_cudnn": ["ALiBi slopes"],
-            "cudnn": ["ALiBi slopes (cuDNN computes slopes of its own)"],
+            "cudnn": [
+                "ALiBi slopes that are not known to be the usual ones", "ALiBi slopes without a causal mask",
+                "ALiBi slopes (cuDNN 9.8.0 on compute capability 8.0",
+            ],
+        },
+    ),
+    Row(
+        "usual-alibi-training-h100", H100, ask(SQUARE, alibi_slopes=usual_slopes(16, "meta"), mask=masks.causal(), grad=True),
+        "cudnn",
+        {
+            "torch_flash": ["gradients with ALiBi slopes"],
+            "torch_efficient": ["ALiBi slopes"], "torch_cudnn": ["ALiBi slopes"],
+        },
+    ),
+    Row(
+        "usual-alibi-that-cudnn-does-not-compute", H100,
+        ask(SQUARE, kv_len=8192, alibi_slopes=usual_slopes(16, "meta"), mask=masks.window(512, 512, "bottom_right")),
+        "flash_attn",
+        {
+            "torch_efficient": ["ALiBi slopes", "a sliding window"],
+            "torch_cudnn": ["ALiBi slopes", "sliding window", "bottom-right"],
+            "cudnn": ["without a causal mask", "with a sliding window", "with bottom-right alignment"],
         },
     ),
     Row(
@@ -312,8 +345,55 @@ TABLE = [
         },
     ),
     Row(
-        "sinks-b200-training", B200, ask(SQUARE, sinks=torch.empty(16, device="meta"), grad=True), "flash_attn",
-        {name: ["sinks"] for name in ("torch_flash", "torch_efficient", "torch_cudnn", "cudnn", "flex")},
+        "sinks-b200-training", B200, ask(SQUARE, sinks=torch.empty(16, device="meta"), grad=True), "cudnn",
+        {name: ["sinks"] for name in ("torch_flash", "torch_efficient", "torch_cudnn", "flex")},
+    ),
+    Row(
+        "sinks-packed-h100-training", H100,
+        ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), sinks=torch.empty(16, device="meta"), grad=True),
+        "cudnn",
+        {
+            "flash_attn": ["flash-attn 3: no support for sinks", "flash-attn 2: no support for sinks"],
+            "torch_flash": ["sinks"], "flex": ["sinks"],
+            "torch_efficient": ["sinks", "packed documents"], "torch_cudnn": ["sinks", "packed documents"],
+        },
+    ),
+    Row(
+        "sinks-that-cudnn-does-not-take",
+        Machine.named("h100", "9.13.0", {"cudnn_frontend": "1.18", "triton": "3.4.0"}),
+        ask((2, 1, 16, 128), kv_len=99, sinks=torch.empty(16, device="meta"), return_lse=True), "reference",
+        {
+            "flash_attn": ["flash_attn_3 3 or later is not installed", "flash-attn 3: no support for sinks"],
+            **{name: ["sinks"] for name in ("torch_flash", "torch_efficient", "torch_cudnn", "flex")},
+            "cudnn": [
+                "sinks (cuDNN 9.13.0; from 9.13.1)", "sinks (nvidia-cudnn-frontend from 1.19)", "sinks for one query (min 2)",
+                "the log-sum-exp returned with sinks",
+            ],
+        },
+    ),
+    Row(
+        "pages-b200", B200, ask_pages(16), "reference",
+        {name: ["paged", "per-seq"] for name in ("torch_flash", "torch_efficient", "torch_cudnn")}
+        | {
+            "flash_attn": [
+                "flash-attn 4: no support for paged", "flash-attn 4: no support for per-seq", "flash-attn 2: page_size=16",
+            ],
+            "flex": ["paged"],
+        },
+    ),
+    Row(
+        "pages-that-cudnn-does-not-read", Machine.named("l4", "9.4.0", {"cudnn_frontend": "1.23.0", "triton": "3.4.0"}),
+        ask_pages(48, queries=2, mask=masks.window(9, 0, "top_left"), dim=256), "reference",
+        {
+            "torch_flash": ["paged", "per-seq", "top-left"],
+            "torch_efficient": ["paged", "per-seq", "sliding"], "torch_cudnn": ["paged", "per-seq", "sliding", "head_dim=256"],
+            "flash_attn": ["flash_attn 2.7.3 or later is not installed", "top-left", "page_size=48"], "flex": ["paged"],
+            "cudnn": [
+                "paged keys with more than one query", "paged keys with window", "paged keys with top-left alignment",
+                "page_size=48 (must be a power of two)", "head_dim=256 (max 128", "paged keys (cuDNN 9.4.0; from 9.5)",
+                "paged keys with head sizes above 128", "paged keys on compute capability 8.9",
+            ],
+        },
     ),
     Row(
         "sinks-a100", A100, ask(SQUARE, sinks=torch.empty(16, device="meta")), "reference",

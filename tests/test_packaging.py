@@ -97,6 +97,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "undivided._machine",
             "undivided._problem",
             "undivided._result",
+            "undivided._slopes",
             "undivided._tensors",
             "undivided._validation",
             "undivided.masks",

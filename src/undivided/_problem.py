@@ -18,6 +18,7 @@ from torch import Tensor
 
 from undivided import _layout, masks
 from undivided._layout import Layout
+from undivided._slopes import are_usual
 from undivided._tensors import versions
 from undivided._validation import (
     check_bias,
@@ -55,6 +56,7 @@ class Problem(NamedTuple):
     page_size: of a paged key/value cache, or None.
     deterministic: the result must repeat bit for bit.
     bias_dtype: of the bias, which need not be that of q; None without one.
+    usual_slopes: the ALiBi slopes are known to be the usual ones (see `_slopes`).
     """
 
     device: str
@@ -75,6 +77,7 @@ class Problem(NamedTuple):
     page_size: int | None = None
     deterministic: bool = False
     bias_dtype: torch.dtype | None = None
+    usual_slopes: bool = False
 
     @property
     def packed(self) -> bool:
@@ -341,7 +344,8 @@ def _signature(request: tuple[Any, ...]) -> object:
             None if t is None else (t.shape, t.dtype, t.device, t.layout)
             for t in (bias, sinks, slopes, pages)
         ]
-        return (*key, *kinds, softcap is None, bool(dropout_p))
+        usual = slopes is not None and are_usual(slopes)
+        return (*key, *kinds, usual, softcap is None, bool(dropout_p))
     except (AttributeError, TypeError, RuntimeError):
         _check_tensors(_Request(*request))
         check_scalars(softcap, dropout_p, return_lse)
@@ -373,7 +377,7 @@ def _build(request: _Request) -> Problem:
         q_len=q_len, kv_len=kv_len, qk_dim=qk_dim, v_dim=v.shape[-1], mask=masks.FULL.structure, align=None,
         features=_features(request, heads != kv_heads), page_size=page_size,
         bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
-        bias_dtype=None if bias is None else bias.dtype,
+        bias_dtype=None if bias is None else bias.dtype, usual_slopes=slopes is not None and are_usual(slopes),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ _OF_TOKENS = frozenset({"q", "o", "stats", "do", "dq"}) | _OF_KEYS
 """Tensors over tokens. Every other one (a bias, sinks, tables, lengths) is handed over with four axes, as it is."""
 
 _ALIGNMENT = 16
-"""Bytes. cuDNN's kernels load that much at once and check neither strides nor addresses (`_aligned`)."""
+"""Bytes. cuDNN's kernels load that much at once and check neither strides nor addresses (`aligned`)."""
 
 _KEY_TILE = 128
 
@@ -80,19 +80,19 @@ class Call(NamedTuple):
                 "q": full if part.q is None else _gpu.offsets(part.q, q),
                 "kv": _gpu.offsets(part.kv, q),
             }
-        q, k, v = (_aligned(t) for t in (q, k, v))
+        q, k, v = (aligned(t) for t in (q, k, v))
         return Call(problem, operands.scale, operands.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> Call:
-        """The same call as the backward needs it: with full lengths where keys do not fill their last tile.
+        """The same call as the backward needs it: without sinks, with full lengths where keys do not fill their last tile.
 
         On SM90 the backward scores what is missing there 0 instead of -inf, which overflows where a row's log-sum-exp is
         below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask avoids it
         (cudnn-frontend issues 160 and 1072, pytorch issue 196678); the frontend adds one itself up to cuDNN 9.15.
         """
-        problem = self.problem
+        problem, extra = self.problem, {name: t for name, t in self.extra.items() if name != "sink"}
         if self.lengths or (problem.kv_len % _KEY_TILE == 0 and problem.q_len > 1):
-            return self
+            return self._replace(extra=extra)
         lengths = {"q": problem.q_len, "kv": problem.kv_len}
         return self._replace(lengths={s: full_lengths(problem.batch, n, self.q) for s, n in lengths.items()})
 
@@ -152,6 +152,7 @@ class Call(NamedTuple):
         return {
             "attn_scale": self.scale,
             "bias": nodes.get("bias"),
+            "use_alibi_mask": "alibi" in self.problem.features,
             "use_padding_mask": bool(self.lengths),
             "seq_len_q": nodes.get("length_q"),
             "seq_len_kv": nodes.get("length_kv"),
@@ -178,7 +179,7 @@ def full_lengths(batch: int, length: int, like: Tensor) -> Tensor:
     return torch.full((batch,), length, dtype=torch.int32, device=like.device)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where its rows do not start at multiples of 16 bytes.
 
     On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses the
@@ -236,19 +237,22 @@ def _built(
 
 def forward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> dict[str, Any]:
     """Attention and its statistics."""
+    options = call.options(cudnn, nodes)
+    if "sink" in nodes:  # an argument that older frontends do not have
+        options["sink_token"] = nodes["sink"]
+    if "table_k" in nodes:
+        options |= {
+            "paged_attention_k_table": nodes["table_k"], "paged_attention_v_table": nodes["table_v"],
+            "paged_attention_max_seq_len_kv": call.problem.kv_len,
+        }  # fmt: skip
     out, stats = graph.sdpa(
-        name="sdpa",
-        q=nodes["q"],
-        k=nodes["k"],
-        v=nodes["v"],
-        generate_stats=True,
-        **call.options(cudnn, nodes),
+        name="sdpa", q=nodes["q"], k=nodes["k"], v=nodes["v"], generate_stats=True, **options
     )
     return {"o": out, "stats": stats}
 
 
 def backward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of q, k and v; that of the bias is written where the graph's input says."""
+    """Gradients of q, k and v; that of the bias is written where the graph's input says. Sinks are in the statistics."""
     total_q, total_kv = call.totals() or (None, None)
     dq, dk, dv = graph.sdpa_backward(
         name="sdpa_backward", q=nodes["q"], k=nodes["k"], v=nodes["v"], o=nodes["o"], dO=nodes["do"],

@@ -20,6 +20,11 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     if "bias" in problem.features:
         found += _bias_reasons(problem, version, capability)
         found += _together_reasons("a bias", problem, capability)
+    if "alibi" in problem.features:
+        found += _alibi_reasons(problem, version, capability)
+        found += _together_reasons("ALiBi slopes", problem, capability)
+    if "sinks" in problem.features and "paged" not in problem.features:
+        found += _sink_reasons(problem, version, machine.version("cudnn_frontend"), capability)
     return found
 
 
@@ -35,6 +40,43 @@ def _bias_reasons(problem: Problem, version: Version, capability: Capability) ->
         found.append(f"a bias ({have(version)} on compute capability {dotted(capability)}; from 9.0)")
     if "bias_grad" in problem.features and version < (9, 5):
         found.append(f"the gradient of a bias ({have(version)}; this library asks for it from 9.5)")
+    return found
+
+
+def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
+    found = []
+    if not problem.usual_slopes:
+        found.append(
+            "ALiBi slopes that are not known to be the usual ones (cuDNN computes those; a bias would be rounded to "
+            f"{name(problem.dtype)}; a layer with 'alibi' and no slopes has them)"
+        )
+    if problem.mask.right != 0:
+        found.append("ALiBi slopes without a causal mask (cuDNN's are signed)")
+    if version < (8, 9, 6) or capability < (9, 0):
+        found.append(
+            f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)"
+        )
+    if "bias" in problem.features:
+        found.append("ALiBi slopes beside a bias")
+    return found
+
+
+def _sink_reasons(
+    problem: Problem, version: Version, frontend: Version | None, capability: Capability
+) -> list[str]:
+    found = []
+    oldest = (9, 18) if problem.mask.kinds & {"documents"} else (9, 13, 1)
+    if version < oldest:
+        packed = " with packed documents" if oldest == (9, 18) else ""
+        found.append(f"sinks{packed} ({have(version)}; from {'.'.join(map(str, oldest))})")
+    if frontend is not None and frontend < (1, 19):
+        found.append("sinks (nvidia-cudnn-frontend from 1.19)")
+    if problem.q_len == 1 and not problem.packed:
+        found.append("sinks for one query (min 2)")
+    if problem.features & {"lse", "lse_grad"}:
+        found.append("the log-sum-exp returned with sinks (cuDNN's contains them)")
+    if "backward" in problem.features and capability[0] >= 10 and problem.qk_dim == problem.v_dim == 256:
+        found.append(f"gradients for head_dim=256 with sinks on compute capability {dotted(capability)}")
     return found
 
 

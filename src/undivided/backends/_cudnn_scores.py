@@ -1,8 +1,14 @@
-"""What is added to cuDNN's scores: a bias, and a sink for each head.
+"""What is added to cuDNN's scores: a bias, a sink for each head, ALiBi.
 
 The bias is added after the scale, as ours is. cuDNN does not handle -inf in it (PyTorch's SDPA fills another number for
 cuDNN: aten, transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`), so -inf becomes the lowest number of the dtype
 and anything else at most half as low; rows with nothing else are settled afterwards.
+
+The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward needs nothing else of it, and
+cuDNN is not asked for the sink's gradient: before 9.26 that reads beyond packed documents, it does not repeat bit for bit
+(test/python/sdpa/fp16.py), and the frontend's graph of it lacks the minus sign that its test expects.
+
+ALiBi is computed by cuDNN from the slopes of Press et al. as ``slope * (j - i)``, which is ours under a top-left causal mask.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided._problem import Operands, Problem
+from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 
 
@@ -19,6 +26,8 @@ def extra(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if operands.bias is not None:
         found["bias"] = _finite(operands.bias)
+    if operands.sinks is not None:
+        found["sink"] = operands.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
     return found
 
 
@@ -29,13 +38,32 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def settle(problem: Problem, operands: Operands, out_BSHD: Tensor, lse_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows without keys get output 0 and lse = -inf: those of the mask, and those whose bias is -inf throughout."""
+def settle(
+    problem: Problem, operands: Operands, out_BSHD: Tensor, stats_BHS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and -inf."""
+    lse = stats_BHS if operands.sinks is None else _gpu.without_sinks(stats_BHS, operands.sinks)
     form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    out, lse = _gpu.settle(out_BSHD, lse_BHS, form)
+    out, lse = _gpu.settle(out_BSHD, lse, form)
     if operands.bias is not None:
         return _gpu.blank(out, lse, _closed_rows(problem, operands))
     return out, lse
+
+
+def statistics(operands: Operands, result: Result) -> Tensor:
+    """What cuDNN wrote in the forward, [B, H, Sq]: with the sinks in it, +inf in rows without keys."""
+    lse = result.lse if operands.sinks is None else _gpu.with_sinks(result.lse, operands.sinks)
+    return _gpu.for_kernel(lse)
+
+
+def sink_gradient(operands: Operands, result: Result, grad_BSHD: Tensor) -> Tensor:
+    """``-sum(p * (grad . out))`` over batch and rows, p what the sink takes of a row; in fp32 or fp64, as sinks [H]."""
+    assert operands.sinks is not None
+    lse = result.lse
+    taken = torch.sigmoid(operands.sinks.to(lse.dtype).unsqueeze(-1) - lse)
+    change = (grad_BSHD.to(lse.dtype) * result.out).sum(-1).transpose(1, 2)
+    total = torch.where(lse == -torch.inf, 0.0, taken * change).sum((0, 2))
+    return -total.to(operands.sinks.dtype)
 
 
 def _closed_rows(problem: Problem, operands: Operands) -> Tensor:

@@ -1,8 +1,6 @@
 """Calls of flash-attn 4 (CuTe). Unbounded sides of a window are None; its lse contains the sinks.
 
-`Result.lse` leaves sinks out, so ``lse = kernel + log1p(-exp(sink - kernel))`` after the forward, and
-``kernel = logaddexp(lse, sink)`` before the backward. Where the sink outweighs the keys the first loses digits that the
-second adds back to the sink, so the round trip is exact to rounding; the value itself is never handed out (see `reasons`).
+`Result.lse` leaves sinks out: `_gpu.without_sinks` after the forward, `_gpu.with_sinks` before the backward.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if operands.sinks is not None:
-        sink = operands.sinks.to(lse.dtype).unsqueeze(-1)
-        lse = lse + torch.log1p(-torch.exp((sink - lse).clamp(max=0.0)))
+        lse = _gpu.without_sinks(lse, operands.sinks)
     return Result(*_gpu.settle(out, lse, form))
 
 
@@ -55,9 +52,7 @@ def backward(
     cu = _gpu.packing(problem, operands)
     lse = result.lse
     if operands.sinks is not None:
-        lse = torch.logaddexp(lse, operands.sinks.to(lse.dtype).unsqueeze(-1)).masked_fill(
-            lse == -torch.inf, -torch.inf
-        )
+        lse = _gpu.with_sinks(lse, operands.sinks)
     grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(lse)
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]

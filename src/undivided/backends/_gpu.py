@@ -179,6 +179,22 @@ def for_kernel(lse_BHS: Tensor) -> Tensor:
     return lse_BHS.masked_fill(lse_BHS == -torch.inf, torch.inf).contiguous()
 
 
+def without_sinks(lse_BHS: Tensor, sinks: Tensor) -> Tensor:
+    """The log-sum-exp of the keys alone, of one that a kernel took over keys and sinks [H].
+
+    Where the sink outweighs the keys this loses digits, which `with_sinks` adds back to the sink: the round trip is exact to
+    rounding, the value itself is not to be handed out.
+    """
+    sink = sinks.to(lse_BHS.dtype).unsqueeze(-1)
+    return lse_BHS + torch.log1p(-torch.exp((sink - lse_BHS).clamp(max=0.0)))
+
+
+def with_sinks(lse_BHS: Tensor, sinks: Tensor) -> Tensor:
+    """The log-sum-exp over keys and sinks [H]; rows without keys stay -inf."""
+    total = torch.logaddexp(lse_BHS, sinks.to(lse_BHS.dtype).unsqueeze(-1))
+    return total.masked_fill(lse_BHS == -torch.inf, -torch.inf)
+
+
 _MAY_HOLD_GARBAGE = frozenset({"lengths", "q_lengths", "starts", "documents", "padded", "document_ids"})
 
 

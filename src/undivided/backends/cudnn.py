@@ -1,6 +1,7 @@
-"""`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, per-sequence lengths, packed and padded documents, a bias.
+"""`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged keys.
 
-Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`.
+Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and for paged
+keys `_cudnn_paged`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
-from undivided.backends import _cudnn_graph, _cudnn_rules, _cudnn_score_rules, _cudnn_scores, _gpu
+from undivided.backends import (
+    _cudnn_graph,
+    _cudnn_paged,
+    _cudnn_rules,
+    _cudnn_score_rules,
+    _cudnn_scores,
+    _gpu,
+)
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends._cudnn_graph import Call
 
@@ -30,16 +38,27 @@ class Cudnn(Backend):
         head_dim_multiple=8,
         masks=frozenset({"causal", "window", "lengths", "q_lengths", "documents", "padded"}),
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=frozenset({"backward", "bias", "bias_grad", "gqa", "lse", "value_dim"}),
+        features=frozenset(
+            {
+                "backward",
+                "bias",
+                "bias_grad",
+                "alibi",
+                "sinks",
+                "sinks_grad",
+                "paged",
+                "gqa",
+                "lse",
+                "value_dim",
+            }
+        ),
         compute_capability=((8, 0), (12, 1)),
         # 1.14: the band arguments of the Python interface
         packages=(("cudnn_frontend", (1, 14), None),),
         notes={
             "dropout": "it draws its own pattern",
-            "alibi": "cuDNN computes slopes of its own",
+            "alibi_grad": "cuDNN's slopes are its own",
             "softcap": "only as a graph of one's own",
-            "sinks": "whether its statistics contain them is not documented",
-            "paged": "not written yet",
             "lse_grad": "cuDNN's backward has no input for it",
         },
     )
@@ -59,7 +78,10 @@ class Cudnn(Backend):
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
         if problem.device == "cuda":
-            reasons += _cudnn_rules.reasons(problem, machine) + _cudnn_score_rules.reasons(problem, machine)
+            reasons += _cudnn_score_rules.reasons(problem, machine)
+            if "paged" in problem.features:
+                return reasons + _cudnn_paged.reasons(problem, machine)
+            reasons += _cudnn_rules.reasons(problem, machine)
         if "lengths" in problem.mask.kinds and problem.q_len == 1:
             reasons.append(
                 "per-sequence lengths for one query (what lies beyond them would be cleared in a copy of the cache)"
@@ -77,8 +99,16 @@ class Cudnn(Backend):
             )
         return reasons
 
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Paged keys: one kernel of ours has less to start than what it takes to keep garbage out of cuDNN's."""
+        if "paged" in problem.features:
+            return "computes each last page apart, in a dozen small operations; ask with backend='cudnn'"
+        return None
+
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """Attention by a forward graph."""
+        if operands.pages is not None:
+            return _cudnn_paged.forward(problem, operands)
         call = Call.of(problem, operands, _cudnn_scores.extra(problem, operands))
         out = torch.empty(*call.q.shape[:-1], problem.v_dim, dtype=call.q.dtype, device=call.q.device)
         stats = call.empty_stats(lse_dtype(problem.dtype))
@@ -96,7 +126,10 @@ class Cudnn(Backend):
         out, grad = result.out, _layout.canonical(grad_out, problem.layout)
         if _gpu.has_rows_without_keys(problem):
             grad = _gpu.clear_rows(grad, operands.normal_form(problem))
-        stats = _gpu.for_kernel(result.lse)
+        stats = _cudnn_scores.statistics(operands, result)
+        dsinks = (
+            _cudnn_scores.sink_gradient(operands, result, grad) if "sinks_grad" in problem.features else None
+        )
         if call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
         tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out.contiguous(), "stats": stats.contiguous()}
@@ -114,7 +147,7 @@ class Cudnn(Backend):
         dq, dk, dv = (
             _layout.restore(g.unsqueeze(0) if call.packed else g, problem.layout) for g in grads.values()
         )
-        return dq, dk, dv, dbias, None, None
+        return dq, dk, dv, dbias, dsinks, None
 
 
 BACKEND = Cudnn()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from undivided._slopes import usual_slopes
 from undivided.errors import InputError
 from undivided.nn._arguments import checked_choice
 from undivided.nn._formats import Inputs
@@ -93,22 +93,8 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
 
 def _slopes(slopes: object, inputs: Inputs) -> Tensor:
     if slopes is None:
-        return default_slopes(inputs.q.shape[-2], inputs.q.device)
+        return usual_slopes(inputs.q.shape[-2], inputs.q.device)
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         got = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
         raise InputError("alibi_slopes", "be a float32 tensor [h] or [b, h]", got)
     return slopes
-
-
-def default_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond n.
-
-    Source: Press et al. 2022 (arXiv:2108.12409).
-
-    >>> default_slopes(6).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
-    """
-    n = 1 << int(math.log2(heads))
-    first = torch.arange(1, n + 1, dtype=torch.float32, device=device) * (-8 / n)
-    rest = torch.arange(1, 2 * (heads - n) + 1, 2, dtype=torch.float32, device=device) * (-4 / n)
-    return torch.exp2(torch.cat((first, rest)))
