@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class Machine:
         torch: PyTorch's version; this one's if not said.
         isa: the CPU's instruction set as PyTorch names it ("AVX2", "AVX512", "DEFAULT", ...).
         hip: an AMD GPU (ROCm) behind torch's "cuda" device.
+        flash_impl: what ``torch.nn.attention.activate_flash_attention_impl`` has put in the place of PyTorch's own flash
+            kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
         probed: True where `Machine.this` filled it in.
 
     >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
@@ -79,6 +82,7 @@ class Machine:
     torch: str = torch.__version__.partition("+")[0]
     isa: str = ""
     hip: bool = False
+    flash_impl: str | None = None
     probed: bool = False
 
     def __post_init__(self) -> None:
@@ -103,6 +107,8 @@ class Machine:
         for name, text in self.packages.items():
             parse_version(text, f"Machine.packages[{name!r}]")
         object.__setattr__(self, "packages", dict(self.packages))
+        if self.flash_impl is not None and not isinstance(self.flash_impl, str):
+            raise InputError("Machine.flash_impl", "be a name such as 'FA3', or None", repr(self.flash_impl))
 
     def __hash__(self) -> int:
         return hash(
@@ -116,10 +122,10 @@ class Machine:
 
     @staticmethod
     def this(device: _Device | str | None = None) -> Machine:
-        """The machine one is on, probed once for each device."""
-        if getattr(device, "type", None) == "cpu":
-            return _probe("cpu")
-        return _probe(str(device) if device is not None and str(device).startswith("cuda") else "cpu")
+        """The machine one is on, probed once for each device and for what PyTorch's flash operators run there."""
+        if getattr(device, "type", None) == "cpu" or device is None or not str(device).startswith("cuda"):
+            return _probe("cpu", None)
+        return _probe(str(device), active_flash_impl())
 
     @staticmethod
     def named(name: str, cudnn: str | None = None, packages: Mapping[str, str] | None = None) -> Machine:
@@ -144,6 +150,8 @@ class Machine:
         parts.append(f"torch {self.torch}")
         if self.cudnn:
             parts.append(f"cuDNN {self.cudnn}")
+        if self.flash_impl:
+            parts.append(f"torch's flash is {self.flash_impl}")
         parts += [f"{package} {version}" for package, version in sorted(self.packages.items())]
         return ", ".join(parts)
 
@@ -167,8 +175,17 @@ def _installed(names: tuple[str, ...]) -> str | None:
     return None
 
 
+def active_flash_impl() -> str | None:
+    """The implementation that was activated for PyTorch's flash operators on CUDA; None for PyTorch's own.
+
+    Asked at every call: it may change while the program runs. Source: torch/nn/attention/_registry.py (2.13).
+    """
+    current = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 @functools.cache
-def _probe(device: str) -> Machine:
+def _probe(device: str, flash_impl: str | None) -> Machine:
     packages = {name: version for name, names in _PACKAGES.items() if (version := _installed(names))}
     isa = torch.backends.cpu.get_cpu_capability()
     if device == "cpu":
@@ -184,6 +201,7 @@ def _probe(device: str) -> Machine:
         torch=torch.__version__,
         isa=isa,
         hip=torch.version.hip is not None,
+        flash_impl=flash_impl,
         probed=True,
     )
 

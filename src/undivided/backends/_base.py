@@ -89,6 +89,10 @@ class Backend:
         """Why this machine cannot run it at all, whatever the problem; None where it can."""
         return _missing_package(self.limits, machine)
 
+    def summary_on(self, machine: Machine) -> str:
+        """Its line in the table on this machine."""
+        return self.summary
+
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """Every reason why it cannot run exactly this problem; empty means it can.
 

@@ -80,7 +80,8 @@ def _row(backend: Backend, machines: Sequence[Machine]) -> BackendRow:
     available = len(refusals) < len(machines)
     return BackendRow(
         name=backend.name, family=backend.family, available=available, why_not="" if available else refusals[-1],
-        version=_version(backend, machines[-1], available), summary=backend.summary, how_to_get=backend.how_to_get,
+        version=_version(backend, machines[-1], available), summary=backend.summary_on(machines[-1]),
+        how_to_get=backend.how_to_get,
     )  # fmt: skip
 
 

@@ -5,18 +5,25 @@ one gets. Also reached here and not through SDPA: windows, packed documents, ALi
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention_backward.cu) and
 flash_attn/flash_api.cpp; torch/nn/attention/varlen.py for packed tokens.
+
+A program may put FlashAttention 3 or 4 in the place of that kernel (``torch.nn.attention.activate_flash_attention_impl``):
+the operators stay, the limits are the other's, narrowed by what torch/nn/attention/_fa3.py and _fa4.py (2.13) take. Which one
+is active is asked at every call. Nothing here activates one: it is a switch of the whole process.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._machine import Machine
+from undivided._machine import Machine, active_flash_impl
 from undivided._problem import Operands, Problem
 from undivided._result import Result
-from undivided.backends import _gpu
+from undivided.backends import _flash_attn_rules, _gpu
 from undivided.backends._base import Gradients, Limits, limit_reasons
 
 OPS = torch.ops.aten
@@ -40,16 +47,48 @@ LIMITS = Limits(
 )
 
 
-def reasons(problem: Problem, machine: Machine) -> list[str]:
-    """Every reason why PyTorch's flash kernel cannot run this on CUDA."""
-    found = (
-        limit_reasons(LIMITS, problem, machine)
-        + _gpu.hip_reasons(problem, machine)
-        + _gpu.size_reasons(problem)
+def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
+    """The limits of a flash-attn package behind PyTorch's operators: no ALiBi, and nothing that these have no argument for."""
+    return dataclasses.replace(
+        limits,
+        features=limits.features & LIMITS.features,
+        compute_capability=((9, 0), highest),
+        packages=LIMITS.packages,
+        notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse it with this implementation"},
     )
+
+
+_Rules = tuple[Limits, Callable[[Problem, Machine], list[str]]]
+ACTIVATED: dict[str, _Rules] = {
+    "FA3": (_activated(_flash_attn_rules.LIMITS_3, (9, 0)), _flash_attn_rules.more_3),
+    # _fa4.py asks for a major version of 9 or 10
+    "FA4": (_activated(_flash_attn_rules.LIMITS_4, (10, 9)), _flash_attn_rules.more_4),
+}
+
+
+def reasons(problem: Problem, machine: Machine) -> list[str]:
+    """Every reason why PyTorch's flash operators cannot run this on CUDA, with the kernel that is behind them."""
+    common = _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+    impl = machine.flash_impl
+    if impl is not None:
+        return common + _activated_reasons(impl, problem, machine)
+    found = limit_reasons(LIMITS, problem, machine) + common
     if {"alibi", "backward"} <= problem.features:
         found.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
     return found + _gpu.large_head_reasons(problem, machine)
+
+
+def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
+    if impl not in ACTIVATED:
+        return [
+            f"{impl} is active in the place of PyTorch's flash kernel, and its limits are not known "
+            "(torch.nn.attention.restore_flash_attention_impl() takes it out)"
+        ]
+    limits, more = ACTIVATED[impl]
+    found = limit_reasons(limits, problem, machine)
+    if machine.compute_capability is not None:
+        found += more(problem, machine)
+    return [f"{impl}, which is active: {reason}" for reason in found]
 
 
 def rank(problem: Problem, machine: Machine) -> float:
@@ -59,10 +98,10 @@ def rank(problem: Problem, machine: Machine) -> float:
 
 def forward(problem: Problem, operands: Operands) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
-    causal, left, right = _gpu.flash_band(operands)
+    causal, left, right = _band(operands)
     slopes = operands.alibi_slopes
     form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.views(problem, operands)
+    q, k, v = _tensors(problem, operands)
     packing = _pack(problem, operands)
     out, lse, *_ = OPS._flash_attention_forward(
         q, k, v, *packing, 0.0, causal, False, scale=operands.scale, window_size_left=left, window_size_right=right,
@@ -77,8 +116,8 @@ def backward(
     problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Gradients by ``aten::_flash_attention_backward``."""
-    causal, left, right = _gpu.flash_band(operands)
-    q, k, v = _gpu.views(problem, operands)
+    causal, left, right = _band(operands)
+    q, k, v = _tensors(problem, operands)
     packing = _pack(problem, operands)
     out, grad, lse = result.out, _layout.canonical(grad_out, problem.layout), _gpu.for_kernel(result.lse)
     packed = packing[0] is not None
@@ -101,6 +140,18 @@ def backward(
         ]
     dq, dk, dv = (_layout.restore(g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
+
+
+def _band(operands: Operands) -> tuple[bool, int, int]:
+    """(causal, left, right). FlashAttention 4 is told of a causal mask by its flag alone, as its own interface does."""
+    causal, left, right = _gpu.flash_band(operands)
+    return causal, left, -1 if causal and active_flash_impl() is not None else right
+
+
+def _tensors(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+    """q, k, v. What no pair reads is 0 for FlashAttention 3 and 4, which may multiply it by 0; 2 does not load it."""
+    prepare = _gpu.views if active_flash_impl() is None else _gpu.cleaned_views
+    return prepare(problem, operands)
 
 
 _Packing = tuple[Tensor | None, Tensor | None, int, int]

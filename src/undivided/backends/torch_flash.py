@@ -82,6 +82,12 @@ class TorchFlash(Backend):
         """Every PyTorch has it."""
         return None
 
+    def summary_on(self, machine: Machine) -> str:
+        """With the name of what was activated in the place of PyTorch's FlashAttention-2, if anything was."""
+        if machine.flash_impl is None:
+            return self.summary
+        return f"PyTorch's fused CPU kernel, and on CUDA {machine.flash_impl}, activated in PyTorch"
+
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The CPU kernel's limits, or CUDA's."""
         if problem.device == "cuda":
