@@ -134,7 +134,11 @@ def _prepare(
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         backend, problem, operands = _prepare(*arguments)
-        out, lse = _autograd.restore(_autograd.forward(backend, problem, operands), problem)
+        result = _autograd.forward(backend, problem, operands)
+        if not problem.lse_is_read:  # its shape has been promised all the same
+            shape = problem.batch, problem.heads, problem.q_len
+            result = result._replace(lse=operands.q.new_zeros(shape, dtype=lse_dtype(problem.dtype)))
+        out, lse = _autograd.restore(result, problem)
     return out.contiguous(), lse.contiguous()
 
 

@@ -84,6 +84,11 @@ class Problem(NamedTuple):
         """Whether the sequences are packed documents (thd)."""
         return self.layout == "thd"
 
+    @property
+    def lse_is_read(self) -> bool:
+        """Whether a forward's log-sum-exp is returned, or needed for the gradients."""
+        return "lse" in self.features or "backward" in self.features
+
     def __str__(self) -> str:
         q = f"q {self.batch}x{self.q_len}x{self.heads}x{self.qk_dim}"
         kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"

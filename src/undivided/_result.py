@@ -18,11 +18,15 @@ class Result(NamedTuple):
 
     out: [B, Sq, H, Dv] (a view; its memory may be in any layout), dtype of the inputs.
     lse: [B, H, Sq] natural logarithm of the sum of exp(score) over the allowed keys, fp32 (fp64 for fp64 inputs);
-        -inf for a row with no allowed key; sinks not included.
+        -inf for a row with no allowed key; sinks not included. `UNREAD` will do where `Problem.lse_is_read` is false.
     """
 
     out: Tensor
     lse: Tensor
+
+
+UNREAD = torch.full((), torch.nan)
+"""Stands for a log-sum-exp that nobody reads."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided._problem import Operands, Problem
+from undivided._result import UNREAD
 from undivided.kernels import cpu, philox
 from undivided.masks._intervals import DensePairs
 
@@ -26,6 +27,7 @@ _SIZE = cpu.RECORD.size
 # what the record holds where there is none: pointers, then strides
 NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 NO_PAGES: tuple[int, ...] = (0,) * 4
+_NO_LSE: tuple[int, ...] = (0,) * 3
 _NO_BIAS: tuple[int, ...] = (0,) * 6
 _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
@@ -48,18 +50,17 @@ def record(
     problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *rest: float,
 ) -> bytes:  # fmt: skip
-    """The C record; `rest` are its fields from ranges on."""
+    """The C record; `rest` are its fields from ranges on. The kernel writes no lse to `UNREAD`."""
     q_b, q_h, q_s, _ = q.stride()
     k_b, k_h, k_s, _ = k.stride()
     v_b, v_h, v_s, _ = v.stride()
     out_b, out_h, out_s, _ = out.stride()
-    lse_b, lse_h, _ = lse.stride()
     return _PACK(
         _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, q.shape[2],
         problem.kv_len, problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()),
         operands.scale, operands.softcap or 0.0,
         q.data_ptr(), q_b, q_h, q_s, k.data_ptr(), k_b, k_h, k_s, v.data_ptr(), v_b, v_h, v_s,
-        out.data_ptr(), out_b, out_h, out_s, lse.data_ptr(), lse_b, lse_h, *rest,
+        out.data_ptr(), out_b, out_h, out_s, *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])), *rest,
     )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ class Call:
         """The record for these rows; what it points to is held until the next is made."""
         problem, operands = self.problem, self.operands
         q, k, v, out, lse = self.tensors
-        q, out, lse = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
+        q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
         bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
         if self.bias is not None:
             some = self.bias[:, :, rows]

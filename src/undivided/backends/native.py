@@ -13,7 +13,7 @@ from torch import Tensor
 from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
-from undivided._result import Result
+from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends._native_call import DTYPES, NOTHING_ELSE, Call, is_plain, pages_of, ranges_of, record
@@ -70,20 +70,22 @@ class Native(Backend):
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """One call of the kernel; one for every block of rows where the mask is more than ranges."""
         q, k, v = _kernel_views(operands)
-        out_BSHD = _new_output(problem, operands)
-        out = out_BSHD.transpose(1, 2)
-        lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
+        answer = _new_output(problem, operands)
+        out = _layout.heads_first(answer, problem.layout)
         library = cpu.load()
         assert isinstance(library, cpu.Library)
+        lse = UNREAD
+        if problem.lse_is_read:
+            lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(problem, operands):
             _table, pages = pages_of(operands)
             given = (*ranges_of(problem, operands), *pages, *NOTHING_ELSE)
             library.forward(record(problem, operands, q, k, v, out, lse, *given))
-            return Result(out_BSHD, lse)
+            return Result(_layout.canonical(answer, problem.layout), lse)
         call = Call(problem, operands, (q, k, v, out, lse), paged=True)
         for rows in call.slices():
             library.forward(call.record(rows))
-        return Result(out_BSHD, lse)
+        return Result(_layout.canonical(answer, problem.layout), lse)
 
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -118,11 +120,11 @@ def _kernel_views(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(problem: Problem, operands: Operands) -> Tensor:
-    """[B, Sq, H, Dv], contiguous in the caller's layout."""
+    """In the caller's layout, contiguous."""
     q = operands.q
     if problem.v_dim == problem.qk_dim and q.is_contiguous():
-        return _layout.canonical(torch.empty_like(q), problem.layout)
-    return _layout.empty(problem.layout, (problem.batch, problem.q_len, problem.heads, problem.v_dim), q)
+        return torch.empty_like(q)
+    return q.new_empty((*q.shape[:-1], problem.v_dim))
 
 
 BACKEND = Native()
