@@ -6,6 +6,7 @@ would wait is written down. Inside a CUDA graph such an operation is an error; o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_cudnn import FakeCudnn, FakeGraph
 from undivided import _problem, masks
 from undivided._machine import Machine
-from undivided.backends import _triton_inputs, get
+from undivided._slopes import usual_slopes
+from undivided.backends import _cudnn_graph, _triton_inputs, get
 from undivided.backends import _triton_tables as tables
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonzero")
@@ -138,6 +141,48 @@ def test_pytorchs_kernels(name: str) -> None:
             ran.append(backend)
             assert _waits(get(backend), problem, operands) == [], backend
     assert ran
+
+
+CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "sinks": lambda: {"sinks": torch.ones(4, device="meta", requires_grad=True)},
+    "bias": lambda: {
+        "bias": torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    },
+    "alibi": lambda: {"alibi_slopes": usual_slopes(4, "meta")},
+}
+
+
+@pytest.fixture
+def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
+    monkeypatch.setattr(FakeGraph, "execute", lambda *arguments, **named: None)
+    monkeypatch.setattr(_cudnn_graph, "_graphs", {})
+    monkeypatch.setattr(_cudnn_graph, "_handles", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, how)
+        for name in ("full", "causal", "window", "lengths", "documents")
+        for how in ("plain", "sinks")
+    ]
+    + [("full", "bias"), ("causal", "bias"), ("causal", "alibi")],
+)
+def test_cudnn(name: str, options: str, cudnn_module: None) -> None:
+    problem, operands = _asked(name, True, **CUDNN_OPTIONS[options]())
+    assert _waits(get("cudnn"), problem._replace(device="cuda"), operands) == []
+
+
+def test_cudnn_pages(cudnn_module: None) -> None:
+    q, pool = (
+        torch.zeros(*shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 1, 4, 64), (9, 16, 2, 64))
+    )
+    pages = torch.zeros(2, 3, dtype=torch.int32, device="meta")
+    mask = masks.lengths(_int32(3, 40)) & masks.causal("bottom_right")
+    problem, operands = _problem.normalise(q, pool, pool, layout="bshd", mask=mask, pages=pages)
+    assert _waits(get("cudnn"), problem, operands) == []
 
 
 class TestCapture:
