@@ -118,6 +118,7 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
         "for dtype in t.ALLOWED:\n"
         "  t.test_packed_documents('before', dtype)\n"
+        "  t.test_packed_documents('ten-around', dtype)\n"
         "  for q_len in (40, 3, 1):\n"
         "    for value in (t.math.nan, t.math.inf):\n"
         "      t.test_what_is_not_finite_stays_in_its_column_or_row(q_len, dtype, value)\n"
@@ -172,12 +173,16 @@ def packed_lengths() -> list[int]:
 
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("seen", ["before", "all", "before-and-the-first-five"])
+@pytest.mark.parametrize("seen", ["before", "all", "before-and-the-first-five", "ten-around"])
 def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
     """Rows of a document take the same steps whichever rows their block begins with, so threads do not matter either."""
     torch.manual_seed(0)
     offsets = packed_lengths()
     mask = masks.documents(offsets) if seen == "all" else masks.documents(offsets) & masks.causal()
+    if (
+        seen == "ten-around"
+    ):  # where rows of a document begin to see other first keys than the rows beside them
+        mask = masks.documents(offsets) & masks.window(5, 4)
     if seen == "before-and-the-first-five":
         mask = (masks.causal() | masks.prefix(5)) & masks.documents(offsets)
     q, k, v = (torch.randn(1, heads, offsets[-1], 64).to(dtype) for heads in (4, 2, 2))

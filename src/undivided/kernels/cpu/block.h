@@ -15,6 +15,7 @@
 
 #include "upcoming.h"
 #include "panel_step.h"
+#include "short_block.h"
 #include "tiled.h"
 
 namespace {
@@ -222,6 +223,8 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
 #if defined(UNDIVIDED_AMX)
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
   (void)tiles;
+  if constexpr (Mode::kTiled)
+    if (is_short(a, block)) return ShortBlock<Mode>(a, block, scratch).run();
 #endif
   Block<Mode>(a, block, scratch).run();
 }
@@ -230,7 +233,11 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
 template <class Mode>
 static int64_t block_bytes(const Attention& a, int64_t rows) {
   const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys(a), round_up(a.kv_len, kTile)), nullptr).bytes;
-  return larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
+  int64_t bytes = larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
+#if defined(UNDIVIDED_AMX)
+  if constexpr (Mode::kTiled) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
+#endif
+  return bytes;
 }
 
 }  // namespace

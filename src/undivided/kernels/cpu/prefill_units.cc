@@ -21,15 +21,6 @@ constexpr int64_t kShareHeadsBelow = 64;
 // Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
 constexpr int64_t kPartsTotal = 32, kFewestPartKeys = 1024, kFewestBlockRows = 64;
 
-int64_t block_rows(const Attention& a, const Kernels& k, int64_t virtual_rows, int64_t heads) {
-  const int64_t panel = k.panel;
-  int64_t rows = a.dtype == kFloat32 ? kBlockRows : k.rows16;
-  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
-  int64_t wanted = a.threads * kUnitsPerThread;
-  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
-  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
-}
-
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
   int64_t cost = 0;
@@ -44,6 +35,27 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
     if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
   }
   return cost;
+}
+
+// The most keys that a row of each sequence sees; where nobody asks, all.
+std::vector<int64_t> longest_rows(const Attention& a, const Kernels& k) {
+  std::vector<int64_t> longest((size_t)a.batch, a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len);
+  for (int64_t b = 0; a.ranges && k.short_keys > 0 && a.dtype != kFloat32 && b < a.batch; b++) {
+    int64_t most = 0;
+    for (int64_t row = 0; row < a.q_len; row++) most = std::max(most, row_costs(a, b, row, 1));
+    longest[(size_t)b] = most;
+  }
+  return longest;
+}
+
+int64_t block_rows(const Attention& a, const Kernels& k, const std::vector<int64_t>& longest, int64_t virtual_rows, int64_t heads) {
+  const int64_t panel = k.panel;
+  const bool few_keys = std::all_of(longest.begin(), longest.end(), [&](int64_t n) { return n <= k.short_keys && n < a.kv_len; });
+  int64_t rows = a.dtype == kFloat32 ? kBlockRows : few_keys ? k.short_rows : k.rows16;
+  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
+  int64_t wanted = a.threads * kUnitsPerThread;
+  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
+  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
 }
 
 // The keys of a sequence in at most `parts` parts of whole tiles.
@@ -78,7 +90,8 @@ Division divide(const Attention& a) {
   return d;
 }
 
-std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, int64_t step, int64_t threads, float* partials) {
+std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, const std::vector<int64_t>& longest, int64_t step,
+                                      int64_t threads, float* partials) {
   const int64_t group = a.heads / a.kv_heads;
   std::vector<RowBlock> blocks;
   blocks.reserve((size_t)(a.batch * d.heads * d.parts * ((d.rows + step - 1) / step)));
@@ -88,6 +101,7 @@ std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, int
       const int64_t rows = std::min(step, d.rows - row), cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
       for (int64_t h = 0; h < d.heads; h++) {
         RowBlock block = {b, d.share ? h * group : h, d.share ? h : h / group, row, rows, cost};
+        block.longest = longest[(size_t)b];
         if (d.parts == 1) blocks.push_back(block);
         else
           for (int64_t part = 0; part < keys.count; part++) {
@@ -134,13 +148,14 @@ int run_blocks(const Attention& a) {
   advise_huge_pages(a);
   const Kernels& k = *kernels().prefill(a.dtype);
   const Division d = divide(a);
-  const int64_t step = block_rows(a, k, d.rows, d.heads), threads = threads_for(a);
+  const std::vector<int64_t> longest = longest_rows(a, k);
+  const int64_t step = block_rows(a, k, longest, d.rows, d.heads), threads = threads_for(a);
   float* partials = nullptr;
   if (d.parts > 1) {
     partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
     if (partials == nullptr) return kNoMemory;
   }
-  const std::vector<RowBlock> blocks = cut_into_blocks(a, d, step, threads, partials);
+  const std::vector<RowBlock> blocks = cut_into_blocks(a, d, longest, step, threads, partials);
   const int64_t bytes = k.block_scratch(a, std::min(step, d.rows));
   int status = run_units((int64_t)blocks.size(), bytes, threads,
                          [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });

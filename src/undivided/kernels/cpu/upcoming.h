@@ -37,6 +37,21 @@ class Upcoming {
       if (--s.rows == 0) next_++;
     }
   }
+  // The same by whole rows: less to count where there is little to do beside them.
+  void pace_rows(int64_t steps) {
+    int64_t rows = 0;
+    for (int i = 0; i < count_; i++) rows += stretch_[i].rows;
+    rows_a_step_ = steps > 0 ? (rows + steps - 1) / steps : 0;
+  }
+  inline __attribute__((always_inline)) void step_rows() {
+    for (int64_t i = 0; i < rows_a_step_ && next_ < count_; i++) {
+      Stretch& s = stretch_[next_];
+      const char *at = s.at, *end = at + s.bytes;
+      for (; at < end; at += kLine) __builtin_prefetch(at, 0, 2);
+      s.at += s.stride;
+      if (--s.rows == 0) next_++;
+    }
+  }
 
  private:
   static constexpr int64_t kLine = 64;
@@ -47,7 +62,7 @@ class Upcoming {
   };
   Stretch stretch_[kMost];
   int count_ = 0, next_ = 0;
-  int64_t lines_ = 0, lines_a_step_ = 0, at_ = 0;
+  int64_t lines_ = 0, lines_a_step_ = 0, rows_a_step_ = 0, at_ = 0;
 };
 
 }  // namespace
