@@ -114,6 +114,10 @@ TABLE = [
         },
     ),
     Row(
+        "one-query-training-h100", H100, ask((2, 1, 16, 128), kv_len=512, grad=True), "cudnn",
+        {"torch_cudnn": ["gradients for one query on compute capability 9.x"]},
+    ),
+    Row(
         "gqa-h100", H100, ask(SQUARE, kv_heads=2, mask=masks.causal(), grad=True), "cudnn",
         {"torch_efficient": ["fewer key/value heads than query heads (its kernel"]},
     ),

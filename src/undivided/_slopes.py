@@ -10,28 +10,32 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from undivided._tensors import versions
+from undivided._tensors import is_traced, versions
 
-_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Tensors of usual slopes, and the in-place version that they were made with."""
+_made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
+"""The slopes of a number of heads on a device, and the in-place version that they were made with."""
 
 
 def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond n.
+
+    The same tensor at every call, for as long as nobody writes to it.
 
     Source: Press et al. 2022 (arXiv:2108.12409).
 
     >>> usual_slopes(6).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return _computed(heads, device)
-    with torch.inference_mode(False):  # an inference tensor would not say whether it was written to
-        slopes = _computed(heads, device)
-    _made[slopes] = versions((slopes,))
-    return slopes
+    key = (heads, torch.empty(0, device=device).device)
+    known = _made.get(key)
+    if known is None or versions((known[0],)) != known[1]:
+        with torch.inference_mode(False):  # an inference tensor would not say whether it was written to
+            slopes = _computed(heads, device)
+        known = _made[key] = slopes, versions((slopes,))
+    return known[0]
 
 
 def _computed(heads: int, device: torch.device | str) -> Tensor:
@@ -45,8 +49,16 @@ def are_usual(slopes: Tensor) -> bool:
     """Whether the slopes are known to be the usual ones: False for the same numbers from elsewhere.
 
     >>> slopes = usual_slopes(8)
-    >>> are_usual(slopes), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
-    (True, False, False)
+    >>> are_usual(slopes), are_usual(slopes.detach()), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
+    (True, True, False, False)
     """
-    made_with = _made.get(slopes)
-    return made_with is not None and made_with == versions((slopes,))
+    if slopes.dim() != 1 or torch.compiler.is_compiling():
+        return False
+    made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
+    if made is None or version is None or versions((slopes,)) != version:
+        return False
+    if made is slopes:
+        return True
+    # a view or a detached one shares memory and version; `_made` keeps the memory from being used again
+    same = slopes.dtype == made.dtype and slopes.stride() == made.stride() and slopes.device.type != "meta"
+    return same and slopes.data_ptr() == made.data_ptr()

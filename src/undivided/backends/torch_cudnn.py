@@ -64,6 +64,17 @@ class TorchCudnn(Backend):
         for name, size in (("batch", problem.batch), ("heads", problem.heads)):
             if size > 65535:
                 reasons.append(f"{name}={size} (max 65535)")
+        capability = machine.compute_capability
+        if (
+            capability is not None
+            and capability[0] == 9
+            and problem.q_len == 1
+            and "backward" in problem.features
+        ):
+            reasons.append(
+                "gradients for one query on compute capability 9.x (NaN where the log-sum-exp is far below 0: cudnn-frontend "
+                "issue 1072; the cudnn backend asks with a padding mask)"
+            )
         if problem.deterministic and "backward" in problem.features:
             reasons.append(
                 "deterministic gradients (PyTorch's operator does not ask cuDNN for them; the cudnn backend does)"

@@ -42,7 +42,8 @@ class Case:
         second row of a larger buffer, not aligned); "strided-last" (a last axis whose stride is not 1); "shared-kv" (one
         key/value row expanded over the batch, stride 0).
     bias: its axes, or None. bias_dtype: None is q's. bias_holes: a tenth of it is -inf, and one whole row.
-    scale, softcap, dropout_p, dropout_seed: as for `attention`. alibi: "h", "bh" or None. sinks: with or without.
+    scale, softcap, dropout_p, dropout_seed: as for `attention`. sinks: with or without.
+    alibi: "h", "bh", "usual" (the slopes of Press et al.) or None.
     return_lse: also return the lse, and send gradients through it.
     page_size: keys and values are page pools; kv_len is then max_pages * page_size (times the documents in thd).
     needs: the arguments that need a gradient; None is all that may have one.
@@ -69,7 +70,7 @@ class Case:
     bias_holes: bool = False
     scale: float | None = None
     softcap: float | None = None
-    alibi: Literal["h", "bh"] | None = None
+    alibi: Literal["h", "bh", "usual"] | None = None
     sinks: bool = False
     dropout_p: float = 0.0
     dropout_seed: int = 1234
@@ -332,6 +333,7 @@ SCORES = _tagged(
     Case("bias-not-differentiated", bias="bhqk", needs=("q", "k", "v")),
     Case("bias-thd", layout="thd", batch=1, bias="hqk", mask=lambda: masks.documents([0, 4, 13])),
     Case("alibi-causal", alibi="h", mask=lambda: masks.causal()),
+    Case("alibi-usual-slopes", alibi="usual", mask=lambda: masks.causal(), needs=("q", "k", "v")),
     Case("alibi-every-pair", alibi="h", layout="sbhd", needs=("q", "k", "v")),
     Case("alibi-slopes-of-each-sequence", alibi="bh", layout="bhsd", mask=lambda: masks.causal()),
     Case("alibi-bottom-right-chunked-prefill", alibi="h", q_len=5, kv_len=19, mask=lambda: masks.causal("bottom_right"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import undivided.functional
 from undivided import _layout
+from undivided._slopes import usual_slopes
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.verification.cases import Case
@@ -109,17 +110,17 @@ class _Draw:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.dtype, self._device, self._seed = dtype, torch.device(device), seed
+        self.dtype, self.device, self._seed = dtype, torch.device(device), seed
         self._large: torch.Generator | None = None
 
     def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        if self._device.type == "cuda" and math.prod(shape) >= _LARGE:
+        if self.device.type == "cuda" and math.prod(shape) >= _LARGE:
             if self._large is None:
-                self._large = torch.Generator(self._device).manual_seed(self._seed)
-            drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self._device)
+                self._large = torch.Generator(self.device).manual_seed(self._seed)
+            drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self.device)
             return drawn.mul_(scale).to(dtype or self.dtype)
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
-        return values.to(dtype or self.dtype).to(self._device)
+        return values.to(dtype or self.dtype).to(self.device)
 
 
 def upstream(out: Tensor, seed: int = 0) -> Tensor:
@@ -144,7 +145,9 @@ def _extras(case: Case, draw: _Draw) -> dict[str, Any]:
         holes = draw(*found["bias"].shape) > 1.3  # a tenth
         holes[..., 3, :] = True
         found["bias"] = found["bias"].masked_fill(holes, -torch.inf)
-    if case.alibi is not None:
+    if case.alibi == "usual":
+        found["alibi_slopes"] = usual_slopes(heads, draw.device)
+    elif case.alibi is not None:
         sequences = _sequences(case) if case.alibi == "bh" else 1
         slopes = draw(sequences, heads, dtype=torch.float32).abs() * 0.2
         found["alibi_slopes"] = slopes if case.alibi == "bh" else slopes.squeeze(0)
