@@ -10,9 +10,11 @@ import torch
 
 from adapter_check import MASKS, check, expected, tensors
 from fake_cudnn import FakeCudnn
-from undivided import masks
+from undivided import DotProductAttention, functional, masks
 from undivided._machine import Machine
-from undivided._problem import normalise
+from undivided._policy import Policy
+from undivided._problem import Problem, normalise
+from undivided._selection import Decision, select
 from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_graph, cudnn
 from undivided.masks import Mask
@@ -154,7 +156,7 @@ def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
 
 
 def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
-    """Rows whose every open key is biased by the lowest number attend to those alone, not to the keys at -inf."""
+    """Rows whose every open key is biased by the lowest number of the dtype attend to those alone, not to the keys at -inf."""
     bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
     bias[:, 3:] = -torch.inf
     problem, operands = normalise(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
@@ -185,6 +187,20 @@ def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
         assert [reason[:40] for reason in reasons] == (
             [] if known else ["ALiBi slopes that are not known to be th"]
         )
+
+
+def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's ``core_attention_bias_type="alibi"``: what cuDNN can compute must be known for what it is."""
+    seen: list[Problem] = []
+
+    def noted(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+        seen.append(problem)
+        return select(problem, machine, policy)
+
+    monkeypatch.setattr(functional, "select", noted)
+    module = DotProductAttention(4, 8, 2, qkv_format="bshd", attn_mask_type="causal")
+    module(*(t.float() for t in tensors(6, 6)), core_attention_bias_type="alibi")
+    assert [problem.usual_slopes for problem in seen] == [True]
 
 
 SINKS = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)

@@ -1,8 +1,9 @@
 """What is added to cuDNN's scores: a bias, a sink for each head, ALiBi.
 
-The bias is added after the scale, as ours is. cuDNN does not handle -inf in it (PyTorch's SDPA fills another number for
-cuDNN: aten, transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`), so -inf becomes the lowest number of the dtype
-and anything else at most half as low; rows with nothing else are settled afterwards.
+The bias is added after the scale, as ours is. cuDNN is not given -inf in it (PyTorch kept it from cuDNN up to 2.10: aten,
+transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`): it becomes `_LOWEST` or what the dtype has above that, anything
+else at most half as low, so that a row of a program's own lowest numbers does not attend to the keys at -inf. Rows with
+nothing but -inf are settled afterwards.
 
 The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward needs nothing else of it, and
 cuDNN is not asked for the sink's gradient: before 9.26 that reads beyond packed documents, it does not repeat bit for bit
@@ -21,6 +22,10 @@ from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 
 
+_LOWEST = -(2.0**126)
+"""Times log2(e), for kernels that take powers of 2, this is still finite in fp32; the lowest number of bf16 is not."""
+
+
 def extra(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     """The graph's further inputs."""
     found: dict[str, Tensor] = {}
@@ -33,7 +38,7 @@ def extra(problem: Problem, operands: Operands) -> dict[str, Tensor]:
 
 def _finite(bias: Tensor) -> Tensor:
     """The bias without -inf, contiguous: [1|B, 1|H, Sq, Sk]."""
-    lowest = torch.finfo(bias.dtype).min
+    lowest = max(_LOWEST, torch.finfo(bias.dtype).min)
     finite = torch.where(bias == -torch.inf, lowest, bias.clamp(min=lowest / 2))
     return finite.contiguous()
 

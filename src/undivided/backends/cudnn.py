@@ -1,7 +1,6 @@
 """`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged keys.
 
-Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and for paged
-keys `_cudnn_paged`.
+Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for paged keys.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Cudnn(Backend):
 
     name = "cudnn"
     family = "fused"
-    summary = "cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, packed documents"
+    summary = "cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, bias, ALiBi, sinks, pages"
     how_to_get = "pip install nvidia-cudnn-frontend, and cuDNN 9"
     limits = Limits(
         devices=frozenset({"cuda"}),
@@ -38,20 +37,7 @@ class Cudnn(Backend):
         head_dim_multiple=8,
         masks=frozenset({"causal", "window", "lengths", "q_lengths", "documents", "padded"}),
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=frozenset(
-            {
-                "backward",
-                "bias",
-                "bias_grad",
-                "alibi",
-                "sinks",
-                "sinks_grad",
-                "paged",
-                "gqa",
-                "lse",
-                "value_dim",
-            }
-        ),
+        features=frozenset("backward bias bias_grad alibi sinks sinks_grad paged gqa lse value_dim".split()),
         compute_capability=((8, 0), (12, 1)),
         # 1.14: the band arguments of the Python interface
         packages=(("cudnn_frontend", (1, 14), None),),
@@ -138,16 +124,14 @@ class Cudnn(Backend):
         grads = {
             f"d{name}": torch.zeros(tensors[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"
         }
-        dbias = torch.zeros_like(call.extra["bias"]) if "bias_grad" in problem.features else None
-        call.run(
-            "backward",
-            _cudnn_graph.backward_graph,
-            tensors | grads | ({} if dbias is None else {"dbias": dbias}),
+        wants_bias = (
+            {"dbias": torch.zeros_like(call.extra["bias"])} if "bias_grad" in problem.features else {}
         )
+        call.run("backward", _cudnn_graph.backward_graph, tensors | grads | wants_bias)
         dq, dk, dv = (
             _layout.restore(g.unsqueeze(0) if call.packed else g, problem.layout) for g in grads.values()
         )
-        return dq, dk, dv, dbias, dsinks, None
+        return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
 
 
 BACKEND = Cudnn()
