@@ -21,7 +21,6 @@ from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 
-
 _LOWEST = -(2.0**126)
 """Times log2(e), for kernels that take powers of 2, this is still finite in fp32; the lowest number of bf16 is not."""
 
