@@ -78,6 +78,13 @@ def test_the_limits_are_those_of_what_is_active(
         assert impl in reason
 
 
+def test_what_older_versions_of_pytorch_take_is_not_known() -> None:
+    old = Machine("cuda", "H100", (9, 0), torch="2.11.0", flash_impl="FA4")
+    assert torch_flash.BACKEND.reasons(ask(), old) == [
+        "FA4, which is active: torch 2.11.0 (needs 2.13 or later)"
+    ]
+
+
 def test_alibi_and_old_gpus_come_back_with_pytorchs_own_kernel() -> None:
     assert torch_flash.BACKEND.reasons(ALIBI, machine("a100", None)) == []
 

@@ -53,7 +53,7 @@ def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
         limits,
         features=limits.features & LIMITS.features,
         compute_capability=((9, 0), highest),
-        packages=LIMITS.packages,
+        packages=(("torch", (2, 13), None),),  # what its forerunners take was not read
         notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse it with this implementation"},
     )
 
