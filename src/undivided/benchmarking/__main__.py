@@ -11,6 +11,7 @@ kernels are compiled before anything is timed, side by side. With --ranks the ra
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -63,7 +64,7 @@ def main() -> int:
     known = {(case["suite"], case["name"]) for case in report["cases"]}
     tasks = [
         Task(one.suite, one.name, given.device, backends, given.patience)
-        for one in sorted(planned.single, key=lambda one: not one.quick)
+        for one in sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda one: not one.quick)
         if (one.suite, one.name) not in known
     ]
     if given.warm:

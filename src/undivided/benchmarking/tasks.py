@@ -13,6 +13,7 @@ from undivided.benchmarking.runs import Settings, run
 __all__ = ["OTHERS", "Task", "settings", "timed", "warmed"]
 
 OTHERS = ("sdpa", "flex")
+"""Who else takes part; flex not on a CPU, where it compiles for seconds and is slow then."""
 COMPILED = ("undivided", "triton", "flex", "flash_attn", "cudnn")
 """Competitors that compile something: what --warm runs once."""
 
@@ -35,7 +36,7 @@ class Task(NamedTuple):
 @functools.cache
 def settings(device: str, backends: tuple[str, ...], seconds: float) -> Settings:
     """How to run, one for the whole process: it remembers the best rates that the probes have shown."""
-    return Settings(backends, OTHERS, device, patience=seconds, attempts=2)
+    return Settings(backends, _others(device), device, patience=seconds, attempts=2)
 
 
 def timed(task: Task) -> dict[str, Any]:
@@ -46,9 +47,13 @@ def timed(task: Task) -> dict[str, Any]:
 def warmed(task: Task) -> None:
     """Call once what compiles, so that its kernels are in the caches on disk."""
     prepared = competitors.prepare(task.benchmark, task.device)
-    others = [name for name in OTHERS if name in COMPILED]
+    others = [name for name in _others(task.device) if name in COMPILED]
     found, _ = competitors.competitors(prepared, task.backends, others)
     for competitor in found:
         if competitor.name in COMPILED:
             with contextlib.suppress(Exception):  # it is found again, and reported, when it is verified
                 competitor.call()
+
+
+def _others(device: str) -> tuple[str, ...]:
+    return tuple(name for name in OTHERS if device != "cpu" or name not in COMPILED)
