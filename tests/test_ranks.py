@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import undivided
 from undivided import InputError, Machine, _measured, masks
 from undivided import _selection as selection
 from undivided._measured import Entry, Place, Run, Table
 from undivided._problem import Problem
+from undivided.benchmarking import __main__ as plainly
 from undivided.benchmarking import ranks as made
+from undivided.benchmarking import timing
 from undivided.benchmarking.catalogue import GPU_SUITES, benchmarks
 from undivided.benchmarking.competitors import rivals
+from undivided.cli._app import app
+from undivided.verification import workers
 
 PACKAGES = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}
 H100 = Machine("cuda", "H100", (9, 0), "9.16.0", {**PACKAGES, "flash_attn_3": "3.0.0"})
@@ -301,6 +307,90 @@ def report(*cases: dict[str, Any]) -> dict[str, Any]:
     return {"when": RUN.when, "machine": machine, "commit": "abcdef0", "cases": list(cases)}
 
 
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
+
+
+class TestCommands:
+    def test_from_a_run_to_explain(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Really timed, here: `bench` into a table and a report, the report into the user's table, `explain` reads it."""
+        monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
+        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "users.json"))
+        _measured.tables.cache_clear()
+        kept, into = tmp_path / "report.json", tmp_path / "ranks.json"
+        done = command(
+            "bench", "--quick", "--suite", "small", "--filter", "small/fp32-b1-h8-100-d64", "--competitor", "sdpa",
+            "--json", str(kept), "--ranks", str(into),
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+        assert "2 places, 2 of them with two backends or more" in done.stderr
+        assert {"native", "torch_flash"} <= {
+            entry["label"] for entry in json.loads(kept.read_text())["cases"][0]["entries"]
+        }
+        assert command("ranks", str(kept)).exit_code == 0
+        assert _measured.read(tmp_path / "users.json") == _measured.read(into)
+        _measured.tables.cache_clear()
+        found = json.loads(command("explain", "--q", "1x100x8x64", "--json").stdout)
+        estimates = {one["name"]: one["estimate"] for one in found["backends"] if one["estimate"]}
+        assert set(estimates) == {"native", "torch_flash"}
+        assert estimates[found["chosen"]]["seconds"] <= 1.06 * min(
+            one["seconds"] for one in estimates.values()
+        )
+        assert estimates["native"]["run"]["report"] == "report.json"
+        assert "est. " in command("explain", "--q", "1x100x8x64").stdout
+        shown = command("ranks", "--filter", "float32/training/64").stdout
+        assert "training/64/full" in shown
+        assert "native" in shown
+        _measured.tables.cache_clear()
+
+    def test_a_machine_with_torch_alone_writes_it_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`python -m undivided.benchmarking`, as scripts/gpu-check runs it; here in one process."""
+        monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
+        done = lambda tasks, function, **_: (workers.Done(task, function(task)) for task in tasks)  # noqa: E731
+        monkeypatch.setattr(plainly.workers, "work", done)
+        words = [
+            "--device",
+            "cpu",
+            "--suite",
+            "small",
+            "--filter",
+            "small/bf16-b1-h8-100-d64",
+            "--patience",
+            "0.01",
+        ]
+        files = ["--json", str(tmp_path / "report.json"), "--ranks", str(tmp_path / "ranks.json")]
+        monkeypatch.setattr(sys, "argv", ["bench", *words, *files])
+        assert plainly.main() == 0
+        rates = [
+            entry.rates
+            for places in _measured.read(tmp_path / "ranks.json").values()
+            for entry in places.values()
+        ]
+        assert [set(one) for one in rates] == [{"native", "torch_flash"}] * 2
+
+    def test_what_is_no_report_is_one_message(self, tmp_path: Path) -> None:
+        for text in ("{", "{}", "[]"):
+            (tmp_path / "other.json").write_text(text)
+            done = command("ranks", str(tmp_path / "other.json"), "--into", str(tmp_path / "ranks.json"))
+            assert done.exit_code == 2, done.output
+            assert "must be" in done.stderr
+        assert not (tmp_path / "ranks.json").exists()
+
+    def test_a_table_is_not_put_over_a_file_that_is_none(self, tmp_path: Path) -> None:
+        kept, into = tmp_path / "report.json", tmp_path / "precious.txt"
+        kept.write_text(json.dumps(report(case("a", cudnn=1.0))))
+        into.write_text("a letter")
+        done = command("ranks", str(kept), "--into", str(into))
+        assert done.exit_code == 2
+        assert "must be a table of ranks" in done.stderr
+        assert into.read_text() == "a letter"
+
+    def test_a_table_of_nothing_says_so(self, tmp_path: Path) -> None:
+        assert "ordered by belief" in command("ranks", "--into", str(tmp_path / "none.json")).stdout
+
+
 class TestReports:
     def test_a_rate_is_the_work_of_a_places_cases_over_their_time(self) -> None:
         found = made.ranks(
@@ -360,7 +450,7 @@ class TestReports:
         problem = explain().problem
         place = made.described(problem, H100)
         one = case("a", cudnn=0.002, triton=0.001) | {"place": place}
-        made.add(json.loads(json.dumps(report(one))), "made.json", path)
+        made.add(report(one), "made.json", path)
         measured(_measured.read(path))
         decision = explain()
         assert decision.backend.name == "triton"

@@ -82,7 +82,10 @@ class Backend:
     """What to do where it is not available, e.g. "pip install flash-attn"."""
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """Where it stands in the order to try: lower is tried first. 100 is the reference."""
+        """Where it stands in the order to try: lower is tried first. 100 is the reference.
+
+        A belief: where several were measured on such a problem, they trade their places by that (`undivided._measured`).
+        """
         raise NotImplementedError
 
     def unavailable(self, machine: Machine) -> str | None:

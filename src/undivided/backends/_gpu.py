@@ -24,7 +24,7 @@ from undivided.masks._parts import Documents
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
-# The order to try, lower first; the reference is 100. Nothing here is measured by this project. Sources:
+# The order to try where nothing was measured (`undivided._measured`), lower first; the reference is 100. Sources:
 # - sm90 and sm10x: PyTorch puts cuDNN before flash where cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
 #   check_prefer_cudnn_attention), and TransformerEngine drops flash where cuDNN can run (get_attention_backend).
 # - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90.

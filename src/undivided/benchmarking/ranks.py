@@ -86,7 +86,8 @@ def add(report: Mapping[str, Any], name: str, path: Path) -> Ranks:
 
 def _run(report: Mapping[str, Any], name: str) -> Run:
     machine = report["machine"]
-    what = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads"
+    threads = machine["threads"]
+    what = machine.get("gpu") or f"{machine['processor']}, {threads} thread{'' if threads == 1 else 's'}"
     return Run(report["when"], what, str(report["commit"]), machine["torch"], name)
 
 
