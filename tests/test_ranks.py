@@ -22,6 +22,9 @@ from undivided.benchmarking import ranks as made
 from undivided.benchmarking import timing
 from undivided.benchmarking.catalogue import GPU_SUITES, benchmarks
 from undivided.benchmarking.competitors import rivals
+from undivided.benchmarking.runs import Settings
+from undivided.benchmarking.suites import begun
+from undivided.cli import bench
 from undivided.cli._app import app
 from undivided.verification import workers
 
@@ -369,6 +372,21 @@ class TestCommands:
             for entry in places.values()
         ]
         assert [set(one) for one in rates] == [{"native", "torch_flash"}] * 2
+
+    def test_on_a_gpu_its_own_suites_run_with_every_backend_that_is_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They were the CPU's, with the native kernel: nothing that selection chooses between on a GPU was timed."""
+        seen: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(bench, "rivals", lambda device: ("cudnn", "triton"))
+        monkeypatch.setattr(
+            module, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings())
+        )
+        command("bench", "--device", "cuda", "--json", "-")
+        assert {benchmark.suite for benchmark in seen[0].single} == set(GPU_SUITES)
+        assert seen[0].small == ()
+        assert seen[1].backends == ("cudnn", "triton")
 
     def test_what_is_no_report_is_one_message(self, tmp_path: Path) -> None:
         for text in ("{", "{}", "[]"):

@@ -32,19 +32,7 @@ TIE = 0.05
 
 _GRADIENTS = 2.5
 """A backward multiplies five times where a forward does twice."""
-_SAME = frozenset(
-    {
-        "backward",
-        "lse",
-        "lse_grad",
-        "bias_grad",
-        "sinks_grad",
-        "alibi_grad",
-        "flipped",
-        "strided",
-        "some_heads",
-    }
-)
+_SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())
 """Features that leave the kind of a problem as it is."""
 
 
@@ -62,7 +50,7 @@ class Place(NamedTuple):
     """Where a problem stands in a table.
 
     kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, head size up to, masks and features.
-    length, work: powers of two that the key length and the work lie below or at.
+    length, work: bits of the key length, rounded up to a power of two, and of the work.
     """
 
     kind: str
@@ -122,10 +110,8 @@ def place(problem: Problem, machine: Machine) -> Place | None:
     if problem.documents is not None:
         count, longest_q, longest_kv = problem.documents
         rounded = rounded._replace(documents=(_up(count), _up(longest_q), _up(longest_kv)))
-    width = max(32, _up(max(problem.qk_dim, problem.v_dim)))
-    kind = "/".join(
-        (on, str(problem.dtype).removeprefix("torch."), _pass(problem), str(width), _structure(problem))
-    )
+    dtype, width = str(problem.dtype).removeprefix("torch."), max(32, _up(max(problem.qk_dim, problem.v_dim)))
+    kind = f"{on}/{dtype}/{_pass(problem)}/{width}/{_structure(problem)}"
     _, longest = _longest(rounded)
     return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
 
@@ -143,10 +129,12 @@ def _pass(problem: Problem) -> str:
 
 def _structure(problem: Problem) -> str:
     """``full``, ``causal+gqa``: masks and features, in the order of the alphabet."""
-    kinds = problem.mask.kinds
+    words = problem.mask.kinds | (problem.features - _SAME)
     if _pass(problem) == "decode" and problem.align != "top_left":
-        kinds -= {"causal"}  # a last query sees every key
-    return "+".join(sorted(kinds | (problem.features - _SAME))) or "full"
+        words -= {"causal"}  # a last query sees every key
+    if problem.deterministic:
+        words |= {"deterministic"}
+    return "+".join(sorted(words)) or "full"
 
 
 def _longest(problem: Problem) -> tuple[int, int]:
@@ -169,13 +157,8 @@ def work(problem: Problem) -> float:
         return float(problem.batch * problem.kv_len * row)
     longest_q, longest_kv = _longest(problem)
     sequences = problem.batch * problem.q_len / max(longest_q, 1)
-    forward = (
-        2.0
-        * sequences
-        * _pairs(problem, longest_q, longest_kv)
-        * problem.heads
-        * (problem.qk_dim + problem.v_dim)
-    )
+    pairs = sequences * problem.heads * _pairs(problem, longest_q, longest_kv)
+    forward = 2.0 * pairs * (problem.qk_dim + problem.v_dim)
     return forward * (1 + _GRADIENTS) if _pass(problem) == "training" else forward
 
 

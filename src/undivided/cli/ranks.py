@@ -64,7 +64,7 @@ def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, 
     return [
         {
             "kind": kind,
-            "keys": 1 << length,
+            "keys": 1 << length - 1,
             "work": 1 << size,
             "rates": dict(entry.rates),
             "run": entry.run._asdict(),
@@ -82,7 +82,7 @@ def _show(shown: Table) -> None:
             rates = ", ".join(f"{name} {human(entry.rates[name], unit)}" for name in order)
             made.add_row(
                 kind,
-                str(1 << length),
+                str(1 << length - 1),
                 human(float(1 << size), unit),
                 rates,
                 f"{entry.run.when[:10]} {entry.run.report}",
