@@ -381,7 +381,7 @@ class TestCommands:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(bench, "rivals", lambda device: ("cudnn", "triton"))
         monkeypatch.setattr(
-            module, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings())
+            bench, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings())
         )
         command("bench", "--device", "cuda", "--json", "-")
         assert {benchmark.suite for benchmark in seen[0].single} == set(GPU_SUITES)

@@ -7,7 +7,7 @@ disturbed. What trains takes forward and backward together, so a backward counts
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,13 @@ class Ranks(NamedTuple):
     left_out: Mapping[str, tuple[str, ...]]
 
 
+class Timed(NamedTuple):
+    """The work of a case, and the seconds that backends took for it."""
+
+    work: float
+    seconds: Mapping[str, float]
+
+
 def described(problem: Problem, machine: Machine) -> dict[str, Any] | None:
     """Where a problem stands in a table, and its work, for a report."""
     at = _measured.place(problem, machine)
@@ -49,26 +56,14 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
     """
     try:
         run = _run(report, name)
-        cases = {case["name"]: case for case in report["cases"]}
-        left_out: dict[str, list[str]] = defaultdict(list)
-        work: dict[Place, float] = defaultdict(float)
-        seconds: dict[Place, list[dict[str, float]]] = defaultdict(list)
-        for case in report["cases"]:
-            found = _times(case, cases)
-            if isinstance(found, str):
-                left_out[found].append(case["name"])
-                continue
-            place = dict(case["place"])
-            amount = place.pop("operations_or_bytes")
-            work[Place(**place)] += amount
-            seconds[Place(**place)].append(found)
+        found, left_out = _gathered(report["cases"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "report", "be one that `undivided bench --json` wrote", f"{name} (no {error})"
         ) from None
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for at, times in seconds.items():
-        if rates := {backend: _rounded(work[at] / total) for backend, total in _sums(times)}:
+    for at, timed in found.items():
+        if rates := dict(_rates(timed)):
             table.setdefault(at.kind, {})[at.length, at.work] = Entry(run, rates)
     return Ranks(table, {why: tuple(names) for why, names in left_out.items()})
 
@@ -89,6 +84,22 @@ def _run(report: Mapping[str, Any], name: str) -> Run:
     threads = machine["threads"]
     what = machine.get("gpu") or f"{machine['processor']}, {threads} thread{'' if threads == 1 else 's'}"
     return Run(report["when"], what, str(report["commit"]), machine["torch"], name)
+
+
+def _gathered(cases: Sequence[Case]) -> tuple[dict[Place, list[Timed]], dict[str, list[str]]]:
+    """What was timed at each place; and why -> which cases were left out."""
+    named = {case["name"]: case for case in cases}
+    found: dict[Place, list[Timed]] = defaultdict(list)
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        times = _times(case, named)
+        if isinstance(times, str):
+            left_out[times].append(case["name"])
+        else:
+            place = dict(case["place"])
+            work = place.pop("operations_or_bytes")
+            found[Place(**place)].append(Timed(work, times))
+    return found, left_out
 
 
 def _times(case: Case, cases: Mapping[str, Case]) -> dict[str, float] | str:
@@ -119,12 +130,10 @@ def _right(case: Case) -> Iterator[tuple[str, float]]:
             yield entry["label"], entry["seconds"]
 
 
-def _sums(times: list[dict[str, float]]) -> Iterator[tuple[str, float]]:
-    """Seconds by backend over all the cases of one place; a backend that sat one out is not comparable."""
-    for name in times[0]:
-        if all(name in one for one in times):
-            yield name, sum(one[name] for one in times)
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.4g}")
+def _rates(timed: Sequence[Timed]) -> Iterator[tuple[str, float]]:
+    """Rates by backend over all the cases of one place; one that sat one of them out is not comparable."""
+    work = sum(one.work for one in timed)
+    for name in timed[0].seconds:
+        if all(name in one.seconds for one in timed):
+            rate = work / sum(one.seconds[name] for one in timed)
+            yield name, float(f"{rate:.4g}")
