@@ -144,17 +144,33 @@ class TestOrder:
         )
 
     @pytest.mark.parametrize(
-        ("length", "near"), [(1024, False), (2048, True), (2050, True), (8192, True), (16384, False)]
-    )
-    def test_a_factor_of_four_is_near(self, measured: Measured, length: int, near: bool) -> None:
-        """Twice the length is four times the pairs: two powers of two, and no further."""
+        ("length", "batch", "near"),
+        [(1024, 64, False), (2048, 16, True), (2048, 4, True), (2050, 4, True), (4096, 1, True), (4096, 33, False),
+         (8192, 1, True), (8192, 4, True), (8192, 9, False), (16384, 1, False)],
+    )  # fmt: skip
+    def test_twice_the_keys_and_four_times_the_work_are_near(
+        self, measured: Measured, length: int, batch: int, near: bool
+    ) -> None:
         measured(table(cudnn=3e14, triton=5e14))
+        x = q(length)[:1].expand(batch, -1, -1, -1)
+        decision = undivided.explain(x, x, x, layout="bshd", mask=masks.causal(), machine=H100)
+        assert (decision.backend.name == "triton") == near
+
+    @pytest.mark.parametrize(
+        ("length", "near"), [(8, False), (9, True), (16, True), (17, False), (32, False)]
+    )
+    def test_of_short_sequences_only_the_same_length_is_near(
+        self, measured: Measured, length: int, near: bool
+    ) -> None:
+        """Of 16 keys torch_flash may be the fastest and of 8 it is not: measured, by up to 1.6 times."""
+        measured(table(length=16, cudnn=3e14, triton=5e14))
         assert (explain(length).backend.name == "triton") == near
 
     def test_the_nearest_counts(self, measured: Measured) -> None:
-        near, far = table(cudnn=3e14, triton=5e14), table(length=8192, cudnn=5e14, triton=3e14)
+        near, far = table(cudnn=3e14, triton=5e14), table(length=16384, cudnn=5e14, triton=3e14)
         measured({CAUSAL: {**near[CAUSAL], **far[CAUSAL]}})
-        assert [explain(n).backend.name for n in (4096, 8192, 16384)] == ["triton", "cudnn", "cudnn"]
+        found = [explain(n).backend.name for n in (2048, 4096, 8192, 16384, 32768)]
+        assert found == ["triton", "triton", "triton", "cudnn", "cudnn"]
 
     def test_the_users_table_comes_before_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         users, ours = table(length=8192, cudnn=5e14, triton=3e14), table(cudnn=3e14, triton=5e14)

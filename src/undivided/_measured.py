@@ -25,8 +25,12 @@ from undivided.errors import InputError
 from undivided.kernels import cpu
 
 SCHEMA = 1
-NEAR = 2
-"""Powers of two that a measured problem may differ from the one asked about, in key length and in work."""
+NEAR = (1, 2)
+"""Powers of two that a measured problem may differ from the one asked about, in key length and in work: the suites step both by
+four, so that everything between is covered."""
+SHORT = 16
+"""Up to so many keys only the same number counts, rounded up: with twice as many another kernel may be the fastest (measured:
+`docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
 TIE = 0.05
 """Rates so close are equal: a run repeats to a few hundredths."""
 
@@ -181,17 +185,23 @@ def _keys_before(first: int, q_len: int, kv_len: int) -> int:
 
 
 def nearest(problem: Problem, machine: Machine) -> Entry | None:
-    """Of the measured problems of this kind the nearest in key length and work, none further than `NEAR` in either."""
+    """Of the measured problems of this kind and within `NEAR` the nearest in key length and work."""
     at = place(problem, machine)
     if at is None:
         return None
     for table in tables():
         entries = table.get(at.kind, {})
-        apart = {(length, size): (abs(length - at.length), abs(size - at.work)) for length, size in entries}
-        near = [(sum(far), one) for one, far in apart.items() if max(far) <= NEAR]
+        near = [(apart, one) for one in entries if (apart := _apart(at, *one)) is not None]
         if near:
             return entries[min(near)[1]]
     return None
+
+
+def _apart(at: Place, length: int, work: int) -> int | None:
+    """Powers of two between a place and a measured one; None where it is out of reach."""
+    longer, more = abs(length - at.length), abs(work - at.work)
+    reach = NEAR[0] if min(length, at.length) > SHORT.bit_length() else 0
+    return longer + more if longer <= reach and more <= NEAR[1] else None
 
 
 def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
