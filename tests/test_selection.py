@@ -30,6 +30,7 @@ def gpu(name: str, capability: tuple[int, int], cudnn: str | None, **packages: s
 
 MACHINES = {
     "cpu": Machine("cpu", torch=TORCH, isa="AVX512"),
+    "amx": Machine("cpu", torch=TORCH, isa="amx"),
     "t4": gpu("T4", (7, 5), "9.13.0", **EVERYTHING),
     "a100-bare": gpu("A100", (8, 0), "8.9.7", triton="3.5.0"),
     "a100": gpu("A100", (8, 0), "9.13.0", **EVERYTHING),
@@ -108,51 +109,52 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 # One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn,
-# C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose.
+# C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose; so does a measurement: of
+# these machines only `amx` was measured (benchmarks/2026-11-21-ranks-granite-rapids-amx.json).
 NAMES = {
     "R": "reference", "F": "torch_flash", "E": "torch_efficient", "T": "torch_cudnn", "A": "flash_attn", "C": "cudnn",
     "X": "flex", "N": "native", "G": "triton",
 }  # fmt: skip
 GOLDEN = """
-                        cpu  t4  a100-bare  a100  h100  b200  amd
-plain                   N    R   F          A     C     C     G
-plain-fp16              N    E   F          A     C     C     G
-plain-fp32              N    E   E          E     E     E     G
-plain-fp64              F    R   R          R     R     R     R
-train-causal            N    R   F          A     C     C     G
-train-causal-fp32       N    E   E          E     E     E     G
-short-fp32              N    E   E          E     E     E     G
-train-short-fp32        F    E   E          E     E     E     G
-train-4-tokens          F    R   F          A     C     C     G
-train-gqa               N    R   F          A     C     C     G
-decode                  N    R   F          A     C     C     G
-decode-lengths          N    R   G          A     A     G     G
-decode-pages-16         N    R   G          G     G     G     G
-decode-pages-256        N    R   G          A     A     G     G
-prefill-top-left        N    R   E          T     C     C     G
-prefill-bottom-right    N    R   F          A     C     C     G
-train-window            N    R   F          A     C     C     G
-two-sided-window        N    R   F          A     C     C     G
-window-with-globals     N    R   G          G     G     G     G
-prefix-lm               N    R   G          G     G     G     G
-train-packed            N    R   F          A     C     C     G
-train-packed-slots      N    R   G          G     C     C     G
-train-padded            N    R   G          C     C     C     G
-left-padded             N    R   G          G     G     G     G
-dense-mask              N    R   G          G     G     G     G
-predicate               N    R   G          G     G     G     G
-chunks                  N    R   G          G     G     G     G
-bias                    N    R   E          C     C     C     G
-train-bias-fp32         N    E   E          E     E     E     G
-alibi                   N    R   F          A     A     F     G
-train-softcap           N    R   G          A     A     A     G
-train-sinks             N    R   G          G     G     A     G
-train-dropout           N    R   G          G     G     G     G
-train-lse               N    R   G          G     G     A     G
-train-mla               N    R   E          E     C     C     G
-train-head-320          N    R   E          E     E     E     G
-head-100                N    R   G          G     G     G     G
-no-keys                 N    R   R          R     R     R     R
+                        cpu  amx  t4  a100-bare  a100  h100  b200  amd
+plain                   N    N    R   F          A     C     C     G
+plain-fp16              N    N    E   F          A     C     C     G
+plain-fp32              N    N    E   E          E     E     E     G
+plain-fp64              F    F    R   R          R     R     R     R
+train-causal            N    N    R   F          A     C     C     G
+train-causal-fp32       N    N    E   E          E     E     E     G
+short-fp32              N    F    E   E          E     E     E     G
+train-short-fp32        F    F    E   E          E     E     E     G
+train-4-tokens          F    F    R   F          A     C     C     G
+train-gqa               N    N    R   F          A     C     C     G
+decode                  N    N    R   F          A     C     C     G
+decode-lengths          N    N    R   G          A     A     G     G
+decode-pages-16         N    N    R   G          G     G     G     G
+decode-pages-256        N    N    R   G          A     A     G     G
+prefill-top-left        N    N    R   E          T     C     C     G
+prefill-bottom-right    N    N    R   F          A     C     C     G
+train-window            N    N    R   F          A     C     C     G
+two-sided-window        N    N    R   F          A     C     C     G
+window-with-globals     N    N    R   G          G     G     G     G
+prefix-lm               N    N    R   G          G     G     G     G
+train-packed            N    N    R   F          A     C     C     G
+train-packed-slots      N    N    R   G          G     C     C     G
+train-padded            N    N    R   G          C     C     C     G
+left-padded             N    N    R   G          G     G     G     G
+dense-mask              N    N    R   G          G     G     G     G
+predicate               N    N    R   G          G     G     G     G
+chunks                  N    N    R   G          G     G     G     G
+bias                    N    N    R   E          C     C     C     G
+train-bias-fp32         N    N    E   E          E     E     E     G
+alibi                   N    N    R   F          A     A     F     G
+train-softcap           N    N    R   G          A     A     A     G
+train-sinks             N    N    R   G          G     G     A     G
+train-dropout           N    N    R   G          G     G     G     G
+train-lse               N    N    R   G          G     G     A     G
+train-mla               N    N    R   E          E     C     C     G
+train-head-320          N    N    R   E          E     E     E     G
+head-100                N    N    R   G          G     G     G     G
+no-keys                 N    N    R   R          R     R     R     R
 """
 
 
