@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -176,6 +177,13 @@ class TestOrder:
         users, ours = table(length=8192, cudnn=5e14, triton=3e14), table(cudnn=3e14, triton=5e14)
         monkeypatch.setattr(_measured, "tables", lambda: (users, ours))
         assert explain().backend.name == "cudnn", "near, in the user's table, before exact, in ours"
+
+    def test_another_flash_behind_pytorchs_operators_is_another_architecture(
+        self, measured: Measured
+    ) -> None:
+        measured(table(cudnn=3e14, torch_flash=5e14))
+        assert explain().backend.name == "torch_flash"
+        assert explain(machine=dataclasses.replace(H100, flash_impl="FA3")).backend.name == "cudnn"
 
     def test_amd_has_no_architecture_here(self) -> None:
         amd = Machine("cuda", "MI300X", None, None, {"triton": "3.5.0"}, hip=True)

@@ -94,6 +94,8 @@ class Estimate(NamedTuple):
 def architecture(device: str, machine: Machine) -> str | None:
     """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None where it is not known.
 
+    "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the other's.
+
     >>> architecture("cuda", Machine.named("h200"))
     'sm90'
     """
@@ -101,7 +103,9 @@ def architecture(device: str, machine: Machine) -> str | None:
         library = cpu.load() if machine.probed else ""
         return machine.isa.lower() or None if isinstance(library, str) else library.level
     if device == "cuda" and machine.compute_capability is not None and not machine.hip:
-        return "sm{}{}".format(*machine.compute_capability)
+        return "sm{}{}".format(*machine.compute_capability) + (
+            f"+{machine.flash_impl}" if machine.flash_impl else ""
+        )
     return None
 
 
