@@ -13,11 +13,13 @@ from fake_cudnn import FakeCudnn
 from undivided import DotProductAttention, functional, masks
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import Problem, normalise
+from undivided._problem import Operands, Problem, normalise
 from undivided._selection import Decision, select
 from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_graph, cudnn
+from undivided.backends import _cudnn_graph, cudnn, reference
 from undivided.masks import Mask
+from undivided.verification.cases import CASES, Case
+from undivided.verification.inputs import Inputs, build
 
 
 @pytest.fixture
@@ -271,3 +273,48 @@ def test_cudnn_pages_share_a_graph_while_the_table_grows(cudnn_module: FakeCudnn
         problem, operands = normalise(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
         cudnn.BACKEND.forward(problem, operands)
     assert len(cudnn_module.graphs) == 1
+
+
+H100 = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
+
+
+def asked(case: Case) -> tuple[Problem, Operands, Inputs]:
+    """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
+    built = build(case, torch.float64, poison=True)
+    return *normalise(**built.arguments, device="cuda"), built
+
+
+def allowed_on_an_h100(case: Case) -> bool:
+    """Whether cuDNN may run the case in bf16."""
+    problem, *_ = asked(case)
+    bias = torch.bfloat16 if problem.bias_dtype == torch.float64 else problem.bias_dtype
+    return not cudnn.BACKEND.reasons(problem._replace(dtype=torch.bfloat16, bias_dtype=bias), H100)
+
+
+CATALOGUE = [case for case in CASES.values() if allowed_on_an_h100(case)]
+
+
+@pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
+def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: Case) -> None:
+    problem, operands, built = asked(case)
+    operands = operands.with_differentiable(
+        [None if t is None else t.detach() for t in operands.differentiable]
+    )
+    with torch.no_grad():
+        want, have = (backend.forward(problem, operands) for backend in (reference.BACKEND, cudnn.BACKEND))
+    torch.testing.assert_close(have.out, want.out)
+    torch.testing.assert_close(have.lse, want.lse)
+    if "backward" in problem.features:
+        wanted, found = (
+            backend.backward(problem, operands, result, built.grad_out, None)
+            for backend, result in ((reference.BACKEND, want), (cudnn.BACKEND, have))
+        )
+        for name, one, other in zip(("q", "k", "v", "bias", "sinks"), wanted, found, strict=False):
+            if one is not None:  # the reference computes what is needed, cuDNN all or nothing
+                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_catalogue_has_cases_of_everything_that_is_new() -> None:
+    problems = [asked(case)[0] for case in CATALOGUE]
+    features = frozenset().union(*(problem.features for problem in problems))
+    assert features >= {"bias", "bias_grad", "alibi", "sinks", "sinks_grad", "paged", "gqa", "value_dim"}
