@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from undivided.verification.cases import CASES
 SHARED = {"sm80": 163 * 1024, "sm89": 99 * 1024, "sm90": 227 * 1024}
 """Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
 
-SPILLED = {("keys_kernel", "plain-bf16-128"): 64, ("keys_kernel", "plain-bf16-256"): 400}
-"""Bytes a thread that a plain bf16 kernel may spill, where the table's tiles are known to; all others spill none."""
+SPILLED = {("keys_kernel", "plain-bf16-128"): 32, ("keys_kernel", "plain-bf16-256"): 84}
+"""Bytes a thread that a kernel may spill on Hopper, all in its loop over tiles at the edge of a mask; all others spill none."""
+
+PASSES = ["forward", "rows", "keys", "decode"]
 
 HERE = Machine.this("cpu")
 
@@ -167,32 +170,45 @@ def test_head_sizes_in_steps(qk_dim: int, v_dim: int) -> None:
 def test_keys_and_values_by_tensor_descriptors(
     name: str, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths."""
+    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths; and the
+    two passes of the backward, which leave the NaN where nothing may read it."""
     torch.manual_seed(0)
     used: list[bool] = []
     described = _triton_inputs.Inputs.described
 
-    def watched(self: Any, tile: config.Config) -> Any:
-        used.append(described(self, tile) is not None)
-        return described(self, tile)
+    def watched(*arguments: Any) -> Any:
+        found = described(*arguments)
+        used.append(found is not None)
+        return found
 
     monkeypatch.setattr(_triton_inputs.Inputs, "described", watched)
-    lengths = [70, 3]
-    mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths)}[name]
-    draw = {"bshd": (2, 75, 0), "sbhd": (75, 2, 0), "bhsd": (2, 0, 75)}[layout]
-    q, k, v = (torch.randn([n or heads for n in draw] + [16]) for heads in (4, 2, 2))
+    lengths = [37, 3]
+    mask = {
+        "full": None,
+        "causal": masks.causal("bottom_right"),
+        "lengths": masks.lengths(lengths, q=lengths),
+    }[name]
+    draw = {"bshd": (2, 41, 0), "sbhd": (41, 2, 0), "bhsd": (2, 0, 41)}[layout]
+    q, k, v, g = (torch.randn([n or heads for n in draw] + [16]) for heads in (2, 1, 1, 2))
     if name == "lengths":
-        for tensor in (k, v):
+        for tensor in (q, k, v, g):
             of_batch = tensor.transpose(0, 1) if layout == "sbhd" else tensor
             for b, length in enumerate(lengths):
                 (of_batch[b][:, length:] if layout == "bhsd" else of_batch[b][length:]).fill_(torch.nan)
-    given: dict[str, Any] = {"layout": layout, "mask": mask, "return_lse": True}
-    with config.trial("forward", config.Config(32, 32, 1, 1, descriptors=True)):
-        ours = undivided.attention(q, k, v, backend="triton", **given)
-    theirs = undivided.attention(q, k, v, backend="reference", **given)
-    assert used == [True]
-    for one, other in zip(ours, theirs, strict=True):
-        _close(one, other)
+    found = []
+    with ExitStack() as trials:
+        for one in ("forward", "rows", "keys"):
+            tile = config.Config(32, 32, 1, 1, descriptors=True, apart=layout == "sbhd")
+            trials.enter_context(config.trial(one, tile))
+        for backend_name in ("triton", "reference"):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out, lse = undivided.attention(
+                *leaves, layout=layout, mask=mask, return_lse=True, backend=backend_name
+            )
+            found.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, g)))
+    assert used == [True, True, True]
+    for ours, theirs in zip(*found, strict=True):
+        _close(ours, theirs)
 
 
 def test_heads_that_lie_two_thousand_million_elements_apart() -> None:
@@ -238,8 +254,9 @@ def test_what_the_copy_engine_cannot_read_is_read_by_address() -> None:
     for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
         q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
         inputs = _triton_inputs.Inputs(*_problem.normalise(q, k, k, layout="bshd"))
+        found = inputs.described(tile, inputs.k, inputs.v, tile.block_n)
         odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
-        assert (inputs.described(tile) is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
+        assert (found is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
 
 
 def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,7 +264,7 @@ def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert config.config("forward", 2, 128, "sm90").descriptors
     assert not config.config("forward", 2, 128, "sm80").descriptors
-    assert config.config("decode", 2, 128, "sm90") == config.config("decode", 2, 128, "sm80")
+    assert config.config("decode", 4, 128, "sm90") == config.config("decode", 4, 128, "sm80")
 
 
 def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +294,7 @@ def test_tuned_tiles_are_read_back_and_others_are_kept(
     config.remember("sm90", {("forward", 2, 128): config.Config(32, 32, 4, 1)})
     assert config.config("forward", 2, 100, "sm90") == config.Config(32, 32, 4, 1) != before
     assert config.config("forward", 2, 128, "sm80") == config.Config(16, 32, 4, 1)
-    assert config.config("backward", 2, 128, "sm90") == config._HOPPER["backward", 2, 128]
+    assert config.config("rows", 2, 128, "sm90") == config._HOPPER["rows", 2, 128]
     (tmp_path / "deep" / "tiles.json").write_text("not json")
     config._tuned.cache_clear()
     assert config.config("forward", 2, 128, "sm90") == before
@@ -289,16 +306,16 @@ def test_tune_measures_right_candidates_alone_and_remembers(
     monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "tiles.json"))
     right, wrong = config.Config(16, 32, 1, 1), config.Config(16, 7, 1, 1)  # 7 keys are no tile of Triton's
     found = list(tuning.tune("cpu", [torch.float32], [64], length=40, turns=1, candidates=(right, wrong)))
-    assert [(one.name, one.tried) for one in found] == [("forward", 1), ("backward", 1), ("decode", 1)]
+    assert [(one.name, one.tried) for one in found] == [(name, 1) for name in PASSES]
     monkeypatch.setattr(tuning.tune, "__kwdefaults__", tuning.tune.__kwdefaults__ | {"candidates": (right,)})
     from undivided.cli._app import app
 
-    app(["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "40", "--turns", "1", "--json"],
+    app(["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "20", "--turns", "1", "--json"],
         standalone_mode=False)  # fmt: skip
     printed = json.loads(capsys.readouterr().out)
     written = json.loads((tmp_path / "tiles.json").read_text())["tiles"]
-    assert [row["pass"] for row in printed["tiles"]] == ["forward", "backward", "decode"]
-    assert set(written) == {f"interpreter/{name}/32/64" for name in ("forward", "backward", "decode")}
+    assert [row["pass"] for row in printed["tiles"]] == PASSES
+    assert set(written) == {f"interpreter/{name}/32/64" for name in PASSES}
 
 
 def test_tune_wants_a_gpu_and_a_known_head_size() -> None:
@@ -354,13 +371,14 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(architecture: str, tm
         "forward_kernel", "combine_kernel", "rows_kernel", "keys_kernel", "pairs_kernel",
     }  # fmt: skip
     assert all(row["shared"] <= SHARED[architecture] for row in compiled), compiled
+    hopper = architecture == "sm90"
     for row in compiled:
+        if row["problem"].startswith(("plain", "everything")):
+            assert row["spilled"] <= (SPILLED.get((row["kernel"], row["problem"]), 0) if hopper else 32), row
         if row["problem"].startswith("plain"):
-            assert row["spilled"] <= SPILLED.get((row["kernel"], row["problem"]), 0), row
-            hopper = architecture == "sm90"
             assert (row["wgmma"] > 0) == hopper, row
-            assert (row["descriptor_loads"] > 0) == (hopper and row["kernel"] == "forward_kernel"), row
-            assert row["descriptor_loads"] or row["async_copies"] or "-256" in row["problem"], row
+            assert (row["descriptor_loads"] > 0) == hopper, row
+            assert row["descriptor_loads"] or row["async_copies"], row
 
 
 def test_its_name_is_its_file() -> None:

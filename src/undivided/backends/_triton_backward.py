@@ -11,6 +11,7 @@ from undivided import _layout
 from undivided._result import Result, sink_factor
 from undivided.backends import _triton_tables
 from undivided.backends._triton_inputs import Inputs, Rows
+from undivided.kernels.triton.config import Config
 
 
 def gradients(
@@ -23,7 +24,7 @@ def gradients(
 class _Backward:
     def __init__(self, inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> None:
         problem = inputs.problem
-        self.inputs, self.problem, self.tile = inputs, problem, inputs.tile("backward")
+        self.inputs, self.problem = inputs, problem
         self.needs = inputs.operands.needs
         g = _layout.heads_first(grad_out, problem.layout)
         self.g = g if g.stride(-1) == 1 or g.shape[-1] == 1 else g.contiguous()
@@ -58,13 +59,9 @@ class _Backward:
             for gradient, tensor, needed in zip(found, operands.differentiable, self.needs, strict=True)
         ]
 
-    def _arguments(self, rows: Rows, by_keys: bool = False) -> dict[str, Any]:
-        """What all three passes take; q, g and dq begin at the first of these rows.
-
-        The first size of a tile is what a program keeps, the second what it visits: rows and keys, or keys and rows.
-        """
-        inputs, problem, tile = self.inputs, self.problem, self.tile
-        block_m, block_n = (tile.block_n, tile.block_m) if by_keys else (tile.block_m, tile.block_n)
+    def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
+        """What all three passes take; q, g and dq begin at the first of these rows."""
+        inputs, problem = self.inputs, self.problem
         q, g = inputs.q[:, :, rows.span], self.g[:, :, rows.span]
         tables = inputs.tiles(block_m, block_n)
         first_block = rows.span.start // block_m
@@ -81,13 +78,20 @@ class _Backward:
             arguments |= _strides(name, tensor)
         return arguments | inputs.tensors(rows) | inputs.switches(rows)
 
+    def _described(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
+        """The two tensors that a pass visits, as descriptors where that can be."""
+        found = self.inputs.described(tile, arguments[first], arguments[second], tile.block_n)
+        return {"TMA": False} if found is None else {"TMA": True, first: found[0], second: found[1]}
+
     def _rows(self, rows: Rows, dq: Tensor) -> None:
         from undivided.kernels.triton import backward
 
-        arguments = self._arguments(rows)
+        tile = self.inputs.tile("rows")
+        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
+        arguments |= self._described(arguments, tile, "k", "v")
         steps = -(-self.problem.qk_dim // arguments["DIM_STEP"])
         dq = dq[:, :, rows.span]
-        blocks = -(-arguments["q_len"] // self.tile.block_m)
+        blocks = -(-arguments["q_len"] // tile.block_m)
         backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
             dq=dq, dslope=self.delta if self.row_slopes is None else self.row_slopes, steps=steps,
             **_strides("dq", dq), **arguments, BIAS=self.inputs.bias is not None, CLEAN=self.inputs.clean,
@@ -96,21 +100,23 @@ class _Backward:
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
         from undivided.kernels.triton import backward
 
-        problem = self.problem
-        arguments = self._arguments(rows, by_keys=True)
-        block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
+        problem, tile = self.problem, self.inputs.tile("keys")
+        block_m, block_n = tile.block_n, tile.block_m  # a program keeps keys and visits rows
+        arguments = self._arguments(rows, tile, block_m, block_n)
         steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
+        arguments |= self._described(arguments, tile, "q", "g")
         whole = rows.span == slice(0, problem.q_len)
         found = self.inputs.tiles(block_m, block_n, columns=whole)
         columns = found.columns
         if columns is None:  # some rows only: the blocks of these rows, numbered from 0
             first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
             columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
-        backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
-            dk=dk, dv=dv, columns=columns, columns_b=_of_batch(columns), steps=steps, ADD=add,
-            **_strides("dk", dk), **_strides("dv", dv), **arguments, BIAS=self.inputs.bias is not None,
-            GAPLESS=whole and self.inputs.gapless, CLEAN=self.inputs.clean,
-        )  # fmt: skip
+        for with_k, with_v in ((True, False), (False, True)) if tile.apart else ((True, True),):
+            backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
+                dk=dk, dv=dv, columns=columns, columns_b=_of_batch(columns), steps=steps, ADD=add, WITH_K=with_k,
+                WITH_V=with_v, **_strides("dk", dk), **_strides("dv", dv), **arguments,
+                BIAS=self.inputs.bias is not None, GAPLESS=whole and self.inputs.gapless, CLEAN=self.inputs.clean,
+            )  # fmt: skip
 
     def _empty_bias(self) -> Tensor:
         """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed afterwards."""
@@ -121,8 +127,8 @@ class _Backward:
     def _pairs(self, rows: Rows, dbias: Tensor) -> None:
         from undivided.kernels.triton import backward
 
-        problem, tile = self.problem, self.tile
-        arguments = self._arguments(rows)
+        problem, tile = self.problem, self.inputs.tile("rows")
+        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
         part = dbias[:, :, rows.span]
         grid = (
             -(-problem.kv_len // tile.block_n),

@@ -55,8 +55,8 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _descriptor(tensor: Tensor, block_n: int) -> Any:
-    """Of [1, 1, block_n, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16 bytes."""
+def _descriptor(tensor: Tensor, rows: int) -> Any:
+    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     sizes, size = list(tensor.shape), tensor.element_size()
@@ -65,7 +65,7 @@ def _descriptor(tensor: Tensor, block_n: int) -> Any:
     odd = any(step <= 0 or step * size % 16 for step in steps)
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
         return None
-    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, block_n, sizes[-1]])
+    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
@@ -248,18 +248,25 @@ class Inputs:
         moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
         return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
 
-    def described(self, tile: config.Config) -> tuple[Any, Any] | None:
-        """k and v as tensor descriptors of tiles of keys, which the copy engine reads whole, zeros beyond the keys; None where
-        these tiles do not ask for them, or it cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
+    def described(
+        self, tile: config.Config, first: Tensor, second: Tensor, rows: int
+    ) -> tuple[Any, Any] | None:
+        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head, which the
+        copy engine reads whole, zeros beyond the last; None where these tiles do not ask for them, or it cannot read these
+        tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
         whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
         if not tile.descriptors or problem.page_size is not None or not whole:
             return None
-        found = [_descriptor(tensor, tile.block_n) for tensor in (self.k, self.v)]
+        found = [_descriptor(tensor, rows) for tensor in (first, second)]
         return None if None in found else (found[0], found[1])
 
     def tile(self, name: str) -> config.Config:
         """The tile sizes of a pass."""
         problem = self.problem
         size = max(problem.qk_dim, problem.v_dim)
-        return config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
+        tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
+        rich = self.always_masked or "dropout" in problem.features
+        # the pass over keys holds two sums, and has no room for a second value a pair
+        rich = rich or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
+        return config.lighter(tile) if rich else tile

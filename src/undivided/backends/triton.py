@@ -120,7 +120,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
     tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
     first_block = rows.span.start // tile.block_m
-    described = inputs.described(tile) or (inputs.k, inputs.v)
+    described = inputs.described(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
     forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
         q=q, k=described[0], v=described[1], out=parts, lse=part_lses, sinks=inputs.sinks, pages=inputs.pages,
         tiles=tables[:, first_block:], tiles_b=tables.stride(0) if tables.shape[0] > 1 else 0,

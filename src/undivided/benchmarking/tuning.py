@@ -73,7 +73,8 @@ def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator
     causal = masks.causal()
     for name, q_len, heads, grad in (
         ("forward", length, 8, False),
-        ("backward", length, 8, True),
+        ("rows", length, 8, True),
+        ("keys", length, 8, True),
         ("decode", 1, 32, False),
     ):
         problem, operands = made(q_len, heads, grad, causal if q_len > 1 else masks.causal("bottom_right"))

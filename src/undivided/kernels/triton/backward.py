@@ -19,6 +19,7 @@ from undivided.kernels.triton.forward import nth_tile
 from undivided.kernels.triton.tile import (
     LOG2E,
     allowed_pairs,
+    described_rows,
     dot,
     finish_scores,
     hull,
@@ -102,7 +103,7 @@ def rows_kernel(
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAN: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
 
@@ -135,7 +136,9 @@ def rows_kernel(
     start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
     base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
-    k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
+    k_head, v_head = q_head, g_head  # with TMA nothing is read by address
+    if not TMA:
+        k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
         tiles + b * tiles_b + block * 8
     )
@@ -156,10 +159,16 @@ def rows_kernel(
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 keys = o_n.to(tl.int64)
-                k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
-                v_tile = load_rows(
-                    v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
-                )
+                if TMA:
+                    k_tile = described_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
+                    v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                else:
+                    k_tile = load_rows(
+                        k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked
+                    )
+                    v_tile = load_rows(
+                        v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
+                    )
                 qk = _product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
                               PRECISION)  # fmt: skip
                 gv = _product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
@@ -187,6 +196,8 @@ def rows_kernel(
                 if masked and CLEAN == 2:
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     k_tile = tl.where(used[:, None], k_tile, 0.0)
+                elif masked and CLEAN == 1 and TMA:
+                    k_tile = tl.where(ok_n[:, None], k_tile, 0.0)
                 acc = dot((ds * rate).to(k_tile.dtype), k_tile, acc, PRECISION)
 
     o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
@@ -212,6 +223,14 @@ def _sees(run, tile, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _write(to, values, inside, ADD: tl.constexpr):
+    """Store these sums; with ADD onto what is there."""
+    if ADD:
+        values += tl.load(to, mask=inside, other=0.0)
+    tl.store(to, values.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def keys_kernel(
     q, k, v, g, dk, dv, lse, factor, delta, grad_lse, columns, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
     position, seed,
@@ -223,12 +242,13 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, ADD: tl.constexpr, GAPLESS: tl.constexpr, CLEAN: tl.constexpr,
+    TMA: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile of one key/value head, one step of the columns of each. Scores are k q^T [N, M], as both
     products take them.
 
     The grid is (key tiles * steps, key/value heads, batch). With ADD the sums are added to what dk and dv hold (fp32): the
-    rows then come in several calls.
+    rows then come in several calls. WITH_K and WITH_V: which of the two this call works out.
     """
     tile, step = tl.program_id(0) // steps, tl.program_id(0) % steps
     n_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -250,7 +270,9 @@ def keys_kernel(
 
     for of_group in range(0, HEADS_PER_KV):
         h = n_head * HEADS_PER_KV + of_group
-        q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+        q_head, g_head = k_head, v_head  # with TMA nothing is read by address
+        if not TMA:
+            q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
         for masked in tl.static_range(2):
             if masked or not (BIAS or DENSE):  # with these no tile is full
                 for block in range(
@@ -263,22 +285,25 @@ def keys_kernel(
                         o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
                         ok_m = o_m < q_len
                         rows = o_m.to(tl.int64)
-                        if masked:
+                        if masked and CLEAN > 0 and COLUMNS > 0:  # rows without keys may hold NaN
                             start, stop, start2, stop2 = row_ranges(
                                 ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
                             )
-                            if CLEAN > 0 and COLUMNS > 0:  # rows without keys may hold NaN
-                                ok_m = (stop > start) | (stop2 > start2)
+                            ok_m = (stop > start) | (stop2 > start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
-                        q_tile = load_rows(
-                            q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True
-                        )
-                        g_tile = load_rows(
-                            g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True
-                        )
-                        base2, f, d, g_lse = _row_values(
-                            lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
-                        )
+                        if TMA:
+                            q_tile = described_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
+                            g_tile = described_rows(g, b, h, block * BLOCK_M, BLOCK_M, VALUE_STEP)
+                            if masked and CLEAN > 0 and COLUMNS > 0:
+                                q_tile = tl.where(ok_m[:, None], q_tile, 0.0)
+                                g_tile = tl.where(ok_m[:, None], g_tile, 0.0)
+                        else:
+                            q_tile = load_rows(
+                                q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True
+                            )
+                            g_tile = load_rows(
+                                g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True
+                            )
                         slope, at_m, i_m, b_m = row_features(
                             o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
                             row_at_b, position_b, sequence_b, b, h, ALIBI, DROPOUT,
@@ -287,10 +312,19 @@ def keys_kernel(
                             slope, at_m = slope[None, :], at_m[None, :]
                         kq = _product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
                                       DIM_STEP, PRECISION)  # fmt: skip
-                        vg = _product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
-                                      VALUE_STEP, PRECISION)  # fmt: skip
+                        vg = kq  # dv does not take it
+                        if WITH_K:
+                            vg = _product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
+                                          VALUE_STEP, PRECISION)  # fmt: skip
+                        # after the products: in registers across them they would spill
+                        base2, f, d, g_lse = _row_values(
+                            lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
+                        )
                         allowed = True
                         if masked:
+                            start, stop, start2, stop2 = row_ranges(
+                                ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
+                            )
                             allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], start[None, :], stop[None, :],
                                                     start2[None, :], stop2[None, :], COLUMNS)  # fmt: skip
                         keep = True
@@ -311,20 +345,19 @@ def keys_kernel(
                             g_tile = load_rows(
                                 g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP, False, True
                             )
-                        acc_v = dot(w.to(g_tile.dtype), g_tile, acc_v, PRECISION)
-                        acc_k = dot((ds * rate).to(q_tile.dtype), q_tile, acc_k, PRECISION)
+                        if WITH_V:
+                            acc_v = dot(w.to(g_tile.dtype), g_tile, acc_v, PRECISION)
+                        if WITH_K:
+                            acc_k = dot((ds * rate).to(q_tile.dtype), q_tile, acc_k, PRECISION)
 
-    o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
-    o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
-    to_k = (dk + b * dk_b + n_head * dk_h + keys * dk_s)[:, None] + o_d[None, :]
-    to_v = (dv + b * dv_b + n_head * dv_h + keys * dv_s)[:, None] + o_v[None, :]
-    in_k, in_v = ok_n[:, None] & (o_d < QK_DIM)[None, :], ok_n[:, None] & (o_v < V_DIM)[None, :]
-    acc_k *= scale
-    if ADD:
-        acc_k += tl.load(to_k, mask=in_k, other=0.0)
-        acc_v += tl.load(to_v, mask=in_v, other=0.0)
-    tl.store(to_k, acc_k.to(dk.dtype.element_ty), mask=in_k)
-    tl.store(to_v, acc_v.to(dv.dtype.element_ty), mask=in_v)
+    if WITH_K:
+        o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
+        to_k = (dk + b * dk_b + n_head * dk_h + keys * dk_s)[:, None] + o_d[None, :]
+        _write(to_k, acc_k * scale, ok_n[:, None] & (o_d < QK_DIM)[None, :], ADD)
+    if WITH_V:
+        o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+        to_v = (dv + b * dv_b + n_head * dv_h + keys * dv_s)[:, None] + o_v[None, :]
+        _write(to_v, acc_v, ok_n[:, None] & (o_v < V_DIM)[None, :], ADD)
 
 
 @triton.jit

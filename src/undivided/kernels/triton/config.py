@@ -19,18 +19,20 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """Rows and keys of a tile, warps of a program, loads in flight, and whether keys and values are read by tensor descriptors
-    (Hopper's copy engine, TMA) where their memory allows it."""
+    """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor descriptors
+    (Hopper's copy engine, TMA) where its memory allows it; whether dk and dv have a launch of their own each, so that a program
+    holds one of the two sums."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     descriptors: bool = False
+    apart: bool = False
 
 
-# (pass, bytes of an element, largest head size up to) -> tiles. Backward: a program keeps block_m rows (or keys), and visits
-# block_n keys (or rows) at a time.
+# (pass, bytes of an element, largest head size up to) -> tiles. The passes of the backward: "rows" keeps block_m rows and
+# visits block_n keys at a time, "keys" keeps block_m keys and visits block_n rows.
 _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
@@ -44,19 +46,27 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("decode", 4, 64): Config(16, 64, 4, 2),
     ("decode", 4, 128): Config(16, 32, 4, 2),
     ("decode", 4, 256): Config(16, 16, 4, 2),
-    ("backward", 2, 64): Config(64, 64, 8, 2),
-    ("backward", 2, 128): Config(64, 64, 8, 2),
-    ("backward", 2, 256): Config(64, 32, 8, 1),
-    ("backward", 4, 64): Config(32, 32, 8, 1),
-    ("backward", 4, 128): Config(32, 16, 8, 1),
-    ("backward", 4, 256): Config(16, 16, 4, 1),
+    ("rows", 2, 64): Config(128, 64, 8, 2),
+    ("keys", 2, 64): Config(128, 32, 8, 2),
+    ("rows", 2, 128): Config(64, 64, 8, 2),
+    ("keys", 2, 128): Config(64, 64, 8, 2),
+    ("rows", 2, 256): Config(64, 32, 8, 2),
+    ("keys", 2, 256): Config(64, 32, 8, 2, apart=True),
+    ("rows", 4, 64): Config(32, 32, 8, 1),
+    ("keys", 4, 64): Config(32, 32, 8, 1),
+    ("rows", 4, 128): Config(32, 16, 8, 1),
+    ("keys", 4, 128): Config(32, 16, 8, 1),
+    ("rows", 4, 256): Config(16, 16, 4, 1),
+    ("keys", 4, 256): Config(16, 16, 4, 1),
     # heads contracted in steps: what is not held in registers is read again for every tile
     ("forward", 2, 512): Config(64, 32, 4, 2),
     ("forward", 4, 512): Config(32, 32, 4, 1),
     ("decode", 2, 512): Config(16, 32, 4, 2),
     ("decode", 4, 512): Config(16, 16, 4, 1),
-    ("backward", 2, 512): Config(32, 32, 4, 1),
-    ("backward", 4, 512): Config(16, 16, 4, 1),
+    ("rows", 2, 512): Config(32, 32, 4, 1),
+    ("keys", 2, 512): Config(32, 32, 4, 1),
+    ("rows", 4, 512): Config(16, 16, 4, 1),
+    ("keys", 4, 512): Config(16, 16, 4, 1),
 }
 
 _HOPPER: Mapping[tuple[str, int, int], Config] = {
@@ -64,9 +74,15 @@ _HOPPER: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3, True),
     ("forward", 2, 128): Config(128, 128, 8, 2, True),
     ("forward", 2, 256): Config(128, 64, 8, 2, True),
-    ("backward", 2, 64): Config(128, 64, 8, 2),
-    ("backward", 2, 128): Config(128, 64, 8, 2),
-    ("backward", 2, 256): Config(64, 32, 8, 2),
+    ("rows", 2, 64): Config(128, 64, 8, 2, True),
+    ("rows", 2, 128): Config(128, 64, 8, 2, True),
+    ("rows", 2, 256): Config(128, 32, 8, 2, True),
+    ("keys", 2, 64): Config(128, 64, 8, 2, True),
+    ("keys", 2, 128): Config(128, 64, 8, 2, True),
+    ("keys", 2, 256): Config(128, 32, 8, 2, True, apart=True),
+    ("decode", 2, 64): Config(16, 128, 4, 3, True),
+    ("decode", 2, 128): Config(16, 64, 4, 3, True),
+    ("decode", 2, 256): Config(16, 32, 4, 3, True),
 }
 
 _LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
@@ -78,6 +94,9 @@ WIDTHS = (64, 128, 256, 512)
 WIDEST = 256
 """Head sizes up to here are one step; larger ones are contracted STEP columns at a time."""
 STEP = 128
+
+LIGHT = 32
+"""Keys (or rows) visited at once under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and sm90."""
 
 CANDIDATES = tuple(
     Config(m, n, warps, stages, descriptors)
@@ -105,7 +124,7 @@ def is_interpreted() -> bool:
 
 
 def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
-    """Tiles of a pass ("forward", "decode", "backward") for this head size on this architecture ("sm90", "gfx942")."""
+    """Tiles of a pass ("forward", "decode", "rows", "keys") for this head size on this architecture ("sm90", "gfx942")."""
     if name in _trials:
         return _trials[name]
     if is_interpreted():
@@ -118,6 +137,13 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     if architecture == "sm90":
         found = _HOPPER.get((name, itemsize, width), found)
     return found._replace(stages=max(found.stages - 1, 1)) if architecture in _LITTLE_SHARED else found
+
+
+def lighter(tile: Config) -> Config:
+    """These tiles for problems with more to work out for each pair, which would spill: fewer pairs a thread."""
+    if tile.block_m < 64:
+        return tile
+    return tile._replace(block_n=min(tile.block_n, LIGHT), warps=8)
 
 
 _trials: dict[str, Config] = {}

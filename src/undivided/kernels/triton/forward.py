@@ -16,6 +16,7 @@ from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
     allowed_pairs,
+    described_rows,
     dot,
     finish_scores,
     hull,
@@ -120,8 +121,7 @@ def forward_kernel(
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 if TMA:
-                    at = [b.to(tl.int32), n_head.to(tl.int32), tile * BLOCK_N, 0]
-                    k_tile = k.load(at).reshape(BLOCK_N, DIM_STEP)
+                    k_tile = described_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                 else:
                     k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
                     k_tile = load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
@@ -162,7 +162,7 @@ def forward_kernel(
                                 DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
                     p = tl.where(keep, p * survivor, 0.0)
                 if TMA:
-                    v_tile = v.load(at).reshape(BLOCK_N, VALUE_STEP)
+                    v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
                     v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
                     v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,

@@ -62,6 +62,12 @@ def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr
 
 
 @triton.jit
+def described_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] rows of one head from `first` on, by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0 outside."""
+    return tensor.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
     """The keys of each row, [start, stop) twice; the second is empty where there is one range."""
     nothing = rows * 0
