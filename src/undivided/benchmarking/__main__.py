@@ -82,7 +82,8 @@ def main() -> int:
     report["interrupted"] = left > 0
     _write(given.json, report)
     if given.ranks is not None:
-        add(report, given.json.name if given.json is not None else "a report that was not kept", given.ranks)
+        kept = given.json.name if given.json is not None else "a report that was not kept"
+        print(f"{given.ranks}: {add(report, kept, given.ranks)}", file=sys.stderr)
     print(markdown(report))
     if left:
         print(f"not run: {left} (the time was over; --resume runs the rest)")

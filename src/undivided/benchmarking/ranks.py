@@ -30,6 +30,13 @@ class Ranks(NamedTuple):
     table: Table
     left_out: Mapping[str, tuple[str, ...]]
 
+    def __str__(self) -> str:
+        entries = [entry for places in self.table.values() for entry in places.values()]
+        compared = sum(len(entry.rates) > 1 for entry in entries)
+        lines = [f"{len(entries)} places, {compared} of them with two backends or more"]
+        lines += [f"left out, {why}: {', '.join(names)}" for why, names in self.left_out.items()]
+        return "\n".join(lines)
+
 
 class Timed(NamedTuple):
     """The work of a case, and the seconds that backends took for it."""

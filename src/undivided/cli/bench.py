@@ -18,7 +18,6 @@ from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._terminal import complain, console, print_json, progress, table
-from undivided.cli.ranks import said
 from undivided.errors import InputError
 
 TONES = {"good": "green", "bad": "red", "": ""}
@@ -83,7 +82,7 @@ def bench(
         _show(report)
     if ranks is not None:
         kept = as_json.name if as_json is not None and not to_stdout else "a report that was not kept"
-        said(add(report, kept, ranks), ranks)
+        complain(f"{ranks}: {add(report, kept, ranks)}")
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
     if _wrong(report) or report["failed"]:

@@ -11,7 +11,7 @@ import typer
 
 from undivided import _measured
 from undivided._measured import Entry, Table
-from undivided.benchmarking.ranks import Ranks, add
+from undivided.benchmarking.ranks import add
 from undivided.cli._terminal import complain, console, human, print_json
 from undivided.cli._terminal import table as columns
 from undivided.errors import InputError
@@ -40,7 +40,7 @@ def ranks(
             raise InputError(
                 "REPORT", "be written by `undivided bench --json`", f"{report} ({error})"
             ) from None
-        said(add(read, report.name, path), path)
+        complain(f"{path}: {add(read, report.name, path)}")
     if reports:
         return
     found = _measured.in_force() if into is None else _measured.read(into)
@@ -49,15 +49,6 @@ def ranks(
         print_json([row for kind in shown for row in _rows(kind, shown[kind])])
     else:
         _show(shown)
-
-
-def said(found: Ranks, path: Path) -> None:
-    """What was put into a table, and what was left out of it."""
-    places = [entry for kind in found.table.values() for entry in kind.values()]
-    compared = sum(len(entry.rates) > 1 for entry in places)
-    complain(f"{path}: {len(places)} places, {compared} of them with two backends or more")
-    for why, names in found.left_out.items():
-        complain(f"left out, {why}: {', '.join(names)}")
 
 
 def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, Any]]:
