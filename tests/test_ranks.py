@@ -398,7 +398,7 @@ class TestCommands:
         assert [set(one) for one in rates] == [{"native", "torch_flash"}] * 2
 
     def test_on_a_gpu_its_own_suites_run_with_every_backend_that_is_there(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They were the CPU's, with the native kernel: nothing that selection chooses between on a GPU was timed."""
         seen: list[Any] = []
@@ -407,7 +407,8 @@ class TestCommands:
         monkeypatch.setattr(
             bench, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings())
         )
-        command("bench", "--device", "cuda", "--json", "-")
+        command("bench", "--device", "cuda", "--json", str(tmp_path / "h100.json"))
+        assert _measured.read(tmp_path / "h100.ranks.json") == {}, "written, beside the report"
         assert {benchmark.suite for benchmark in seen[0].single} == set(GPU_SUITES)
         assert seen[0].small == ()
         assert seen[1].backends == ("cudnn", "triton")
@@ -420,13 +421,18 @@ class TestCommands:
             assert "must be" in done.stderr
         assert not (tmp_path / "ranks.json").exists()
 
-    def test_a_table_is_not_put_over_a_file_that_is_none(self, tmp_path: Path) -> None:
+    def test_a_table_is_not_put_over_a_file_that_is_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kept, into = tmp_path / "report.json", tmp_path / "precious.txt"
         kept.write_text(json.dumps(report(case("a", cudnn=1.0))))
         into.write_text("a letter")
         done = command("ranks", str(kept), "--into", str(into))
         assert done.exit_code == 2
         assert "must be a table of ranks" in done.stderr
+        monkeypatch.setattr(bench, "execute", lambda *given: pytest.fail("minutes were spent"))
+        done = command("bench", "--quick", "--ranks", str(into))
+        assert (done.exit_code, "must be a table of ranks" in done.stderr) == (2, True)
         assert into.read_text() == "a letter"
 
     def test_a_table_of_nothing_says_so(self, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from undivided._measured import read
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
 from undivided.benchmarking.competitors import rivals
@@ -58,6 +59,8 @@ def main() -> int:
     """Run a suite, print its tables as Markdown, write the report; 1 where we were wrong, 2 where something was not run."""
     given = _parser().parse_args()
     until = time.monotonic() + given.seconds
+    if given.ranks is not None:
+        read(given.ranks)  # what is no table is found before minutes are spent
     planned = plan(given.suite or GPU_SUITES, filter=given.filter, quick=given.quick)
     backends = rivals(given.device)
     report = _report(given, begun(planned, settings(given.device, backends, given.patience)))

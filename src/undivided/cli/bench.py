@@ -11,6 +11,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from undivided._measured import read
 from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, rivals
@@ -47,7 +48,10 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
     ranks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put the rates into this table for selection; see `undivided ranks`.")
+        Path | None, typer.Option(
+            metavar="FILE",
+            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU beside --json if not said.",
+        ),
     ] = None,
     as_markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown.")
@@ -71,22 +75,30 @@ def bench(
     settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
+    kept = None if to_stdout else as_json
+    if ranks is None and kept is not None and device != "cpu":
+        ranks = kept.with_suffix(".ranks.json")
+    if ranks is not None:
+        read(ranks)  # what is no table is found before minutes are spent
     with progress(planned.steps) as step:
         report = execute(planned, settings, threads, step)
-    if as_json is not None and not to_stdout:
-        as_json.parent.mkdir(parents=True, exist_ok=True)
-        as_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _keep(report, kept, ranks)
     if to_stdout:
         print_json(report)
     else:
         _show(report)
-    if ranks is not None:
-        kept = as_json.name if as_json is not None and not to_stdout else "a report that was not kept"
-        complain(f"{ranks}: {add(report, kept, ranks)}")
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
     if _wrong(report) or report["failed"]:
         raise typer.Exit(1)
+
+
+def _keep(report: dict[str, Any], kept: Path | None, ranks: Path | None) -> None:
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if ranks is not None:
+        complain(f"{ranks}: {add(report, kept.name if kept else 'a report that was not kept', ranks)}")
 
 
 def _others(words: list[str] | None) -> tuple[str, ...]:
