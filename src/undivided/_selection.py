@@ -46,7 +46,8 @@ class Decision:
     """The chosen backend, and for every other one its list of reasons.
 
     ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons, ``str(decision)`` is
-    the table. `undivided.explain` makes one.
+    the table. ``decision.verdicts`` has all of it in the order tried, with what each that can run may take, where it was measured.
+    `undivided.explain` makes one.
 
     Args:
         problem: what was asked for: sizes, dtype, mask structure and features, without tensors.
