@@ -46,7 +46,7 @@ class Decision:
     """The chosen backend, and for every other one its list of reasons.
 
     ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons, ``str(decision)`` is
-    the table. ``decision.verdicts`` has all of it in the order tried, with what each that can run may take, where it was measured.
+    the table. ``decision.verdicts`` has all of it in the order tried, and estimates of time where something was measured.
     `undivided.explain` makes one.
 
     Args:
