@@ -45,6 +45,7 @@ class Block {
     first_tile_ = from_ / kTile * kTile;
     narrow_ = to_ - first_tile_ <= most_narrow_keys(a) &&
               longest_row(a, block) * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T) <= kLongestRowBytes;
+    by_rows_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);
     w_ = carve<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_tile_) : kEveryKey, scratch);
     count_ = 0;
     for (int64_t first = 0; first < block.rows; first += w_.panels[count_++].rows)
@@ -110,13 +111,15 @@ class Block {
       transpose_q<Mode>(a_, block_, p.first, p.rows, sums.qt);
       if (a_.dropout) read_drop_rows(a_, block_, p.first, p.rows, *sums.drops);
     }
-    p.summed = false;
+    p.summed = false, p.by_rows = by_rows_;
     memset(sums.total, 0, (size_t)kPanel * 4);
     for (int64_t r = 0; r < kPanel; r++) sums.most[r] = -kInfinity;
   }
   void finish(const Panel& p, const Sums& sums) {
     if (!p.summed) memset(sums.ot, 0, (size_t)(o_depth<Mode>(a_) * kPanel) * 4);
     auto write = block_.partials ? write_partials<Mode> : write_rows<Mode>;
+    if constexpr (std::is_same<Mode, Direct>::value)
+      if (p.by_rows) write = write_row_sums;
     write(a_, block_, p.first, p.rows, sums.ot, sums.most, sums.total);
   }
 
@@ -145,7 +148,7 @@ class Block {
     }
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
     const int64_t index = narrow_ ? (t - first_tile_) / kTile : 0;
-    begin_tile<Mode>(a_, block_, from, to, w_.tile_space<Mode>(a_, index), count_ > 1, tile);
+    begin_tile<Mode>(a_, block_, from, to, w_.tile_space<Mode>(a_, index), count_ > 1, by_rows_, tile);
     memcpy(tile.seen, seen + (from - t), (size_t)(t + kTile - from));
   }
 
@@ -215,7 +218,7 @@ class Block {
   Workspace w_;
   int64_t from_, to_, first_tile_;  // keys that some row sees
   int64_t count_, fetched_ = 0;     // panels; keys before it have been asked for
-  bool narrow_;
+  bool narrow_, by_rows_;
 };
 
 template <class Mode>

@@ -97,10 +97,11 @@ struct Tile {
   uint8_t seen[kTile];  // by some panel, from `start` on
 };
 
-// A tile of keys [start, stop), none of which are packed yet. Where it is not shared by several panels, V may stay in place.
+// A tile of keys [start, stop), none of which are packed yet. Where it is not shared by several panels, or read row by row, V may
+// stay in place.
 template <class Mode>
 static void begin_tile(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const TileSpace& w, bool shared,
-                       Tile<Mode>& tile) {
+                       bool by_rows, Tile<Mode>& tile) {
   typedef typename Mode::T T;
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
   tile.start = tile.packed = start, tile.stop = stop, tile.space = w;
@@ -114,7 +115,9 @@ static void begin_tile(const Attention& a, const RowBlock& block, int64_t start,
   tile.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
     tile.copies_k = shared && tile.own_k_stride * 4 >= kFarApart, tile.copies_v = shared;
-    if (shared) tile.v_stride = kBroadcasts, tile.v_group = kColumnGroup;
+    if (by_rows) tile.copies_v = tile.own_v_stride * 4 >= kFarApart;
+    if (by_rows && tile.copies_v) tile.v_stride = a.v_dim;
+    else if (shared && !by_rows) tile.v_stride = kBroadcasts, tile.v_group = kColumnGroup;
     else tile.v = tile.own_v, tile.v_stride = tile.own_v_stride;
   }
   if (!tile.copies_k) return;
@@ -157,7 +160,8 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, T
   } else {
     float* copy = (float*)tile.space.k + first * tile.k_stride;
     for (int64_t j = 0; tile.copies_k && j < count; j++) memcpy(copy + j * tile.k_stride, k + j * k_s, (size_t)a.qk_dim * 4);
-    if (tile.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)tile.space.v + first * kBroadcasts);
+    if (tile.copies_v && tile.v_group == 0) widen(v, v_s, count, a.v_dim, nullptr, (float*)tile.space.v + first * a.v_dim);
+    else if (tile.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)tile.space.v + first * kBroadcasts);
   }
 }
 

@@ -17,6 +17,7 @@ struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
   int64_t first, rows;    // first: row of the block
   bool summed;            // whether its sums hold something
+  bool by_rows;           // whether they are rows, see row_sums.h
   int64_t covered[2][2];  // keys that every row sees through its first, its second range
   int segments, next;     // next: the first segment that the tiles to come may touch
   Segment segment[kMostSegments];
@@ -143,6 +144,19 @@ static int64_t longest_row(const Attention& a, const RowBlock& block) {
     longest = larger_of(longest, stop - start);
   }
   return longest;
+}
+
+// The keys that the rows of a block see, added up.
+static int64_t keys_seen(const Attention& a, const RowBlock& block) {
+  if (!a.ranges && !a.band) return block.rows * a.kv_len;
+  int64_t seen = 0;
+  for (int64_t r = 0; r < block.rows; r++) {
+    const int64_t row = (block.row + r) % a.q_len;
+    if (a.band) seen += larger_of(0, smaller_of(a.kv_len, row + a.last) - larger_of(0, row + a.first));
+    const int32_t* range = a.band ? nullptr : ranges_at(a, block, r);
+    for (int64_t i = 0; range && i < a.columns; i += 2) seen += larger_of(0, range[i + 1] - range[i]);
+  }
+  return seen;
 }
 
 // The keys [from, to) of a panel in groups of so many: which vectors have a row that may see one.

@@ -4,6 +4,7 @@
 #include "upcoming.h"
 #include "extra.h"
 #include "query_rows.h"
+#include "row_sums.h"
 #include "softmax.h"
 #include "workspace.h"
 
@@ -56,6 +57,14 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   } else {
     v = tile.v + (start - tile.start) * v_stride;
   }
+  if constexpr (std::is_same<Mode, Direct>::value)
+    if (p.by_rows) {
+      alignas(64) float scales[kPanel];
+      for (int i = 0; i < p.vectors(); i++) store(scales + i * kLanes, decay[i]);
+      weigh_rows(p, start, keys, w.scores, v, v_stride, a.v_dim, p.summed ? scales : nullptr, sums.ot);
+      p.summed = true;
+      return;
+    }
   // in pairs, a group of columns is twice as many keys
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
   Runs of_weights = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);

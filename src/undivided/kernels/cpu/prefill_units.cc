@@ -50,7 +50,9 @@ std::vector<int64_t> longest_rows(const Attention& a, const Kernels& k) {
 
 int64_t block_rows(const Attention& a, const Kernels& k, const std::vector<int64_t>& longest, int64_t virtual_rows, int64_t heads) {
   const int64_t panel = k.panel;
-  const bool few_keys = std::all_of(longest.begin(), longest.end(), [&](int64_t n) { return n <= k.short_keys && n < a.kv_len; });
+  // where the heads of a token lie side by side, those of few tokens come together
+  const auto short_of = [&](int64_t n) { return n <= k.short_keys && n < a.kv_len; };
+  const bool few_keys = a.k_h < a.k_s && std::all_of(longest.begin(), longest.end(), short_of);
   int64_t rows = a.dtype == kFloat32 ? kBlockRows : few_keys ? k.short_rows : k.rows16;
   rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
   int64_t wanted = a.threads * kUnitsPerThread;
