@@ -84,6 +84,7 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
         "registers": int(registers[1]), "spilled": int(stores[1]), "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"), "tcgen05": ptx.count("tcgen05.mma"), "mma": ptx.count("mma.sync"),
         "descriptor_loads": ptx.count("cp.async.bulk.tensor"), "async_copies": ptx.count("cp.async.c"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
     }  # fmt: skip
 
 
@@ -109,6 +110,7 @@ def problems() -> Iterator[tuple[str, Any]]:
     leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
     for dim in (64, 128, 256):
         yield f"plain-bf16-{dim}", made(torch.bfloat16, 512, 512, 2, (dim, dim), True, mask=masks.causal())
+    yield "forward-bf16-64", made(torch.bfloat16, 512, 512, 2, (64, 64), False, mask=masks.causal())
     yield "everything-fp16-64", made(
         torch.float16, 256, 256, 4, (64, 64), True, mask=masks.window(64, 0) | masks.prefix(4), softcap=30.0, sinks=leaf(4),
         alibi_slopes=leaf(4), bias=leaf(1, 4, 256, 256), dropout_p=0.1, dropout_seed=1,

@@ -44,12 +44,13 @@ class Found(NamedTuple):
 
 def tune(
     device: str, dtypes: Iterable[torch.dtype], widths: Iterable[int], *, length: int = 4096, turns: int = 5,
-    candidates: tuple[Config, ...] = config.CANDIDATES, step: Callable[[str], None] = lambda name: None,
+    candidates: tuple[Config, ...] | None = None, step: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Found]:  # fmt: skip
     """The fastest tiles for each pass, dtype and head size.
 
     Args:
         length: tokens of the causal sequence that is measured; decoding has as many keys.
+        candidates: what to try; None asks `config.candidates`.
         turns: timings of each candidate; the median counts.
         step: called with the name of each pass as its turn comes.
     """
@@ -57,7 +58,10 @@ def tune(
         for width in widths:
             for work in _works(device, dtype, width, length):
                 step(f"{work.name} {str(dtype).removeprefix('torch.')} head size {width}")
-                yield _fastest(work, dtype.itemsize, width, candidates, turns)
+                tried = candidates
+                if tried is None:
+                    tried = config.candidates(work.name, architecture(torch.device(device)))
+                yield _fastest(work, dtype.itemsize, width, tried, turns)
 
 
 def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Work]:

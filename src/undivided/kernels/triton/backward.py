@@ -103,7 +103,7 @@ def rows_kernel(
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
 
@@ -152,7 +152,7 @@ def rows_kernel(
 
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
-            for n in range(0, edges if masked else whole):
+            for n in tl.range(0, edges if masked else whole, warp_specialize=SPECIALISE):
                 tile = nth_tile(
                     n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )

@@ -2,9 +2,10 @@
 
 Nothing in the tables was measured by this project yet. They begin with what FlashAttention-2 (csrc/flash_attn,
 flash_fwd_launch_template.h and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor,
-template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling: bf16,
-causal, Triton 3.6 (`tests/triton_compile.py` prints registers, spills and shared memory for any architecture). `undivided tune`
-measures on yours; nothing is tuned at a first call.
+template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling in the loop
+over whole tiles, and with loads in flight: bf16, causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and sm120
+(`tests/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md says what it
+showed). `undivided tune` measures on yours; nothing is tuned at a first call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 class Config(NamedTuple):
     """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor descriptors
     (Hopper's copy engine, TMA) where its memory allows it; whether dk and dv have a launch of their own each, so that a program
-    holds one of the two sums."""
+    holds one of the two sums; whether loads, products and softmax have warps of their own (see `SPECIALISING`)."""
 
     block_m: int
     block_n: int
@@ -29,6 +30,7 @@ class Config(NamedTuple):
     stages: int
     descriptors: bool = False
     apart: bool = False
+    specialise: bool = False
 
 
 # (pass, bytes of an element, largest head size up to) -> tiles. The passes of the backward: "rows" keeps block_m rows and
@@ -38,13 +40,13 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 128): Config(128, 64, 8, 3),
     ("forward", 2, 256): Config(64, 64, 8, 2),
     ("forward", 4, 64): Config(64, 32, 8, 2),
-    ("forward", 4, 128): Config(32, 32, 8, 2),
+    ("forward", 4, 128): Config(64, 16, 8, 2),
     ("forward", 4, 256): Config(32, 32, 8, 1),
     ("decode", 2, 64): Config(16, 128, 4, 3),
     ("decode", 2, 128): Config(16, 64, 4, 3),
     ("decode", 2, 256): Config(16, 32, 4, 2),
     ("decode", 4, 64): Config(16, 64, 4, 2),
-    ("decode", 4, 128): Config(16, 32, 4, 2),
+    ("decode", 4, 128): Config(16, 32, 8, 2),
     ("decode", 4, 256): Config(16, 16, 4, 2),
     ("rows", 2, 64): Config(128, 64, 8, 2),
     ("keys", 2, 64): Config(128, 32, 8, 2),
@@ -85,9 +87,28 @@ _HOPPER: Mapping[tuple[str, int, int], Config] = {
     ("decode", 2, 256): Config(16, 32, 4, 3, True),
 }
 
+_BLACKWELL: Mapping[tuple[str, int, int], Config] = {
+    # sums in tensor memory: 128 rows, or 64 where shared memory holds no more
+    ("forward", 2, 64): Config(128, 64, 4, 3, True),
+    ("forward", 2, 128): Config(128, 64, 8, 3, True),
+    ("forward", 2, 256): Config(64, 64, 8, 2, True),
+    ("rows", 2, 64): Config(128, 64, 8, 2, True),
+    ("rows", 2, 128): Config(128, 64, 8, 2, True),
+    ("rows", 2, 256): Config(64, 32, 8, 2, True),
+    ("keys", 2, 64): Config(128, 64, 8, 2, True),
+    ("keys", 2, 128): Config(64, 64, 8, 2, True),
+    ("keys", 2, 256): Config(64, 32, 8, 2, True, apart=True),
+    ("decode", 2, 64): Config(16, 128, 4, 3, True),
+    ("decode", 2, 128): Config(16, 64, 4, 3, True),
+    ("decode", 2, 256): Config(16, 32, 4, 2, True),
+}
+
+_OWN = {"sm90": _HOPPER, "sm100": _BLACKWELL, "sm103": _BLACKWELL}
+"""Architectures with rows of their own."""
+
 _LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
 """99 KiB of shared memory a program instead of 163 and more (CUDA programming guide, compute capabilities): a load less in
-flight."""
+flight for head sizes above 128; what serves smaller ones fits."""
 
 WIDTHS = (64, 128, 256, 512)
 """Head sizes up to each have tiles of their own; the last stands for all that are larger."""
@@ -107,7 +128,11 @@ CANDIDATES = tuple(
     for descriptors in (False, True)
     if not descriptors or (m >= 64 and n >= 32)
 )
-"""What `undivided tune` tries; small tiles are not worth the copy engine."""
+"""What `undivided tune` tries for every pass; small tiles are not worth the copy engine."""
+
+SPECIALISING = frozenset({"sm100", "sm103"})
+"""Where Triton 3.4 to 3.7 gives loads, products and softmax of our loops warps of their own (`tl.range(warp_specialize=True)`).
+Its pass for Hopper takes one loop a kernel, ours have two (docs/decisions/2026-11-21-triton-kernels.md)."""
 
 INTERPRETED = Config(32, 32, 1, 1)
 """Under Triton's interpreter, where only the numbers matter: small, so that short sequences have several tiles."""
@@ -134,9 +159,10 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     if tuned is not None:
         return tuned
     found = _TABLE[name, itemsize, width]
-    if architecture == "sm90":
-        found = _HOPPER.get((name, itemsize, width), found)
-    return found._replace(stages=max(found.stages - 1, 1)) if architecture in _LITTLE_SHARED else found
+    found = _OWN.get(architecture, {}).get((name, itemsize, width), found)
+    if architecture in _LITTLE_SHARED and width >= WIDEST:
+        found = found._replace(stages=max(found.stages - 1, 1))
+    return found
 
 
 def lighter(tile: Config) -> Config:
@@ -144,6 +170,19 @@ def lighter(tile: Config) -> Config:
     if tile.block_m < 64:
         return tile
     return tile._replace(block_n=min(tile.block_n, LIGHT), warps=8)
+
+
+def candidates(name: str, architecture: str) -> tuple[Config, ...]:
+    """What `undivided tune` tries for a pass."""
+    found = CANDIDATES
+    if name == "decode":
+        few = (one for one in CANDIDATES if one.block_m == 16 and one.block_n >= 32)
+        found += tuple(one._replace(descriptors=True) for one in few)
+    if name == "keys":
+        found += tuple(one._replace(apart=True) for one in CANDIDATES if one.block_m >= 64)
+    if name in ("forward", "rows") and architecture in SPECIALISING:
+        found += tuple(one._replace(specialise=True) for one in CANDIDATES if one.descriptors)
+    return found
 
 
 _trials: dict[str, Config] = {}

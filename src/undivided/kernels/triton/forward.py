@@ -52,7 +52,7 @@ def forward_kernel(
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
-    TMA: tl.constexpr, CLEAN: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head (or group of heads), one share of its tiles, one step of value columns.
 
@@ -114,7 +114,9 @@ def forward_kernel(
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             count = edges if masked else whole
-            for n in range(count * share // SPLITS, count * (share + 1) // SPLITS):
+            for n in tl.range(
+                count * share // SPLITS, count * (share + 1) // SPLITS, warp_specialize=SPECIALISE
+            ):
                 tile = nth_tile(
                     n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )
