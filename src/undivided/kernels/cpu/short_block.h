@@ -27,8 +27,9 @@ INLINE bool is_short(const Attention& a, const RowBlock& block) {
 namespace {
 
 constexpr int64_t kShortRows = 2 * kTileRows;
-constexpr int64_t kMostSteps = kMostShortKeys / kShortStep + 4;
-constexpr int64_t kRing = 32;
+constexpr int64_t kMostSteps = kMostShortKeys / kShortStep + 4;  // of a ring
+// Steps of the ring: what a panel sees of keys that begin anywhere in a step, its rows one key further each.
+INLINE int64_t ring_steps(int64_t longest) { return longest / kShortStep + 4; }
 
 struct ShortPanel {
   int64_t first, rows;  // first: row of the block
@@ -51,8 +52,8 @@ static ShortSpace carve_short(const Attention& a, char* base) {
   w.q = at.take(2 * round_up(a.qk_dim, kTileDepth) / kTileDepth * kTileBytes);
   w.scores = at.take(kMostSteps * kStepScores);
   w.sums = at.take(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
-  w.k = at.take(kRing * round_up(a.qk_dim, kTileDepth) * kShortStep * 2);
-  w.v = at.take(kRing * round_up(a.v_dim, kTileDepth) * kShortStep * 2);
+  w.k = at.take(kMostSteps * round_up(a.qk_dim, kTileDepth) * kShortStep * 2);
+  w.v = at.take(kMostSteps * round_up(a.v_dim, kTileDepth) * kShortStep * 2);
   w.zeros = at.take(larger_of(a.qk_dim, a.v_dim) * 2);
   w.bytes = at.bytes;
   return w;
@@ -66,7 +67,8 @@ class ShortBlock {
   ShortBlock(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), w_(carve_short<Mode>(a, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
-        k_bytes_(depth_ * kBelow), v_bytes_(round_up(a.v_dim, kTileDepth) * kShortStep * 2) {
+        k_bytes_(depth_ * kBelow), v_bytes_(round_up(a.v_dim, kTileDepth) * kShortStep * 2),
+        ring_(ring_steps(block.longest)), most_hull_((ring_ - 1) * kShortStep) {
     memset(w_.zeros, 0, (size_t)(larger_of(a.qk_dim, a.v_dim) * 2));
   }
 
@@ -122,14 +124,14 @@ class ShortBlock {
       const Segment before = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
       const bool follows = before.start == s.start && before.start < before.stop && before.stop <= s.stop && at > 0 && a_.ranges;
       const int64_t own = follows ? phase : phase_of(at);
-      if (follows && s.stop - p.from <= kMostHull) p.to = larger_of(p.to, s.stop), before_ = at;
+      if (follows && s.stop - p.from <= most_hull_) p.to = larger_of(p.to, s.stop), before_ = at;
       else if (s.start >= s.stop) s = {0, 0};
       else if (p.from >= p.to) phase = own, p.from = s.start, p.to = s.stop;
       else {
         const bool apart = s.start >= before.stop || s.stop <= before.start;
         const int64_t from = smaller_of(p.from, s.start), to = larger_of(p.to, s.stop);
         if (own != phase || s.start > p.to || s.stop < p.from || (apart && p.rows >= kFewestAlike) ||
-            to - from > kMostHull) {
+            to - from > most_hull_) {
           before_ = -1;  // the row is looked at again
           break;
         }
@@ -164,12 +166,13 @@ class ShortBlock {
   // ---- keys
 
   int64_t step_of(int64_t key) const { return (key - origin_) / kShortStep; }
+  int64_t slot(int64_t step) const { return (uint32_t)step % (uint32_t)ring_; }
 
   // Keys of a panel, step by step, zeros beyond those that some row has come to see.
   void pack(const ShortPanel& p) {
     const int64_t phase = p.key % kShortStep;
     const bool known = origin_ >= 0 && phase == origin_ % kShortStep && p.from >= packed_from_ && p.from <= packed_to_ &&
-                       step_of(larger_of(packed_to_, p.to) - 1) - step_of(p.from) < kRing;
+                       step_of(larger_of(packed_to_, p.to) - 1) - step_of(p.from) < ring_;
     if (!known) origin_ = p.key, packed_from_ = packed_to_ = p.from;  // from slot 0, where the last document's lay
     if (p.to <= packed_to_) return;
     const int64_t unfinished = smaller_of(packed_to_, p.to - 1);
@@ -181,8 +184,8 @@ class ShortBlock {
         const bool wanted = key + i >= packed_from_ && key + i < packed_to_;
         k[i] = wanted ? k_(key + i) : (const T*)w_.zeros, v[i] = wanted ? v_(key + i) : (const T*)w_.zeros;
       }
-      pack_key_pairs(k, a_.qk_dim, w_.k + step % kRing * k_bytes_);
-      pack_value_pairs(v, a_.v_dim, w_.v + step % kRing * v_bytes_);
+      pack_key_pairs(k, a_.qk_dim, w_.k + slot(step) * k_bytes_);
+      pack_value_pairs(v, a_.v_dim, w_.v + slot(step) * v_bytes_);
     }
   }
 
@@ -226,7 +229,7 @@ class ShortBlock {
     for (int64_t t = 0; t < steps; t++) {
       int parts = 0;
       for (int i = 0; i < 4; i++) parts |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
-      before.parts = score_step<T>(parts, w_.q, depth_ * kTileBytes, w_.k + (first + t) % kRing * k_bytes_, depth_, before);
+      before.parts = score_step<T>(parts, w_.q, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, depth_, before);
       before.at = w_.scores + t * kStepScores;
     }
     before.all();
@@ -258,7 +261,7 @@ class ShortBlock {
     for (int64_t t = 0; t < steps; t++) {
       int groups = 0;
       for (int g = 0; g < 2; g++) groups |= (group[g].first / 2 <= t && 2 * t < group[g].last) << g;
-      v[t] = w_.v + (first + t) % kRing * v_bytes_;
+      v[t] = w_.v + slot(first + t) * v_bytes_;
       if (count > 0 && runs[count - 1].groups == groups) runs[count - 1].to++;
       else if (groups) runs[count++] = {t, t + 1, groups};
     }
@@ -292,13 +295,13 @@ class ShortBlock {
     }
   }
 
-  static constexpr int64_t kMostHull = (kMostSteps - 1) * kShortStep;  // keys from the first to the last that a panel sees
   static constexpr int64_t kFewestAlike = kTileRows / 2;
   const Attention& a_;
   const RowBlock& block_;
   const ShortSpace w_;
   const Rows<T> k_, v_;
   const int64_t depth_, k_bytes_, v_bytes_;
+  const int64_t ring_, most_hull_;  // most_hull_: keys from the first to the last that a panel sees
   int64_t before_ = -1, phase_ = 0;                          // the row that phase_of looked at last
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring
 };
