@@ -422,6 +422,23 @@ def test_loads_products_and_softmax_have_warps_of_their_own_where_asked(tmp_path
     assert row["spilled"] <= 16, row
 
 
+def test_warps_of_their_own_are_for_loops_that_were_compiled_so() -> None:
+    """Triton 3.7 ends in an assertion on the others, so a tile that `tune` measured may not reach them."""
+    tile = config.Config(32, 32, 1, 1, descriptors=True, specialise=True)
+    q = torch.randn(1, 40, 2, 16)
+    for options, sound in (
+        ({"mask": masks.causal()}, True),
+        ({"mask": masks.lengths([30])}, False),
+        ({"softcap": 5.0}, False),
+        ({"dropout_p": 0.1, "dropout_seed": 1}, False),
+        ({"bias": torch.zeros(1, 1, 40, 40)}, False),
+    ):
+        inputs = _triton_inputs.Inputs(*_problem.normalise(q, q, q, layout="bshd", **options))
+        assert inputs.specialised(tile, described=True) == sound, options
+        assert not inputs.specialised(tile, described=False)
+        assert not inputs.specialised(tile._replace(specialise=False), described=True)
+
+
 def test_only_those_architectures_are_offered_warps_of_their_own() -> None:
     for name, architecture, offered in (
         ("forward", "sm100", True),

@@ -95,7 +95,7 @@ class _Backward:
         backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
             dq=dq, dslope=self.delta if self.row_slopes is None else self.row_slopes, steps=steps,
             **_strides("dq", dq), **arguments, BIAS=self.inputs.bias is not None, CLEAN=self.inputs.clean,
-            SPECIALISE=tile.specialise,
+            SPECIALISE=self.inputs.specialised(tile, arguments["TMA"]),
         )  # fmt: skip
 
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:

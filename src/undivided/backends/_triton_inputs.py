@@ -261,6 +261,13 @@ class Inputs:
         found = [_descriptor(tensor, rows) for tensor in (first, second)]
         return None if None in found else (found[0], found[1])
 
+    def specialised(self, tile: config.Config, described: bool) -> bool:
+        """Whether loads, products and softmax get warps of their own: where these tiles ask for it and the loop is one that was
+        compiled so, that reads nothing by address, whose scores are ``scale * q k`` and which clears nothing; Triton 3.7
+        refuses some others."""
+        plain = self.plain and not self.always_masked and not self.problem.features & {"dropout", "sinks"}
+        return tile.specialise and described and plain and self.clean == 0
+
     def tile(self, name: str) -> config.Config:
         """The tile sizes of a pass."""
         problem = self.problem

@@ -131,7 +131,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         **inputs.tensors(rows), **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
         GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=inputs.bias is not None,
         PAGE=problem.page_size or 0, SPLITS=splits, PLAIN=inputs.plain and not switches["DENSE"],
-        TMA=described[0] is not inputs.k, CLEAN=inputs.clean, SPECIALISE=tile.specialise,
+        TMA=described[0] is not inputs.k, CLEAN=inputs.clean, SPECIALISE=inputs.specialised(tile, described[0] is not inputs.k),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
