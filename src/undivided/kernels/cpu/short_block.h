@@ -225,21 +225,23 @@ class ShortBlock {
     copy_queries(p);
     const Reach group[2] = {reach_of_group(p, 0), reach_of_group(p, 1)};
     const int64_t first = step_of(p.key), steps = p.steps();
+    Upcoming upcoming;
+    ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+    if (next) ask_for(upcoming, *next);
+    upcoming.pace_rows(((group[0].last - group[0].first) * group[0].rows + (group[1].last - group[1].first) * group[1].rows) / 2 +
+                       kBesideProducts * (steps + (a_.v_dim + kTileDepth - 1) / kTileDepth));
     Unstored before;
     for (int64_t t = 0; t < steps; t++) {
       int parts = 0;
       for (int i = 0; i < 4; i++) parts |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
       before.parts = score_step<T>(parts, w_.q, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, depth_, before);
       before.at = w_.scores + t * kStepScores;
+      for (int64_t i = 0; i < kBesideProducts; i++) upcoming.step_rows();
     }
     before.all();
-    Upcoming upcoming;
-    ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
-    if (next) ask_for(upcoming, *next);
-    upcoming.pace_rows(((group[0].last - group[0].first) * group[0].rows + (group[1].last - group[1].first) * group[1].rows) / 2);
     for (int64_t g = 0; g < 2; g++)
       if (group[g].rows) soften(p, g, group[g], most + g * kTileRows, total + g * kTileRows, upcoming);
-    weigh(first, steps, group);
+    weigh(first, steps, group, upcoming);
     write(p, most, total);
   }
 
@@ -254,7 +256,7 @@ class ShortBlock {
     soften_rows<T>(scores, reach.first, reach.last, reach.rows, (float)(a_.scale * (double)kLog2E), most, total, upcoming);
   }
 
-  void weigh(int64_t first, int64_t steps, const Reach (&group)[2]) const {
+  void weigh(int64_t first, int64_t steps, const Reach (&group)[2], Upcoming& upcoming) const {
     const char* v[kMostSteps];
     GroupRun runs[kMostSteps];
     int count = 0;
@@ -265,7 +267,7 @@ class ShortBlock {
       if (count > 0 && runs[count - 1].groups == groups) runs[count - 1].to++;
       else if (groups) runs[count++] = {t, t + 1, groups};
     }
-    weigh_values<T>(runs, count, group[1].rows > 0, w_.scores, v, a_.v_dim, w_.sums);
+    weigh_values<T>(runs, count, group[1].rows > 0, w_.scores, v, a_.v_dim, w_.sums, upcoming);
   }
 
   // ---- results

@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int64_t kShortStep = 2 * kTileRows;       // keys
+constexpr int64_t kBesideProducts = 4;              // how often rows are asked for beside 32 keys, or columns, of a product
 constexpr int64_t kStepScores = 2 * kBelow;         // bytes: two groups of 16 rows by 32 keys in fp32
 
 // ---- B: 32 keys
@@ -166,7 +167,8 @@ INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, cons
 // The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
 template <class T>
 static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int count, bool both, const char* weights,
-                                                   const char* const* v, int64_t columns, char* sums) {
+                                                   const char* const* v, int64_t columns, char* sums,
+                                                   Upcoming& upcoming) {
   Unstored before;
   for (int64_t d = 0; d < columns; d += kTileDepth, sums += kStepScores) {
     const int64_t at = d / kTileDepth * kBelow;
@@ -176,6 +178,7 @@ static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int cou
       else weigh_run<T, 2>(runs[i], i == 0, weights, v, at, before);
     }
     before.at = sums, before.parts = both ? 15 : 3;
+    for (int64_t i = 0; i < kBesideProducts; i++) upcoming.step_rows();
   }
   before.all();
 }
