@@ -8,9 +8,8 @@
 // where a row has none, and where the weights of a block add up to more than kMostSum. That saves a pass over the scores.
 #pragma once
 
-#include "extra.h"
 #include "query_rows.h"
-#include "softmax.h"
+#include "tiled_extra.h"
 #include "upcoming.h"
 #include "workspace.h"
 
@@ -26,25 +25,33 @@ static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, cons
 
 namespace {
 
-constexpr int64_t kKeyBlock = 2 * kTileRows;
 constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
+// How far a base may lie above all scores so far where ALiBi makes later ones larger. Their weights, as small as they are, keep
+// their precision in bf16; fp16 has not the range.
+template <class T>
+constexpr float kMostRise = std::is_same<T, BFloat16>::value ? 48 : 0;
 
-// Weights of a block of scores in pairs, 0 where dropped, and their sums, which see all. Where it is asked for, `large` says in
-// which rows these are too large; then nothing is added to the totals and the result is false.
-template <class T, bool kDrops, int V, class Besides>
-static __attribute__((noinline)) bool soften_block(const float* scores, float factor, const float* most, float* total,
-                                                   const Kept* kept, float* pairs, uint16_t* large, Besides* besides) {
-  Vec sum[V] = {}, base[V];
+// Weights of a block of scores in pairs, 0 where unseen or dropped, and their sums, which see those that are dropped. Where it
+// is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false.
+template <class T, bool kMasked, bool kDrops, int V, class Extra, class Besides>
+static __attribute__((noinline)) bool soften_block(const float* scores, const Extra& extra, const Kept* seen, const float* most,
+                                                   float* total, const Kept* kept, float* pairs, uint16_t* large,
+                                                   Besides* besides) {
+  Vec sum[V] = {}, less[V];
   for (int v = 0; v < V; v++) {
     Vec x = load(most + v * kLanes);
-    base[v] = (x == -kInfinity ? Vec{} : x) - (float)kWeightBits<T>;  // -inf - -inf is NaN
+    less[v] = (float)kWeightBits<T> - (x == -kInfinity ? Vec{} : x);  // -inf - -inf is NaN
   }
   for (int64_t j = 0; j < kKeyBlock; j += 2) {
     besides->step();
+    Vec x[2 * V];
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
+    extra(j, less, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      const float* s = scores + j * kPanel + v * kLanes;
-      Vec even = exp2_or_zero(load(s) * factor - base[v]), odd = exp2_or_zero(load(s + kPanel) * factor - base[v]);
+      Vec even = kMasked ? exp2_or_zero(x[2 * v], seen[j * kVectors + v]) : exp2_or_zero(x[2 * v]);
+      Vec odd = kMasked ? exp2_or_zero(x[2 * v + 1], seen[(j + 1) * kVectors + v]) : exp2_or_zero(x[2 * v + 1]);
       sum[v] += even + odd;
       if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
       store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
@@ -60,14 +67,28 @@ static __attribute__((noinline)) bool soften_block(const float* scores, float fa
   return true;
 }
 
-// New bases of the rows that want one, kHeadroom at most below the largest scores; decay is what earlier sums shrink by. False
-// where none does. A row's base is a function of its own scores, so that its result does not depend on its neighbours.
-static bool find_base(const float* scores, float factor, int vectors, const uint16_t* wanted, float* most, Vec* decay) {
+// New bases of the rows that want one, kHeadroom at most below the largest scores, and above them by what is known to come;
+// decay is what earlier sums shrink by. False where none does. A row's base is a function of its own scores, so that its result
+// does not depend on its neighbours.
+template <int V, class Extra>
+static bool find_base(const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted, const Vec* rise, float* most,
+                      Vec* decay) {
   bool shrinks = false;
-  for (int v = 0; v < vectors; v++) {
-    Vec high = splat(-kInfinity), before = load(most + v * kLanes);
-    for (int64_t j = 0; j < kKeyBlock; j++) high = larger(load(scores + j * kPanel + v * kLanes) * factor, high);
-    Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(high > before + kHeadroom ? high : before));
+  Vec high[V];
+  const Vec none[V] = {};
+  for (int v = 0; v < V; v++) high[v] = splat(-kInfinity);
+  for (int64_t j = 0; j < kKeyBlock; j += 2) {
+    Vec x[2 * V];
+    for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
+    extra(j, none, x);
+    for (int i = 0; i < 2 * V; i++) {
+      const uint16_t where = seen ? seen[(j + i % 2) * kVectors + i / 2] : 0xffff;
+      high[i / 2] = (Vec)_mm512_mask_max_ps((__m512)high[i / 2], where, (__m512)x[i], (__m512)high[i / 2]);
+    }
+  }
+  for (int v = 0; v < V; v++) {
+    const Vec before = load(most + v * kLanes), above = high[v] + rise[v];
+    Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(above > before + kHeadroom ? above : before));
     IVec grown = (now != before) & (before != -kInfinity);
     decay[v] = grown ? exp2_or_zero(before - now) : splat(1);
     shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
@@ -86,21 +107,31 @@ static bool lack_base(const float* most, int vectors, uint16_t* rows) {
   return some;
 }
 
+// What the blocks to come need, and the extras of the next step: these `times` at once, because the processor can wait for few
+// lines at a time, and a step between multiplications takes three times as long as one of the softmax.
+struct BothUpcoming {
+  Upcoming &shared, own;
+  int times;
+  inline __attribute__((always_inline)) void step() {
+    shared.step();
+    for (int i = 0; i < times; i++) own.step();
+  }
+};
+
 // One panel against keys [start, stop) of a tile.
 template <class Mode>
 class TiledStep {
  public:
   typedef typename Mode::T T;
   TiledStep(const Attention& a, int64_t batch, Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
-            int64_t stop, const char* v, const float* extra, const Workspace& w, Upcoming& upcoming)
-      : a_(a), panel_(panel), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra),
+            int64_t stop, const char* v, const TiledExtra& extra, const Kept* seen, const Workspace& w, BothUpcoming& upcoming)
+      : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra), seen_(seen),
         steps_(q_depth<Mode>(a) * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
         scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops), kept_(w.kept), vectors_(panel.vectors()), summed_(panel.summed),
         upcoming_(upcoming) {
     const int64_t group = steps_ * kTileBytes;
     k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group};
     v_ = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};
-    covered_ = panel.covers(start, stop);
   }
 
   void run() {
@@ -120,6 +151,7 @@ class TiledStep {
 
   // Scores of block i, which stay in tiles; those of the block before go to `done`.
   void multiply(int64_t i, char* done) {
+    upcoming_.times = 3;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
     with_vectors(vectors_, [&](auto v) {
       multiply_first<T, true, v.value>(k, k_, q, nullptr, done);
@@ -136,33 +168,35 @@ class TiledStep {
     landed_ = i + 1;
   }
 
-  void soften(int64_t i, float* scores) {
-    float factor = (float)(a_.scale * (double)kLog2E);
-    if (extra_ || a_.softcap != 0) {
-      apply_extra(a_, extra_ ? extra_ + i * kKeyBlock * kPanel : nullptr, kKeyBlock, scores);
-      factor = 1;
-    }
-    if (!extra_ && !covered_) {
-      apply_ranges(panel_, start_ + i * kKeyBlock, kKeyBlock, factor, scores);
-    }
+  void soften(int64_t i, const float* scores) {
+    const Kept* seen = seen_ ? seen_ + i * kKeyBlock * kVectors : nullptr;
     if (a_.dropout) {
       const int64_t key = start_ + i * kKeyBlock;
       draw_tile(a_, batch_, *drops_, key, smaller_of(key + kKeyBlock, a_.kv_len), kept_);
     }
-    // positional terms may rise with every key, so that it is better to look at once
-    uint16_t wanted[kVectors] = {0xffff, 0xffff};
-    if (a_.slopes || lack_base(most_, vectors_, wanted)) rebase(i, scores, factor, wanted);
-    with_vectors(vectors_, [&](auto v) {
-      auto weights = a_.dropout ? soften_block<T, true, v.value, Upcoming> : soften_block<T, false, v.value, Upcoming>;
-      if (weights(scores, factor, most_, total_, kept_, pairs_of(i), wanted, &upcoming_)) return;
-      rebase(i, scores, factor, wanted);
-      weights(scores, factor, most_, total_, kept_, pairs_of(i), nullptr, &upcoming_);
+    extra_.with_block(i, [&](const auto& extra) {
+      uint16_t wanted[kVectors] = {0xffff, 0xffff};
+      with_vectors(vectors_, [&](auto v) {
+        if (lack_base(most_, vectors_, wanted)) rebase<v.value>(i, scores, extra, seen, wanted);
+        if (weights<v.value>(i, scores, extra, seen, wanted)) return;
+        rebase<v.value>(i, scores, extra, seen, wanted);
+        weights<v.value>(i, scores, extra, seen, nullptr);
+      });
     });
   }
+  template <int V, class Extra>
+  bool weights(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
+    auto drops = seen ? soften_block<T, true, true, V, Extra, BothUpcoming> : soften_block<T, false, true, V, Extra, BothUpcoming>;
+    auto keeps = seen ? soften_block<T, true, false, V, Extra, BothUpcoming> : soften_block<T, false, false, V, Extra, BothUpcoming>;
+    upcoming_.times = 1;
+    return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, total_, kept_, pairs_of(i), large, &upcoming_);
+  }
 
-  void rebase(int64_t i, const float* scores, float factor, const uint16_t* wanted) {
-    Vec decay[kVectors] = {splat(1), splat(1)};
-    if (!find_base(scores, factor, vectors_, wanted, most_, decay)) return;
+  template <int V, class Extra>
+  void rebase(int64_t i, const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted) {
+    Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
+    for (int v = 0; v < kVectors; v++) rise[v] = extra_.rise(i, v, kMostRise<T>);
+    if (!find_base<V>(scores, extra, seen, wanted, rise, most_, decay)) return;
     if (i + 1 < blocks_) land(i + 1);
     weigh(i);
     if (summed_) shrink(decay, o_depth<Mode>(a_), ot_);
@@ -172,10 +206,11 @@ class TiledStep {
   // The second product, for the blocks up to `to` that it has not seen.
   void weigh(int64_t to) {
     if (weighed_ == to) return;
+    upcoming_.times = 3;
     TileRows v = v_;
     v.at += weighed_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
-      auto multiply = summed_ ? multiply_tiles<T, n.value, false, Upcoming> : multiply_tiles<T, n.value, true, Upcoming>;
+      auto multiply = summed_ ? multiply_tiles<T, n.value, false, BothUpcoming> : multiply_tiles<T, n.value, true, BothUpcoming>;
       multiply(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, ot_, &upcoming_);
     });
     summed_ = true;
@@ -183,9 +218,9 @@ class TiledStep {
   }
 
   const Attention& a_;
-  const Panel& panel_;
   const int64_t start_, blocks_;
-  const float* extra_;
+  const TiledExtra& extra_;
+  const Kept* seen_;  // null: all are seen
   const int64_t steps_;
   const float* q_;
   float *ot_, *most_, *total_, *scores_, *pairs_;
@@ -194,28 +229,34 @@ class TiledStep {
   Kept* kept_;
   const int vectors_;
   bool& summed_;
-  Upcoming& upcoming_;
+  BothUpcoming& upcoming_;
   TileRows k_, v_;
-  bool covered_;
   int64_t landed_ = 0, weighed_ = 0;
 };
 
 template <class Mode>
 static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
                        int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming) {
-  const bool extras = has_extra(a, block, p.first, p, start, stop);
   const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
-  if (extras) {
-    uint8_t seen[kTile];
-    if (!fill_extra(a, block, p.first, p, start, stop, w.extra, seen)) return;
+  TiledExtra extra(a, block, p, start, w.extra);
+  const Kept* seen = nullptr;
+  if (a.dense || a.bias || !p.covers(start, stop)) {
+    uint8_t keys_seen[kTile];
+    find_seen(a, block, p, start, stop, w.seen);
+    const bool forbids = extra.read_bias(stop, p.vectors(), w.seen);
+    const Sight sight = sum_up(w.seen, stop - start, p.vectors(), keys_seen);
+    if (sight == Sight::kNothing) return;
+    if (sight == Sight::kSome) seen = w.seen;
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
-    if (memchr(seen, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
-      transpose_v(tile.own_v + (start - tile.start) * tile.own_v_stride, tile.own_v_stride, keys, a.v_dim, seen,
+    if ((a.dense || forbids) && memchr(keys_seen, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
+      transpose_v(tile.own_v + (start - tile.start) * tile.own_v_stride, tile.own_v_stride, keys, a.v_dim, keys_seen,
                   kTile / kTileDepth, w.v_own);
       v = w.v_own;
     }
   }
-  TiledStep<Mode>(a, block.batch, p, sums, tile, start, stop, v, extras ? w.extra : nullptr, w, upcoming).run();
+  const int64_t steps = (stop - start) / kKeyBlock * (kKeyBlock / 2 + 3 * (a.qk_dim / 32 + a.v_dim / 32));
+  BothUpcoming both = {upcoming, a.dense || a.bias ? next_extras(a, block, p, start, stop, steps) : Upcoming(), 1};
+  TiledStep<Mode>(a, block.batch, p, sums, tile, start, stop, v, extra, seen, w, both).run();
 }
 
 }  // namespace

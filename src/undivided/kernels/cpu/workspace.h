@@ -17,7 +17,7 @@ struct Workspace {
   Panel* panels;
   float *scores, *extra;
   char *v_own, *sums, *tile_list, *tile_copies;
-  Kept* kept;
+  Kept *kept, *seen;
   int64_t sums_bytes, bytes;
 
   template <class Mode>
@@ -54,6 +54,7 @@ static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* bas
   w.extra = (float*)at.take(extras ? kTile * kPanel * 4 : 0);
   w.v_own = at.take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
   w.kept = (Kept*)at.take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.seen = (Kept*)at.take(Mode::kTiled ? (kTile + 64) * kVectors * (int64_t)sizeof(Kept) : 0);
   w.tile_list = at.take(tiles * (int64_t)sizeof(Tile<Mode>));
   w.tile_copies = at.take(tiles * carve_tile<Mode>(a, nullptr).bytes);
   w.bytes = at.bytes;

@@ -1,0 +1,199 @@
+// What AMX adds to the scores of a panel: additive bias and ALiBi, besides softcap, a block of keys at a time.
+//
+// A step's bias is kept as it is read, transposed words of 32 bits (1 or 2 keys), and becomes fp32 when its block is softened.
+#pragma once
+
+#include "sight.h"
+#include "upcoming.h"
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+#define INLINE_MEMBER inline __attribute__((always_inline))
+constexpr int64_t kKeyBlock = 2 * kTileRows;  // whose scores are softened at once
+
+// How the scores of an even key of a block and of the next, of V vectors each, become what 2 is raised to: x[2 v] and
+// x[2 v + 1]; less[v] is minus the base of the rows.
+class Scaled {
+ public:
+  explicit Scaled(const Attention& a) : factor_((float)(a.scale * (double)kLog2E)) {}
+  template <int V>
+  INLINE_MEMBER void operator()(int64_t, const Vec (&less)[V], Vec (&x)[2 * V]) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * V; i++) x[i] = x[i] * factor_ + less[i / 2];
+  }
+
+ private:
+  const float factor_;
+};
+
+struct NoBias {};
+template <class B, bool kCapped>
+class Added;
+
+class TiledExtra {
+ public:
+  // For a panel and the keys [start, stop); words: of the bias, kTile x kPanel at most.
+  TiledExtra(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, float* words)
+      : a_(a), batch_(block.batch), start_(start), words_(words) {
+    if (!a.bias && !a.slopes) return;
+    for (int v = 0; v < p.vectors(); v++) {
+      at_[v] = LaneRows(a, block, block.row + p.first + v * kLanes, block.row + p.first + p.rows - 1);
+      if (!a.slopes) continue;
+      for (int i = 0; i < kLanes; i++) {
+        slope_[v][i] = a.slopes[batch_ * a.slopes_b + at_[v].head[i] * a.slopes_h + at_[v].row[i] * a.slopes_q] * kLog2E;
+        position_[v][i] = a.row_position[batch_ * a.row_position_b + at_[v].row[i]];
+      }
+    }
+  }
+
+  // Read the bias. What it forbids is taken from `seen`; whether it forbids something.
+  bool read_bias(int64_t stop, int vectors, Kept* seen) {
+    if (!a_.bias) return false;
+    return with_bias([&](auto b) { return read<decltype(b)>(stop, vectors, seen); });
+  }
+
+  // By how much ALiBi rises from the last key of block i to where a row's position is, `most` at most.
+  Vec rise(int64_t i, int v, float most) const {
+    if (!a_.slopes || most == 0) return Vec{};
+    const int64_t last = smaller_of(start_ + (i + 1) * kKeyBlock, a_.kv_len) - 1;
+    const Vec distance = __builtin_convertvector(position_[v] - a_.key_position[batch_ * a_.key_position_b + last], Vec);
+    return smaller(larger(slope_[v] * distance, Vec{}), splat(most));
+  }
+
+  // Call `f` with what is added to block i.
+  template <class F>
+  void with_block(int64_t i, F f) const {
+    if (!a_.bias && !a_.slopes && a_.softcap == 0) f(Scaled(a_));
+    else
+      with_bias([&](auto b) {
+        if (a_.softcap != 0) f(Added<decltype(b), true>(*this, i * kKeyBlock));
+        else f(Added<decltype(b), false>(*this, i * kKeyBlock));
+        return true;
+      });
+  }
+
+ private:
+  template <class F>
+  bool with_bias(F f) const {
+    if (!a_.bias) return f(NoBias());
+    return a_.bias_dtype == kFloat32 ? f(0.0f) : a_.bias_dtype == kBFloat16 ? f(BFloat16()) : f(Float16());
+  }
+
+  template <class B>
+  bool read(int64_t stop, int vectors, Kept* seen) {
+    if constexpr (std::is_same<B, NoBias>::value) return false;
+    else {
+      constexpr int each = RowLanes<B>::kEach;
+      constexpr uint32_t forbids = sizeof(B) == 4 ? 0xff800000u : std::is_same<B, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;
+      auto largest = [](__m512i x, __m512i y) { return sizeof(B) == 4 ? _mm512_max_epu32(x, y) : _mm512_max_epu16(x, y); };
+      __m512i most = _mm512_setzero_si512();
+      for (int v = 0; v < vectors; v++) {
+        RowLanes<B> rows((const B*)a_.bias + batch_ * a_.bias_b, a_.bias_h, a_.bias_q, a_.bias_k, a_.kv_len, at_[v]);
+        float* to = words_ + v * kLanes;
+        for (int64_t key = start_; key < stop; key += RowLanes<B>::kKeys) {
+          rows.read(key, (key - start_) / kLanes);
+          for (int i = 0; i < kLanes; i++, to += kPanel) {
+            const UVec word = rows[i * each];
+            most = largest(most, (__m512i)word);
+            store(to, (Vec)word);
+          }
+        }
+      }
+      // -inf is the largest but for NaN
+      const __m512i least = _mm512_set1_epi32((int)forbids);
+      const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(most, least) != 0 : _mm512_cmpge_epu16_mask(most, least) != 0;
+      for (int64_t j = 0; found && j < stop - start_; j++)
+        for (int v = 0; v < vectors; v++) {
+          const Vec x = entry((UVec)load(words_ + j / each * kPanel + v * kLanes), (int)(j % each), B());
+          seen[j * kVectors + v] &= _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-kInfinity), _CMP_NEQ_UQ);
+        }
+      return found;
+    }
+  }
+
+  template <class, bool>
+  friend class Added;
+
+  const Attention& a_;
+  const int64_t batch_, start_;
+  float* words_;
+  LaneRows at_[kVectors];
+  Vec slope_[kVectors] = {};
+  IVec position_[kVectors] = {};
+};
+
+// The same with a bias of type B, ALiBi and softcap.
+template <class B, bool kCapped>
+class Added {
+ public:
+  Added(const TiledExtra& of, int64_t first)
+      : positions_(of.a_.slopes != nullptr),
+        factor_((float)(kCapped ? of.a_.scale / of.a_.softcap : of.a_.scale * (double)kLog2E)),
+        cap_((float)(of.a_.softcap * (double)kLog2E)), words_(of.words_ + first / kEach * kPanel) {
+    if (!positions_) return;
+    // both relative to the block's first key, so that they are exact
+    const int32_t* positions = of.a_.key_position + of.batch_ * of.a_.key_position_b;
+    const int32_t origin = positions[of.start_ + first];
+    for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(of.position_[v] - origin, Vec), slope_[v] = of.slope_[v];
+    for (int64_t j = 0; j < kKeyBlock; j++) key_[j] = (float)(positions[smaller_of(of.start_ + first + j, of.a_.kv_len - 1)] - origin);
+  }
+  template <int V>
+  INLINE_MEMBER void operator()(int64_t j, const Vec (&less)[V], Vec (&x)[2 * V]) const {
+    Vec rest[2 * V];
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * V; i++) {
+      rest[i] = less[i / 2], x[i] *= factor_;
+      if constexpr (!std::is_same<B, NoBias>::value)
+        rest[i] += entry((UVec)load(words_ + (kEach == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * kLog2E;
+    }
+    if (positions_)
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * V; i++) rest[i] -= slope_[i / 2] * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
+    if constexpr (kCapped) tanh_each(x);
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * V; i++) x[i] = kCapped ? x[i] * cap_ + rest[i] : x[i] + rest[i];
+  }
+
+ private:
+  static constexpr int kEach = sizeof(B) == 2 ? 2 : 1;
+  const bool positions_;
+  const float factor_, cap_;
+  const float* words_;
+  Vec row_[kVectors], slope_[kVectors];
+  alignas(64) float key_[kKeyBlock];
+};
+
+// What the step after this one will read of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's at the
+// next tile.
+static void ask_for_rows(Upcoming& upcoming, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start, int64_t stop,
+                         int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q, int64_t k) {
+  int64_t first = p.first + p.rows;
+  if (first >= block.rows) first = 0, start += kTile, stop += kTile;
+  stop = smaller_of(stop, kv_len);
+  if (k != 1 || start >= stop) return;
+  int64_t row = block.row + first, left = q == 0 ? 1 : smaller_of(block.rows - first, kPanel);
+  while (left > 0) {
+    const int64_t at = row % q_len, some = smaller_of(left, q_len - at);
+    upcoming.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size, some,
+                 (stop - start) * size);
+    row += some, left -= some;
+  }
+}
+
+// The mask and the bias of the next step.
+static Upcoming next_extras(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, int64_t steps) {
+  Upcoming upcoming;
+  if (a.dense)
+    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h, a.dense_q, a.dense_k);
+  const int64_t size = a.bias_dtype == kFloat32 ? 4 : 2;
+  if (a.bias)
+    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);
+  upcoming.pace(steps);
+  return upcoming;
+}
+
+}  // namespace
+
+#endif
