@@ -107,8 +107,8 @@ static bool lack_base(const float* most, int vectors, uint16_t* rows) {
   return some;
 }
 
-// What the blocks to come need, and the extras of the next step: these `times` at once, because the processor can wait for few
-// lines at a time, and a step between multiplications takes three times as long as one of the softmax.
+// What the blocks to come need, and the extras of the next step, so many lines at a time: none beside the softmax, which would
+// take twice as long.
 struct BothUpcoming {
   Upcoming &shared, own;
   int times;
@@ -151,7 +151,7 @@ class TiledStep {
 
   // Scores of block i, which stay in tiles; those of the block before go to `done`.
   void multiply(int64_t i, char* done) {
-    upcoming_.times = 3;
+    upcoming_.times = 5;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
     with_vectors(vectors_, [&](auto v) {
       multiply_first<T, true, v.value>(k, k_, q, nullptr, done);
@@ -188,7 +188,7 @@ class TiledStep {
   bool weights(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
     auto drops = seen ? soften_block<T, true, true, V, Extra, BothUpcoming> : soften_block<T, false, true, V, Extra, BothUpcoming>;
     auto keeps = seen ? soften_block<T, true, false, V, Extra, BothUpcoming> : soften_block<T, false, false, V, Extra, BothUpcoming>;
-    upcoming_.times = 1;
+    upcoming_.times = 0;
     return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, total_, kept_, pairs_of(i), large, &upcoming_);
   }
 
@@ -206,7 +206,7 @@ class TiledStep {
   // The second product, for the blocks up to `to` that it has not seen.
   void weigh(int64_t to) {
     if (weighed_ == to) return;
-    upcoming_.times = 3;
+    upcoming_.times = 5;
     TileRows v = v_;
     v.at += weighed_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
@@ -254,7 +254,7 @@ static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, cons
       v = w.v_own;
     }
   }
-  const int64_t steps = (stop - start) / kKeyBlock * (kKeyBlock / 2 + 3 * (a.qk_dim / 32 + a.v_dim / 32));
+  const int64_t steps = (stop - start) / kKeyBlock * 5 * (a.qk_dim / 32 + a.v_dim / 32);
   BothUpcoming both = {upcoming, a.dense || a.bias ? next_extras(a, block, p, start, stop, steps) : Upcoming(), 1};
   TiledStep<Mode>(a, block.batch, p, sums, tile, start, stop, v, extra, seen, w, both).run();
 }
