@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from undivided.kernels.triton.forward import nth_tile
+from undivided.kernels.triton.score_gradient import load_row_values, product, score_gradient
 from undivided.kernels.triton.tile import (
-    LOG2E,
     allowed_pairs,
     described_rows,
     dot,
-    finish_scores,
     hull,
     kept,
     load_rows,
@@ -29,68 +28,6 @@ from undivided.kernels.triton.tile import (
     row_ranges,
     runs,
 )
-
-
-@triton.jit
-def _product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
-             PRECISION: tl.constexpr):  # fmt: skip
-    """left @ right^T over DIM columns, STEP at a time; a and b are the first step of either."""
-    acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
-    for d in tl.static_range(STEP, DIM, STEP):
-        a = load_rows(left, left_rows, left_ok, DIM, d, STEP, d + STEP <= DIM, True)
-        b = load_rows(right, right_rows, right_ok, DIM, d, STEP, d + STEP <= DIM, True)
-        acc = dot(a, tl.trans(b), acc, PRECISION)
-    return acc
-
-
-@triton.jit
-def _score_gradient(
-    qk, gv, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, keep,
-    lse, factor, delta, grad_lse, scale, softcap, survivor,
-    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What belongs to
-    rows and to keys has an axis of length 1, as in `finish_scores`."""
-    s, allowed, rate, distance = finish_scores(
-        qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
-        scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
-    )  # fmt: skip
-    p = tl.exp2(s - lse)
-    if MASKED:
-        p = tl.where(allowed, p, 0.0)
-        gv = tl.where(allowed, gv, 0.0)
-    w = p
-    if SINKS:
-        w = p * factor
-    dropped = w
-    if DROPOUT:
-        dropped = tl.where(keep, w * survivor, 0.0)
-        gv = tl.where(keep, gv * survivor, 0.0)
-    ds = w * (gv - delta)
-    if GRAD_LSE:
-        ds += p * grad_lse
-    if MASKED:
-        ds = tl.where(allowed, ds, 0.0)
-        if SOFTCAP:
-            rate = tl.where(allowed, rate, 0.0)  # NaN where q or k is
-    return dropped, ds, allowed, rate, distance
-
-
-@triton.jit
-def _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
-    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights 0.
-    Factor and gradient are read where there are any."""
-    natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
-    base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
-    d = tl.load(delta + offsets, mask=ok_m, other=0.0)
-    f = tl.full(d.shape, 1.0, tl.float32)
-    if SINKS:
-        f = tl.load(factor + offsets, mask=ok_m, other=0.0)
-    g = d * 0.0
-    if GRAD_LSE:
-        g = tl.load(grad_lse + offsets, mask=ok_m, other=0.0)
-    return base2, f, d, g
 
 
 @triton.jit
@@ -117,7 +54,7 @@ def rows_kernel(
     ok_m = o_m < q_len
     start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
     offsets = (b * heads + h) * row_values + o_m + first_row
-    base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+    base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
     rows = o_m.to(tl.int64)
     bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
@@ -169,9 +106,9 @@ def rows_kernel(
                     v_tile = load_rows(
                         v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
                     )
-                qk = _product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+                qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
                               PRECISION)  # fmt: skip
-                gv = _product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+                gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
                               PRECISION)  # fmt: skip
                 allowed = True
                 if masked:
@@ -182,7 +119,7 @@ def rows_kernel(
                 if DROPOUT:
                     keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
                                 DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
-                _, ds, allowed, rate, distance = _score_gradient(
+                _, ds, allowed, rate, distance = score_gradient(
                     qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
                     key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
                     masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
@@ -310,14 +247,14 @@ def keys_kernel(
                         )  # fmt: skip
                         if ALIBI:
                             slope, at_m = slope[None, :], at_m[None, :]
-                        kq = _product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
+                        kq = product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
                                       DIM_STEP, PRECISION)  # fmt: skip
                         vg = kq  # dv does not take it
                         if WITH_K:
-                            vg = _product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
+                            vg = product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
                                           VALUE_STEP, PRECISION)  # fmt: skip
                         # after the products: in registers across them they would spill
-                        base2, f, d, g_lse = _row_values(
+                        base2, f, d, g_lse = load_row_values(
                             lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
                         )
                         allowed = True
@@ -331,7 +268,7 @@ def keys_kernel(
                         if DROPOUT:
                             keep = tl.trans(kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
                                                  seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))  # fmt: skip
-                        w, ds, allowed, rate, _ = _score_gradient(
+                        w, ds, allowed, rate, _ = score_gradient(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
                             (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
                             (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :], dense_k, slope, at_m,
@@ -396,7 +333,7 @@ def pairs_kernel(
         if needed:
             n_head = h // HEADS_PER_KV
             offsets = (b * heads + h) * row_values + o_m + first_row
-            base2, f, d, g_lse = _row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+            base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
             slope, at_m, i_m, b_m = row_features(
                 o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
                 position_b, sequence_b, b, h, ALIBI, DROPOUT,
@@ -409,9 +346,9 @@ def pairs_kernel(
             k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
             g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
             v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
-            qk = _product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+            qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
                           PRECISION)  # fmt: skip
-            gv = _product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+            gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
                           PRECISION)  # fmt: skip
             start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
             allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], start[:, None], stop[:, None],
@@ -420,7 +357,7 @@ def pairs_kernel(
             if DROPOUT:
                 keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
                             DROPOUT == 2, BLOCK_M, BLOCK_N)  # fmt: skip
-            _, ds, _, _, _ = _score_gradient(
+            _, ds, _, _, _ = score_gradient(
                 qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
                 (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,
                 (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None], dense_k, slope, at_m,
