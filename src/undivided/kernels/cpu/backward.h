@@ -224,7 +224,8 @@ static Slots panel_pieces(Visit<Mode>& s, int64_t tile, int64_t keys) {
     }
     if (done < 0) continue;
     clear(done, smaller_of(round_up(done, whole), Mode::kTiled ? kTile : round_up(keys, kBroadcasts)));
-    slots.panel[slots.count] = (int)i, slots.rows[slots.count] = (int)panel.rows, slots.start[slots.count] = first, slots.stop[slots.count++] = done;
+    slots.panel[slots.count] = (int)i, slots.rows[slots.count] = (int)panel.rows;
+    slots.start[slots.count] = first, slots.stop[slots.count++] = done;
   }
   return slots;
 }

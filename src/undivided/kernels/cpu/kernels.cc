@@ -171,7 +171,8 @@ static const Kernels* gradients(int64_t dtype, bool precise) {
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kHasTiles ? kMostShortKeys : 0, kShortRows16, kBlockBytes, kPanel, kTile, kRowPanels, block_scratch, block, decodes,
-    chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1, key_scratch, rows_before, key_block, rows_after, peak,
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kHasTiles ? kMostShortKeys : 0, kShortRows16, kBlockBytes, kPanel, kTile,
+    kRowPanels, block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1,
+    key_scratch, rows_before, key_block, rows_after, peak,
 };
 }  // namespace undivided

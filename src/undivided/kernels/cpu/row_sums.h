@@ -86,16 +86,16 @@ static void weigh_row_groups(const Panel& p, int64_t start, int64_t keys, const 
 
 // The weights of keys [start, start + keys) at pt; V's first row is that of key `start`. Without decay, sums begin here: kPanel
 // rows of `columns`, a multiple of kLanes.
-static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride, int64_t columns,
-                       const float* decay, float* sums) {
+static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
+                              int64_t columns, const float* decay, float* sums) {
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
   if (columns % (8 * kLanes) == 0) weigh_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
   else weigh_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
 }
 
 // The sums of a panel as results.
-static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums, const float* most,
-                           const float* total) {
+static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
+                                  const float* most, const float* total) {
   for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
     float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;

@@ -127,8 +127,8 @@ class TiledStep {
             int64_t stop, const char* v, const TiledExtra& extra, const Kept* seen, const Workspace& w, BothUpcoming& upcoming)
       : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra), seen_(seen),
         steps_(q_depth<Mode>(a) * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
-        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops), kept_(w.kept), vectors_(panel.vectors()), summed_(panel.summed),
-        upcoming_(upcoming) {
+        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops),
+        kept_(w.kept), vectors_(panel.vectors()), summed_(panel.summed), upcoming_(upcoming) {
     const int64_t group = steps_ * kTileBytes;
     k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group};
     v_ = {v, 64, kTileBytes, kTile / kTileDepth * kTileBytes};

@@ -186,10 +186,12 @@ static void ask_for_rows(Upcoming& upcoming, const RowBlock& block, int64_t q_le
 static Upcoming next_extras(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, int64_t steps) {
   Upcoming upcoming;
   if (a.dense)
-    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h, a.dense_q, a.dense_k);
+    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
+                 a.dense_q, a.dense_k);
   const int64_t size = a.bias_dtype == kFloat32 ? 4 : 2;
   if (a.bias)
-    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);
+    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size,
+                 a.bias_h, a.bias_q, a.bias_k);
   upcoming.pace(steps);
   return upcoming;
 }
