@@ -104,7 +104,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"errors"},
     ),
-    "errors": ({"undivided.errors"}, set()),
+    "errors": ({"undivided.errors", "undivided._files"}, set()),
 }
 MAY_USE_PROCESS_GROUPS = {"surface", "command line", "uses"}
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from undivided._files import users_file
 from undivided._machine import Machine
 from undivided._problem import Problem
 from undivided.errors import InputError
@@ -236,10 +236,7 @@ OURS = Path(__file__).with_name("measured.json")
 
 def users_path() -> Path:
     """Where a user's own table lies: UNDIVIDED_RANKS, or a file in the cache folder."""
-    if given := os.environ.get("UNDIVIDED_RANKS"):
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "undivided" / "ranks.json"
+    return users_file("UNDIVIDED_RANKS", "ranks.json")
 
 
 @functools.cache
@@ -273,12 +270,12 @@ def read(path: Path) -> Table:
         raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", said) from None
 
 
-def _parsed(found: Mapping[str, object]) -> Table:
+def _parsed(found: Mapping[str, Any]) -> Table:
     if found["schema"] != SCHEMA:
         raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
-    runs = {name: Run(**fields) for name, fields in found["runs"].items()}  # type: ignore[attr-defined]
+    runs = {name: Run(**fields) for name, fields in found["runs"].items()}
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for kind, places in found["rates"].items():  # type: ignore[attr-defined]
+    for kind, places in found["rates"].items():
         for at, (run, rates) in places.items():
             length, size = map(int, at.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}

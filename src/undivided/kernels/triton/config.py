@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from undivided._files import users_file
+
 
 class Config(NamedTuple):
     """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor descriptors
@@ -204,10 +206,7 @@ def _key(architecture: str, name: str, itemsize: int, width: int) -> str:
 
 def tuned_path() -> Path:
     """Where `undivided tune` writes and `config` reads: UNDIVIDED_TUNED, or a file in the user's cache folder."""
-    if given := os.environ.get("UNDIVIDED_TUNED"):
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "undivided" / "triton-tiles.json"
+    return users_file("UNDIVIDED_TUNED", "triton-tiles.json")
 
 
 @functools.cache
