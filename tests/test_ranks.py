@@ -375,8 +375,11 @@ class TestCommands:
     ) -> None:
         """`python -m undivided.benchmarking`, as scripts/gpu-check runs it; here in one process."""
         monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
-        done = lambda tasks, function, **_: (workers.Done(task, function(task)) for task in tasks)  # noqa: E731
-        monkeypatch.setattr(plainly.workers, "work", done)
+
+        def here(tasks: Any, function: Any, **_: object) -> Any:
+            return (workers.Done(task, function(task)) for task in tasks)
+
+        monkeypatch.setattr(plainly.workers, "work", here)
         words = [
             "--device",
             "cpu",
