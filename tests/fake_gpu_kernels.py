@@ -77,6 +77,67 @@ def flash(
     return out, lse.transpose(-1, -2).contiguous()
 
 
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask_type: int, *, bias: Tensor | None = None, cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None, max_q: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """PyTorch's memory-efficient kernel: [B, S, H, D], or [1, T, H, D] with offsets; mask 0 none, 1 top-left, 2 bottom-right.
+
+    The log-sum-exp is padded, [sequences, H, L], L the longest rounded up to 32: +inf up to a sequence's own multiple of 32,
+    unwritten behind it, 0 in rows without keys. The output of a sequence without keys is not written. A bottom-right diagonal
+    that starts outside the keys leaves tiles unmasked, so it must not be asked for.
+    """
+    packed = cu_q is not None
+    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
+    longest = max_q if packed else q.shape[1]
+    count = len(cu_q) - 1 if cu_q is not None else len(q)
+    lse = torch.full((count, q.shape[2], -(-longest // 32) * 32), torch.nan, dtype=q.dtype)
+    tokens = (t[0] if packed else t for t in (q, k, v))
+    flat_q, flat_k, flat_v = tokens
+    for n, (rows, keys) in enumerate(sequences(flat_q, flat_k, cu_q, cu_k)):
+        one, *ones = (t[at].transpose(0, 1) for t, at in ((flat_q, rows), (flat_k, keys), (flat_v, keys)))
+        q_len, kv_len = one.shape[1], ones[0].shape[1]
+        assert q_len <= longest
+        shift = (kv_len - q_len) * (mask_type == 2)
+        assert shift >= 0 or not kv_len, "the diagonal is an unsigned number"
+        lse[n, :, : -(-q_len // 32) * 32] = torch.inf
+        lse[n, :, :q_len] = 0.0
+        if kv_len:
+            allowed = band_pairs(q_len, kv_len, (None, 0 if mask_type else None), shift)
+            found, total = plain(one, *ones, scale, allowed, bias=None if bias is None else bias[n])
+            (out[0] if packed else out)[rows] = found.transpose(0, 1)
+            lse[n, :, :q_len] = total.masked_fill(total == -torch.inf, 0.0)
+    return out, lse
+
+
+def efficient_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, scale: float, mask_type: int, *, splits: int | None,
+    bias: Tensor | None = None, bias_grad: bool = False, cu_q: Tensor | None = None, cu_k: Tensor | None = None, max_q: int = 0,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Its backward: given what the forward wrote, +inf in every row that has no key; it writes no row of dq without keys."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *maybe: Tensor) -> tuple[Tensor, Tensor]:
+        extra = maybe[0] if maybe else bias
+        return efficient(q, k, v, scale, mask_type, bias=extra, cu_q=cu_q, cu_k=cu_k, max_q=max_q)
+
+    _, want = run(q, k, v)
+    assert lse.shape == want.shape
+    assert lse.is_contiguous()
+    real = lse.isfinite()
+    torch.testing.assert_close(lse[real], want[real])
+    assert (lse[~real] == torch.inf).all(), "exp(score - lse) must be 0 where there is no row"
+    inputs = (q, k, v, bias) if bias_grad and bias is not None else (q, k, v)
+    grads = list(gradients(run, inputs, grad))
+    if cu_q is not None and cu_k is not None:
+        rows, keys = cu_q.diff(), cu_k.diff()
+        assert splits == 1 or mask_type or not ((rows == 0) & (keys > 0)).any(), "a remainder by 0 queries"
+        has_keys = torch.repeat_interleave(keys > 0, rows)
+        grads[0][0, : len(has_keys)][~has_keys] = torch.nan
+        for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True):
+            g[0, int(cu[-1]) :] = torch.nan
+    return *grads, *(() if len(grads) == 4 else (None,))
+
+
 def gradients(
     run: Callable[..., tuple[Tensor, Tensor]],
     tensors: tuple[Tensor, ...],

@@ -1,7 +1,8 @@
-"""How the kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
+"""How the flash kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
 
 The adapters run against stand-ins (`fake_gpu_kernels`) that keep each kernel's conventions; what a real kernel computes
-is not tested here. cuDNN is in `test_cudnn.py`, FlexAttention in `test_flex.py`, selection in `test_gpu_selection.py`.
+is not tested here. PyTorch's efficient kernel and its cuDNN are in `test_torch_efficient.py` and `test_torch_cudnn.py`, cuDNN's
+own in `test_cudnn.py`, FlexAttention in `test_flex.py`, selection in `test_gpu_selection.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from undivided.backends import (
     _flash_attn_4,
     _torch_flash_cuda,
     flash_attn,
-    torch_cudnn,
-    torch_efficient,
 )
 
 
@@ -142,98 +141,6 @@ def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
     )
     assert aten.last("flash_backward")["deterministic"]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize("bias_shape", [None, (4, 5, 7), (2, 1, 1, 7), (5, 1)])
-def test_torch_efficient(monkeypatch: pytest.MonkeyPatch, bias_shape: tuple[int, ...] | None) -> None:
-    record = Recorder()
-
-    def run_with(bias, mask_type, scale):
-        def run(q, k, v, *maybe):
-            rows, keys = q.shape[1], k.shape[1]
-            allowed = fake.band_pairs(
-                rows, keys, (None, 0 if mask_type else None), (keys - rows) * (mask_type == 2)
-            )
-            extra = maybe[0] if maybe else bias
-            found = [
-                fake.plain(
-                    *(t[b].transpose(0, 1) for t in (q, k, v)),
-                    scale,
-                    allowed,
-                    bias=None if extra is None else extra[b],
-                )
-                for b in range(len(q))
-            ]
-            return torch.stack([out.transpose(0, 1) for out, _ in found]), torch.stack(
-                [lse for _, lse in found]
-            )
-
-        return run
-
-    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout_p, mask_type, *, compute_log_sumexp, scale):
-        record.add("forward", bias=bias, mask_type=mask_type)
-        assert compute_log_sumexp
-        assert (cu_q, cu_k, max_q, max_k, dropout_p) == (None, None, None, None, 0.0)
-        if bias is not None:
-            assert bias.shape == (2, q.shape[2], q.shape[1], k.shape[1])
-            assert all(stride % 8 == 0 for stride in bias.stride()[:3])
-        out, lse = run_with(bias, mask_type, scale)(q, k, v)
-        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None, 0, 0
-
-    def backward(
-        grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed, offset, mask_type, wants_bias, *, scale,
-        num_splits_key,
-    ):  # fmt: skip
-        assert lse.shape[-1] % 32 == 0
-        assert (lse[..., 5:] == torch.inf).all()
-        inputs = (q, k, v, bias) if wants_bias else (q, k, v)
-        return *fake.gradients(run_with(bias, mask_type, scale), inputs, grad), *(
-            () if wants_bias else (None,)
-        )
-
-    fakes = types.SimpleNamespace(
-        _efficient_attention_forward=forward, _efficient_attention_backward=backward
-    )
-    monkeypatch.setattr(torch_efficient, "OPS", fakes)
-    q, _, _ = tensors(5, 7)
-    k, v = torch.randn(2, 7, 4, 8, dtype=q.dtype), torch.randn(2, 7, 4, 6, dtype=q.dtype)
-    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=q.dtype)
-    for align, number in (("top_left", 1), ("bottom_right", 2)):
-        fresh = (t.detach().clone() for t in (q, k, v))
-        check(torch_efficient.BACKEND, *fresh, mask=masks.causal(align), bias=bias)  # type: ignore[arg-type]
-        assert record.last("forward")["mask_type"] == number
-
-
-def test_torch_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Recorder()
-
-    def run_with(causal, scale):
-        def run(q, k, v):  # [B, H, S, D], top-left
-            allowed = fake.band_pairs(q.shape[2], k.shape[2], (None, 0 if causal else None), 0)
-            found = [fake.plain(q[b], k[b], v[b], scale, allowed) for b in range(len(q))]
-            return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
-
-        return run
-
-    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, lse_wanted, dropout_p, causal, debug, *, scale):
-        record.add("forward", sizes=(max_q, max_k), causal=causal)
-        assert (bias, cu_q, cu_k, lse_wanted, dropout_p, debug) == (None, None, None, True, 0.0, False)
-        out, lse = run_with(causal, scale)(q, k, v)
-        # cuDNN's output has q's memory order, its statistics a last axis of 1 in older versions
-        return torch.empty_like(q).copy_(out), lse.unsqueeze(-1), *(None,) * 7
-
-    def backward(
-        grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal, *, scale
-    ):
-        assert grad.stride() == out.stride()
-        assert lse.shape == (2, 4, 5)
-        return fake.gradients(run_with(causal, scale), (q, k, v), grad)
-
-    fakes = types.SimpleNamespace(_cudnn_attention_forward=forward, _cudnn_attention_backward=backward)
-    monkeypatch.setattr(torch_cudnn, "OPS", fakes)
-    for layout in ("bshd", "bhsd", "sbhd"):
-        check(torch_cudnn.BACKEND, *tensors(5, 7, layout), layout=layout, mask=masks.causal("top_left"))
-        assert record.last("forward") == {"sizes": (5, 7), "causal": True}
 
 
 def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:

@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 NO_WINDOW_IN = {
-    "torch_efficient": ["sliding window (a window in this kernel"],
+    "torch_efficient": ["sliding window (its backward"],
     "torch_cudnn": ["sliding window (PyTorch"],
 }
 BIAS = torch.empty(16, 512, 512, dtype=HALF, device="meta", requires_grad=True)
@@ -199,14 +199,44 @@ TABLE = [
     ),
     Row(
         "thd-causal-h100", H100, ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), grad=True), "cudnn",
-        {"torch_efficient": ["packed documents (it keeps"], "torch_cudnn": ["packed documents (the cudnn backend has them)"]},
+        {"torch_cudnn": ["packed documents (the cudnn backend has them)"]},
     ),
     Row(
         "thd-causal-sm80",
         A100, ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), grad=True), "flash_attn",
         {
-            "torch_efficient": ["packed documents"], "torch_cudnn": ["packed documents (the cudnn backend has them)"],
+            "torch_cudnn": ["packed documents (the cudnn backend has them)"],
             "cudnn": ["packed documents on compute capability 8.0 (min 9.0)"],
+        },
+    ),
+    Row(
+        "thd-fp32-a100", A100, ask((1, 4096, 16, 128), dtype=FULL, layout="thd", mask=DOCUMENTS & masks.causal(), grad=True),
+        "torch_efficient",
+        {
+            "flash_attn": ["flash-attn 2: dtype=float32"], "torch_flash": ["dtype=float32"],
+            "torch_cudnn": ["dtype=float32", "packed documents"], "cudnn": ["dtype=float32", "packed documents on compute"],
+        },
+    ),
+    Row(
+        "thd-fp16-bottom-right-t4", T4,
+        ask((1, 4096, 16, 128), kv_len=8192, dtype=torch.float16, layout="thd",
+            mask=masks.documents(CU, 2 * CU) & masks.causal("bottom_right"), grad=True), "torch_efficient",
+        {
+            "flash_attn": ["is not installed", "compute capability 7.5 (min 8.0)"],
+            "torch_flash": ["compute capability 7.5 (min 8.0)"],
+            "torch_cudnn": ["compute capability 7.5 (min 8.0)", "packed documents", "bottom-right"],
+            "cudnn": ["is not installed", "compute capability 7.5 (min 8.0)", "packed documents on compute"],
+        },
+    ),
+    Row(
+        "thd-bias-and-many-documents-h100", H100,
+        ask((1, 32768, 16, 128), layout="thd", mask=masks.documents(torch.arange(32769)),
+            bias=torch.empty(16, 1, 1, dtype=HALF, device="meta")), "reference",
+        NO_BIAS_FORWARD | {
+            "flash_attn": ["flash-attn 3: no support for an additive", "flash-attn 2: no support for an additive"],
+            "torch_efficient": ["a bias with packed documents", "documents=32768 (max 16384)"],
+            "torch_cudnn": ["an additive bias", "packed documents"],
+            "cudnn": ["a bias broadcast over queries", "a bias with per-sequence lengths or packed documents"],
         },
     ),
     Row(
@@ -219,7 +249,7 @@ TABLE = [
                 "flash-attn 2: no support for documents with pad",
             ],
             "torch_flash": ["documents with padding between them"],
-            "torch_efficient": ["documents with padding", "packed documents"],
+            "torch_efficient": ["documents with padding between them (its documents follow one another"],
             "torch_cudnn": ["documents with padding", "packed documents"],
         },
     ),
@@ -359,7 +389,7 @@ TABLE = [
         {
             "flash_attn": ["flash-attn 3: no support for sinks", "flash-attn 2: no support for sinks"],
             "torch_flash": ["sinks"], "flex": ["sinks"],
-            "torch_efficient": ["sinks", "packed documents"], "torch_cudnn": ["sinks", "packed documents"],
+            "torch_efficient": ["sinks"], "torch_cudnn": ["sinks", "packed documents"],
         },
     ),
     Row(

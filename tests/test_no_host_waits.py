@@ -7,6 +7,7 @@ would wait is written down. Inside a CUDA graph such an operation is an error; o
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from fake_cudnn import FakeCudnn, FakeGraph
 from undivided import _problem, masks
 from undivided._machine import Machine
 from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_graph, _triton_inputs, get
+from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_efficient
 from undivided.backends import _triton_tables as tables
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonzero")
@@ -141,6 +142,27 @@ def test_pytorchs_kernels(name: str) -> None:
             ran.append(backend)
             assert _waits(get(backend), problem, operands) == [], backend
     assert ran
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right", None])
+def test_the_padded_log_sum_exp_of_packed_documents(align: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered and scattered by positions that are computed on the device, in the forward and in the backward."""
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> tuple[Any, ...]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+    forward = torch_efficient.OPS._efficient_attention_forward
+    fakes = types.SimpleNamespace(
+        _efficient_attention_forward=forward, _efficient_attention_backward=backward
+    )
+    monkeypatch.setattr(torch_efficient, "OPS", fakes)
+    mask = masks.documents(_int32(0, 3, 9), _int32(0, 3, 9), max_q=40, max_kv=40)
+    mask = mask & masks.causal(align) if align else mask
+    q, k, v = (torch.zeros(64, 4, 64, device="meta", requires_grad=True) for _ in range(3))
+    problem, operands = _problem.normalise(q, k, v, layout="thd", mask=mask)
+    assert _waits(get("torch_efficient"), problem, operands) == []
+    result = torch_efficient.BACKEND.forward(problem, operands)
+    assert result.lse.shape == (1, 4, 64)
 
 
 CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -50,7 +50,7 @@ def settle(
     form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
     out, lse = _gpu.settle(out_BSHD, lse, form)
     if operands.bias is not None:
-        return _gpu.blank(out, lse, _closed_rows(problem, operands))
+        return _gpu.blank(out, lse, _gpu.closed_rows(problem, operands))
     return out, lse
 
 
@@ -68,13 +68,3 @@ def sink_gradient(operands: Operands, result: Result, grad_BSHD: Tensor) -> Tens
     change = (grad_BSHD.to(lse.dtype) * result.out).sum(-1).transpose(1, 2)
     total = torch.where(lse == -torch.inf, 0.0, taken * change).sum((0, 2))
     return -total.to(operands.sinks.dtype)
-
-
-def _closed_rows(problem: Problem, operands: Operands) -> Tensor:
-    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0 on."""
-    assert operands.bias is not None
-    is_open = operands.bias > -torch.inf
-    first = torch.where(is_open.any(-1), is_open.to(torch.uint8).argmax(-1), problem.kv_len)
-    if not problem.mask.kinds:
-        return first == problem.kv_len
-    return first >= operands.normal_form(problem).ranges[..., 1].unsqueeze(1)

@@ -80,6 +80,8 @@ def hip_reasons(problem: Problem, machine: Machine) -> list[str]:
 def size_reasons(problem: Problem) -> list[str]:
     """Kernels are not asked for nothing: a size of 0 belongs to the reference."""
     sizes = {"batch": problem.batch, "query length": problem.q_len, "key length": problem.kv_len}
+    if problem.documents is not None:
+        sizes["number of documents"] = problem.documents[0]
     return [f"{name} 0 (min 1)" for name, size in sizes.items() if size == 0]
 
 
@@ -124,7 +126,7 @@ def offsets(tensor: Tensor, like: Tensor) -> Tensor:
 def longest(problem: Problem) -> tuple[int, int]:
     """The longest query and key length of any document; an upper bound where only the device knows."""
     _, q, kv = problem.documents or (0, None, None)
-    return q or problem.q_len, kv or problem.kv_len
+    return min(q or problem.q_len, problem.q_len), min(kv or problem.kv_len, problem.kv_len)
 
 
 def packing(problem: Problem, operands: Operands) -> dict[str, Any]:
@@ -162,16 +164,29 @@ def has_rows_without_keys(problem: Problem) -> bool:
 def settle(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
     """Rows without keys get output 0 and lse = -inf, whatever the kernel wrote there. In place for `out`."""
     lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
-    if form is None:
-        return out_BSHD, lse
+    return (out_BSHD, lse) if form is None else blank(out_BSHD, lse, rows_without_keys(form))
+
+
+def rows_without_keys(form: NormalForm) -> Tensor:
+    """Rows that may attend to nothing, bool [1|B, 1|H, Sq]."""
     empty = ~form.rows_allowed
-    return blank(out_BSHD, lse, empty if empty.dim() == 3 else empty.unsqueeze(1))
+    return empty if empty.dim() == 3 else empty.unsqueeze(1)
 
 
 def blank(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor, Tensor]:
     """Output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
-    out_BSHD.masked_fill_(empty_BHS.transpose(1, 2).unsqueeze(-1), 0.0)
+    out_BSHD.masked_fill_(_over_rows(empty_BHS), 0.0)
     return out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf)
+
+
+def closed_rows(problem: Problem, operands: Operands) -> Tensor:
+    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0 on."""
+    assert operands.bias is not None
+    is_open = operands.bias > -torch.inf
+    first = torch.where(is_open.any(-1), is_open.to(torch.uint8).argmax(-1), problem.kv_len)
+    if not problem.mask.kinds:
+        return first == problem.kv_len
+    return first >= operands.normal_form(problem).ranges[..., 1].unsqueeze(1)
 
 
 def for_kernel(lse_BHS: Tensor) -> Tensor:
@@ -222,9 +237,22 @@ def cleaned(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Ten
 
 def clear_rows(rows_BSHD: Tensor, form: NormalForm) -> Tensor:
     """A copy with 0 in the rows that have no key."""
-    empty = ~form.rows_allowed
-    empty_BHS = empty if empty.dim() == 3 else empty.unsqueeze(1)
-    return rows_BSHD.masked_fill(empty_BHS.transpose(1, 2).unsqueeze(-1), 0.0)
+    return rows_BSHD.masked_fill(_over_rows(rows_without_keys(form)), 0.0)
+
+
+def clear_rows_(rows_BSHD: Tensor, form: NormalForm) -> Tensor:
+    """The same in place, for gradients that a kernel leaves unwritten there."""
+    return rows_BSHD.masked_fill_(_over_rows(rows_without_keys(form)), 0.0)
+
+
+def _over_rows(marked_BHS: Tensor) -> Tensor:
+    return marked_BHS.transpose(1, 2).unsqueeze(-1)
+
+
+def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """0, in place, for tokens after the last document, which kernels leave unwritten: [.., T, H, D]."""
+    tail = torch.arange(grad.shape[-3], device=grad.device) >= cu_seqlens[-1]
+    return grad.masked_fill_(tail[:, None, None], 0.0)
 
 
 def _fills_everything(operands: Operands, problem: Problem) -> bool:

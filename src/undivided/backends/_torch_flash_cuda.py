@@ -134,10 +134,10 @@ def backward(
             scale=operands.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
     if packed:
-        grads = [
-            _clear_tail(g, cu).unsqueeze(0)
-            for g, cu in zip(grads, (packing[0], *[packing[1]] * 2), strict=True)
-        ]
+        cu_q, cu_k = packing[:2]
+        assert cu_q is not None and cu_k is not None
+        dq, dk, dv = (_gpu.clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
+        grads = dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
     dq, dk, dv = (_layout.restore(g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
 
@@ -163,10 +163,3 @@ def _pack(problem: Problem, operands: Operands) -> _Packing:
     if not found:
         return None, None, problem.q_len, problem.kv_len
     return found["cu_seqlens_q"], found["cu_seqlens_k"], found["max_seqlen_q"], found["max_seqlen_k"]
-
-
-def _clear_tail(grad_THD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Tokens after the last document: the kernel leaves their gradient unwritten."""
-    assert cu_seqlens is not None
-    tail = torch.arange(grad_THD.shape[0], device=grad_THD.device) >= cu_seqlens[-1]
-    return grad_THD.masked_fill_(tail[:, None, None], 0.0)

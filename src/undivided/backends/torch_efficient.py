@@ -1,7 +1,8 @@
 """`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), the one that takes fp32, old GPUs and a bias.
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu, attention_backward.cu)
-and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2 (bottom-right).
+and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2 (bottom-right). Packed documents are in
+`_torch_efficient_packed`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends._torch_efficient_packed import LSE_ROWS, MOST_DOCUMENTS, Packing
 
 OPS = torch.ops.aten
 
@@ -27,12 +29,12 @@ class TorchEfficient(Backend):
 
     name = "torch_efficient"
     family = "efficient"
-    summary = "PyTorch's memory-efficient kernel: fp32, old GPUs, bias and its gradient"
+    summary = "PyTorch's memory-efficient kernel: fp32, old GPUs, packed documents, bias and its gradient"
     how_to_get = "part of PyTorch's CUDA builds: https://pytorch.org/get-started"
     limits = Limits(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-        masks=frozenset({"causal"}),
+        masks=frozenset({"causal", "documents"}),
         alignments=frozenset({"top_left", "bottom_right"}),
         features=frozenset({"backward", "bias", "bias_grad", "lse", "value_dim"}),
         compute_capability=((5, 0), (12, 1)),
@@ -41,8 +43,8 @@ class TorchEfficient(Backend):
             "dropout": "it draws its own pattern",
             "gqa": "its kernel has one key/value head a query head, and K and V are not copied to match",
             "lse_grad": "PyTorch's operator returns lse as a constant",
-            "documents": "it keeps the log-sum-exp padded to the longest document",
-            "window": "a window in this kernel is causal and has no documented edge",
+            "padded": "its documents follow one another without gaps",
+            "window": "its backward knows a causal window in top-left alignment only",
         },
     )
 
@@ -58,42 +60,69 @@ class TorchEfficient(Backend):
         """The limits, then what they cannot say."""
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
-        reasons += _alignment_reasons(problem, machine)
+        reasons += _alignment_reasons(problem, machine) + _size_reasons(problem)
         capability = machine.compute_capability
         if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
             reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
-        if problem.align == "bottom_right" and problem.q_len > problem.kv_len:
+        if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
                 "bottom-right alignment with more queries than keys (its rows without keys are not defined)"
             )
         if "bias" in problem.features and problem.bias_dtype != problem.dtype:
             bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
             reasons.append(f"a {bias} bias with {q} operands (the kernel rounds the bias to the dtype of q)")
+        if "bias" in problem.features and problem.documents is not None:
+            reasons.append("a bias with packed documents (PyTorch's operator takes one or the other)")
         return reasons
+
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Padding to the longest document costs memory where that may be all tokens."""
+        if problem.documents is not None and problem.documents[1] is None:
+            return (
+                "pads what it keeps of every document to the longest, whose length only the GPU knows "
+                "(masks.documents(..., max_q=, max_kv=) says it)"
+            )
+        return None
 
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """Attention by ``aten::_efficient_attention_forward``."""
         q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        packing = Packing.of(problem, operands)
+        cu_seqlens = (None,) * 4 if packing is None else packing[:4]
         out, lse, *_ = OPS._efficient_attention_forward(
-            q, k, v, _bias(problem, operands), None, None, None, None, 0.0, _mask_type(problem),
+            q, k, v, _bias(problem, operands), *cu_seqlens, 0.0, _mask_type(problem),
             compute_log_sumexp=True, scale=operands.scale,
         )  # fmt: skip
-        return Result(*_gpu.settle(out, lse[..., : problem.q_len], None))
+        if packing is not None:
+            return Result(
+                *_gpu.settle(out, packing.gather(lse, problem.q_len), operands.normal_form(problem))
+            )
+        out, lse = _gpu.settle(out, lse[..., : problem.q_len], None)
+        if "bias" in problem.features and "lse" in problem.features:
+            # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
+            out, lse = _gpu.blank(out, lse, _gpu.closed_rows(problem, operands))
+        return Result(out, lse)
 
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_efficient_attention_backward``."""
         q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        packing = Packing.of(problem, operands)
+        cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
+        lse = _gpu.for_kernel(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         wants_bias = "bias_grad" in problem.features
+        # one block writes each dq where keys are not split: the order of the sums is fixed
+        one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
-            _layout.canonical(grad_out, problem.layout), q, k, v, _bias(problem, operands), result.out, None, None,
-            problem.q_len, problem.kv_len, _padded_lse(result.lse), 0.0, seed, seed, _mask_type(problem), wants_bias,
-            scale=operands.scale,
-            # one block writes each dq: the order of the sums is fixed
-            num_splits_key=1 if problem.deterministic else None,
+            _layout.canonical(grad_out, problem.layout), q, k, v, _bias(problem, operands), result.out.contiguous(),
+            *cu_seqlens, _padded(lse) if packing is None else packing.scatter(lse), 0.0, seed, seed, _mask_type(problem),
+            wants_bias, scale=operands.scale, num_splits_key=1 if one_split else None,
         )  # fmt: skip
+        if packing is not None:  # not written: rows without keys, tokens after the last document
+            dq = _gpu.clear_rows_(dq, operands.normal_form(problem))
+            dk, dv = (_gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [_layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
         return *grads, _summed(dbias, operands.bias) if wants_bias else None, None, None
 
@@ -115,6 +144,17 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
     ]
 
 
+def _size_reasons(problem: Problem) -> list[str]:
+    """What the grid of the kernel has room for: PyTorch's public function cuts larger batches, the operator does not."""
+    documents = (problem.documents or (0,))[0]
+    sizes = (
+        ("batch", problem.batch, 65535),
+        ("heads", problem.heads, 65535),
+        ("documents", documents, MOST_DOCUMENTS),
+    )
+    return [f"{name}={size} (max {most})" for name, size, most in sizes if size > most]
+
+
 def _mask_type(problem: Problem) -> int:
     if "causal" not in problem.mask.kinds:
         return _NO_MASK
@@ -132,9 +172,9 @@ def _bias(problem: Problem, operands: Operands) -> Tensor | None:
     return bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
 
 
-def _padded_lse(lse_BHS: Tensor) -> Tensor:
-    """The log-sum-exp with room to a multiple of 32 rows, as the forward wrote it: the backward loads it in vectors."""
-    return torch.nn.functional.pad(_gpu.for_kernel(lse_BHS), (0, -lse_BHS.shape[-1] % 32), value=torch.inf)
+def _padded(lse_BHS: Tensor) -> Tensor:
+    """With room to a multiple of 32 rows, as the forward wrote it: the backward loads it in vectors."""
+    return torch.nn.functional.pad(lse_BHS, (0, -lse_BHS.shape[-1] % LSE_ROWS), value=torch.inf)
 
 
 def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,211 @@
+"""How PyTorch's memory-efficient kernel is called, dense and packed: against a stand-in, for there is no GPU here."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fake_gpu_kernels as fake
+from adapter_check import Recorder, check, tensors
+from undivided import masks
+from undivided._machine import Machine
+from undivided._policy import Policy
+from undivided._problem import normalise
+from undivided._selection import decide
+from undivided.backends import reference, torch_efficient
+from undivided.verification.cases import CASES, Case
+from undivided.verification.inputs import build
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """PyTorch's operators, with their schemas' argument order and the operators' own checks."""
+    record = Recorder()
+
+    def check_packing(q, k, cu_q, cu_k, max_q, max_k):
+        if cu_q is not None:
+            assert q.shape[0] == k.shape[0] == 1
+            assert cu_q.dtype == cu_k.dtype == torch.int32
+            assert cu_q.shape == cu_k.shape
+            assert 0 < max_q <= q.shape[1]
+            assert 0 < max_k <= k.shape[1]
+
+    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout_p, mask_type, *, compute_log_sumexp, scale):
+        record.add("forward", bias=bias, cu_q=cu_q, cu_k=cu_k, longest=(max_q, max_k), mask_type=mask_type)
+        check_packing(q, k, cu_q, cu_k, max_q, max_k)
+        assert compute_log_sumexp
+        assert dropout_p == 0.0
+        assert cu_q is not None or (cu_k, max_q, max_k) == (None, None, None)
+        if bias is not None:
+            assert cu_q is None
+            assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+            assert all(stride % 8 == 0 for stride in bias.stride()[:3])
+        out, lse = fake.efficient(q, k, v, scale, mask_type, bias=bias, cu_q=cu_q, cu_k=cu_k, max_q=max_q)
+        return out, lse, None, None, 0, 0
+
+    def backward(
+        grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed, offset, mask_type, wants_bias, *, scale,
+        num_splits_key,
+    ):  # fmt: skip
+        record.add("backward", lse=lse, splits=num_splits_key)
+        check_packing(q, k, cu_q, cu_k, max_q, max_k)
+        assert out.is_contiguous()  # its strides are not read
+        return fake.efficient_gradients(
+            q, k, v, grad, lse, scale, mask_type, splits=num_splits_key, bias=bias, bias_grad=wants_bias, cu_q=cu_q, cu_k=cu_k,
+            max_q=max_q,
+        )  # fmt: skip
+
+    fakes = types.SimpleNamespace(
+        _efficient_attention_forward=forward, _efficient_attention_backward=backward
+    )
+    monkeypatch.setattr(torch_efficient, "OPS", fakes)
+    return record
+
+
+@pytest.mark.parametrize("bias_shape", [None, (4, 5, 7), (2, 1, 1, 7), (5, 1)])
+def test_dense(kernel: Recorder, bias_shape: tuple[int, ...] | None) -> None:
+    q, _, _ = tensors(5, 7)
+    k, v = torch.randn(2, 7, 4, 8, dtype=q.dtype), torch.randn(2, 7, 4, 6, dtype=q.dtype)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=q.dtype)
+    for align, number in (("top_left", 1), ("bottom_right", 2)):
+        fresh = (t.detach().clone() for t in (q, k, v))
+        check(torch_efficient.BACKEND, *fresh, mask=masks.causal(align), bias=bias)  # type: ignore[arg-type]
+        assert kernel.last("forward")["mask_type"] == number
+        assert kernel.last("backward")["lse"].shape == (2, 4, 32)
+
+
+def documents(q_len: int, kv_len: int, v_dim: int = 8) -> tuple[torch.Tensor, ...]:
+    """q, k, v of four heads each, packed."""
+    torch.manual_seed(q_len)
+    return tuple(
+        torch.randn(n, 4, d, dtype=torch.float64) for n, d in ((q_len, 8), (kv_len, 8), (kv_len, v_dim))
+    )
+
+
+def test_documents_with_a_tail(kernel: Recorder) -> None:
+    """Tokens after the last document hold NaN; the kernel writes neither their output nor their gradients."""
+    q, k, v = documents(40, 40, v_dim=12)
+    for t in (q, k, v):
+        t[38:] = torch.nan
+    cu = torch.tensor([0, 3, 3, 38])
+    check(torch_efficient.BACKEND, q, k, v, layout="thd", mask=masks.documents(cu) & masks.causal())
+    call = kernel.last("forward")
+    assert call["cu_q"].tolist() == call["cu_k"].tolist() == [0, 3, 3, 38]
+    assert call["longest"] == (35, 35)
+    assert call["mask_type"] == 1  # both alignments agree: the offset of the diagonal is 0
+    padded = kernel.last("backward")["lse"]
+    assert padded.shape == (3, 4, 64)
+    assert (padded[0, :, 3:] == torch.inf).all()
+    assert (padded[1] == torch.inf).all()
+
+
+CROSS = masks.documents(torch.tensor([0, 5, 7, 9, 9, 12]), torch.tensor([0, 3, 3, 8, 10, 13]))
+"""More queries than keys; queries without keys; more keys; keys without queries; as many."""
+
+
+@pytest.mark.parametrize(
+    ("mask", "number"),
+    [(CROSS, 0), (CROSS & masks.causal("top_left"), 1), (CROSS & masks.causal("bottom_right"), 2)],
+    ids=["every-pair", "top-left", "bottom-right"],
+)
+def test_documents_of_other_lengths(kernel: Recorder, mask: masks.Mask, number: int) -> None:
+    check(torch_efficient.BACKEND, *documents(12, 13), layout="thd", mask=mask)
+    assert kernel.last("forward")["mask_type"] == number
+
+
+def test_rows_without_keys_are_a_document_of_their_own(kernel: Recorder) -> None:
+    """Only under a bottom-right mask: a diagonal that begins before the first key would leave whole tiles unmasked."""
+    mask = CROSS & masks.causal("bottom_right")
+    check(torch_efficient.BACKEND, *documents(12, 13), layout="thd", mask=mask, backward=False)
+    call = kernel.last("forward")
+    assert call["cu_q"].tolist() == [0, 2, 5, 7, 7, 7, 9, 9, 9, 9, 12]
+    assert call["cu_k"].tolist() == [0, 0, 3, 3, 3, 3, 8, 8, 10, 10, 13]
+    assert call["longest"] == (5, 5)
+
+
+def test_keys_are_not_split_where_a_document_may_have_no_query(kernel: Recorder) -> None:
+    """With keys split and no causal mask, the backward starts at a row modulo the number of rows."""
+    q, k, v = documents(12, 12)
+    same = masks.documents(torch.tensor([0, 5, 5, 12]))
+    for mask, splits in ((CROSS, 1), (same, None), (same & masks.causal(), None)):
+        keys = torch.cat([k, k[:1]]), torch.cat([v, v[:1]])
+        k_, v_ = (t.detach() for t in (keys if mask is CROSS else (k, v)))
+        check(torch_efficient.BACKEND, q.detach(), k_, v_, layout="thd", mask=mask)
+        assert kernel.last("backward")["splits"] == splits
+
+
+def test_the_longest_document_is_at_most_all_tokens(kernel: Recorder) -> None:
+    """A caller's bound may be larger; PyTorch's backward refuses that."""
+    mask = masks.documents(torch.tensor([0, 3, 9]), max_q=64, max_kv=64)
+    check(torch_efficient.BACKEND, *documents(9, 9), layout="thd", mask=mask)
+    assert kernel.last("forward")["longest"] == (9, 9)
+
+
+MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100", "9.20.0")}
+
+
+def asked(case: Case) -> tuple[Any, Any, Any]:
+    """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
+    built = build(case, torch.float64, poison=True)
+    return *normalise(**built.arguments, device="cuda"), built
+
+
+def allowed(case: Case) -> bool:
+    """Whether the kernel may run the case on one of the machines, in fp32."""
+    problem, *_ = asked(case)
+    problem = problem._replace(
+        dtype=torch.float32, bias_dtype=None if problem.bias_dtype is None else torch.float32
+    )
+    return any(not torch_efficient.BACKEND.reasons(problem, machine) for machine in MACHINES.values())
+
+
+# no kernel of PyTorch's has a gradient through the log-sum-exp: cases that ask for one are tried without gradients
+TRIED = [replace(case, needs=()) if case.return_lse else case for case in CASES.values()]
+CATALOGUE = [case for case in TRIED if allowed(case)]
+
+
+@pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
+def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> None:
+    problem, operands, built = asked(case)
+    operands = operands.with_differentiable(
+        [None if t is None else t.detach() for t in operands.differentiable]
+    )
+    backends = (reference.BACKEND, torch_efficient.BACKEND)
+    with torch.no_grad():
+        want, have = (backend.forward(problem, operands) for backend in backends)
+    torch.testing.assert_close(have.out, want.out)
+    torch.testing.assert_close(have.lse, want.lse)
+    if "backward" in problem.features:
+        wanted, found = (
+            backend.backward(problem, operands, result, built.grad_out, None)
+            for backend, result in zip(backends, (want, have), strict=True)
+        )
+        for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):
+            if one is not None:  # the reference computes what is needed, the kernel all or nothing
+                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_catalogue_has_packed_documents() -> None:
+    names = {case.name for case in CATALOGUE}
+    assert names >= {
+        "plain-thd-one-document", "documents-thd-every-pair", "documents-empty-ones-thd", "documents-cross-attention-thd",
+        "documents-queries-without-keys-thd", "documents-chunked-prefill-thd", "value-head-narrower-thd",
+    }  # fmt: skip
+    assert names >= {"bias-full", "bias-with-minus-infinity"}
+
+
+def test_lengths_that_only_the_gpu_knows() -> None:
+    """All that is kept of a document is padded to the longest, so an unknown one is a matter for the caller."""
+    q = torch.empty(64, 4, 32, device="meta")
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+    for sizes, hesitates in (({}, True), ({"max_q": 32, "max_kv": 32}, False)):
+        mask = masks.documents(cu, **sizes) & masks.causal()  # type: ignore[arg-type]
+        problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")
+        decision = decide(problem, MACHINES["a100"], Policy(allowed=("efficient", "reference")))
+        assert decision.chosen is not None
+        assert decision.chosen.name == ("reference" if hesitates else "torch_efficient")
+        assert torch_efficient.BACKEND.reasons(problem, MACHINES["a100"]) == []
