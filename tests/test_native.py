@@ -163,11 +163,13 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
 
 
 def packed_lengths() -> list[int]:
-    """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector."""
+    """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector, one is
+    longer than what AMX takes all keys of at once."""
     draw = torch.Generator().manual_seed(0)
     lengths = [
         int(torch.randint(1, most, (), generator=draw)) for _ in range(5) for most in (4, 12, 40, 90, 260)
     ]
+    lengths.insert(9, 530)
     return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
@@ -200,6 +202,25 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
     check(q, k, v, mask)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_a_document_is_the_same_beside_a_longer_one(dtype: torch.dtype) -> None:
+    """What a document's rows take is chosen by the document: a long one in the sequence changes nothing for the others."""
+    torch.manual_seed(0)
+    short = 384  # whole tiles of keys on every level
+    q, k, v = (torch.randn(4 * short, heads, 64).to(dtype) for heads in (4, 2, 2))
+    packed = undivided.attention(
+        q, k, v, layout="thd", backend="native",
+        mask=masks.documents([0, short, 3 * short, 4 * short]) & masks.causal(),
+    )  # fmt: skip
+    rows = torch.cat([torch.arange(short), torch.arange(3 * short, 4 * short)])
+    alone = undivided.attention(
+        q[rows], k[rows], v[rows], layout="thd", backend="native",
+        mask=masks.documents([0, short, 2 * short]) & masks.causal(),
+    )  # fmt: skip
+    assert torch.equal(packed[rows], alone)
 
 
 @needs_library

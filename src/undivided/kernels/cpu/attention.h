@@ -98,7 +98,7 @@ struct RowBlock {
   int64_t cost;
   int64_t key = 0, key_stop = INT64_MAX;
   float* partials = nullptr;
-  int64_t longest = INT64_MAX;  // the most keys that a row of the sequence sees, or more
+  int64_t few = 0;  // no row sees more keys than so many, few enough for `few_keys`; 0: any
 };
 
 // A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,
@@ -135,7 +135,8 @@ struct Kernels {
   const char* name;
   const Kernels* (*prefill)(int64_t dtype);  // who does prefill: this one, or a lower one that is faster
   int64_t rows16;       // query rows of a block, 16-bit types
-  int64_t short_keys, short_rows;  // the same where no row sees more than so many keys of more
+  int64_t short_rows;   // the same where no row sees more than few_keys of more
+  int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
   int64_t block_bytes;  // of Qt and Ot, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile

@@ -227,7 +227,7 @@ static void run_block(const Attention& a, const RowBlock& block, char* scratch) 
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
   (void)tiles;
   if constexpr (Mode::kTiled)
-    if (is_short(a, block)) return ShortBlock<Mode>(a, block, scratch).run();
+    if (block.few) return ShortBlock<Mode>(a, block, scratch).run();
 #endif
   Block<Mode>(a, block, scratch).run();
 }

@@ -46,6 +46,7 @@ INLINE auto with_engine(const Attention& a, F f) {
 int64_t block_scratch(const Attention& a, int64_t rows) {
   return with_block_mode(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows); });
 }
+int64_t few_keys(const Attention& a) { return kHasTiles ? most_short_keys(a) : 0; }
 void block(const Attention& a, const RowBlock& b, char* scratch) {
   with_block_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
 }
@@ -171,7 +172,7 @@ static const Kernels* gradients(int64_t dtype, bool precise) {
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kHasTiles ? kMostShortKeys : 0, kShortRows16, kBlockBytes, kPanel, kTile,
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kShortRows16, few_keys, kBlockBytes, kPanel, kTile,
     kRowPanels, block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1,
     key_scratch, rows_before, key_block, rows_after, peak,
 };

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "units.h"
@@ -35,29 +36,6 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
     if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
   }
   return cost;
-}
-
-// The most keys that a row of each sequence sees; where nobody asks, all.
-std::vector<int64_t> longest_rows(const Attention& a, const Kernels& k) {
-  std::vector<int64_t> longest((size_t)a.batch, a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len);
-  for (int64_t b = 0; a.ranges && k.short_keys > 0 && a.dtype != kFloat32 && b < a.batch; b++) {
-    int64_t most = 0;
-    for (int64_t row = 0; row < a.q_len; row++) most = std::max(most, row_costs(a, b, row, 1));
-    longest[(size_t)b] = most;
-  }
-  return longest;
-}
-
-int64_t block_rows(const Attention& a, const Kernels& k, const std::vector<int64_t>& longest, int64_t virtual_rows, int64_t heads) {
-  const int64_t panel = k.panel;
-  // where the heads of a token lie side by side, those of few tokens come together
-  const auto short_of = [&](int64_t n) { return n <= k.short_keys && n < a.kv_len; };
-  const bool few_keys = a.k_h < a.k_s && std::all_of(longest.begin(), longest.end(), short_of);
-  int64_t rows = a.dtype == kFloat32 ? kBlockRows : few_keys ? k.short_rows : k.rows16;
-  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
-  int64_t wanted = a.threads * kUnitsPerThread;
-  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * heads * virtual_rows / wanted));
-  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
 }
 
 // The keys of a sequence in at most `parts` parts of whole tiles.
@@ -92,32 +70,96 @@ Division divide(const Attention& a) {
   return d;
 }
 
-std::vector<RowBlock> cut_into_blocks(const Attention& a, const Division& d, const std::vector<int64_t>& longest, int64_t step,
-                                      int64_t threads, float* partials) {
-  const int64_t group = a.heads / a.kv_heads;
-  std::vector<RowBlock> blocks;
-  blocks.reserve((size_t)(a.batch * d.heads * d.parts * ((d.rows + step - 1) / step)));
-  for (int64_t b = 0; b < a.batch; b++) {
-    const KeyParts keys = d.parts > 1 ? parts_of(a, b, d.parts) : KeyParts();
-    for (int64_t row = 0; row < d.rows; row += step) {
-      const int64_t rows = std::min(step, d.rows - row), cost = threads > 1 ? row_costs(a, b, row, rows) : 0;
-      for (int64_t h = 0; h < d.heads; h++) {
-        RowBlock block = {b, d.share ? h * group : h, d.share ? h : h / group, row, rows, cost};
-        block.longest = longest[(size_t)b];
-        if (d.parts == 1) blocks.push_back(block);
+// Virtual rows of a sequence, side by side. few: the most keys that one of them sees, where they are so few that the rows are
+// worked on apart (see short_block.h); 0: with whatever they see.
+struct Span {
+  int64_t row, rows, few;
+};
+// Spans are at least so long on average; else rows that see few keys are not told apart.
+constexpr int64_t kFewestSpanRows = 64;
+
+// What is few is a question of a document, rows side by side that see from the same key on: where its longest row sees no more
+// than `most` keys, all of them go the same way, so that what they compute depends on no other document.
+std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t most) {
+  const Span whole = {0, d.rows, 0};
+  if (most == 0 || d.parts > 1) return {whole};
+  if (!a.ranges) {
+    const int64_t longest = a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len;
+    return {{0, d.rows, longest <= most ? longest : 0}};
+  }
+  std::vector<Span> spans;
+  for (int64_t row = 0, next; row < d.rows; row = next) {
+    const int32_t* range = a.ranges + batch * a.ranges_b + row % a.q_len * 2;
+    int64_t longest = 0;
+    for (next = row; next < d.rows && (next == row || (next % a.q_len > 0 && range[0] == range[-2])); next++, range += 2)
+      longest = std::max(longest, (int64_t)range[1] - range[0]);
+    const int64_t few = longest <= most ? std::max(longest, (int64_t)1) : 0;
+    if (!spans.empty() && (spans.back().few > 0) == (few > 0))
+      spans.back().rows += next - row, spans.back().few = std::max(spans.back().few, few);
+    else
+      spans.push_back({row, next - row, few});
+  }
+  if ((int64_t)spans.size() > 1 + d.rows / kFewestSpanRows) return {whole};
+  return spans;
+}
+
+// Query rows of a block of a span with so few keys.
+int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t few) {
+  const int64_t panel = k.panel;
+  // where the heads of a token lie side by side, those of few tokens come together
+  const bool together = a.k_h < a.k_s && few > 0 && few < a.kv_len;
+  int64_t rows = a.dtype == kFloat32 ? kBlockRows : together ? k.short_rows : k.rows16;
+  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
+  int64_t wanted = a.threads * kUnitsPerThread;
+  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * d.heads * d.rows / wanted));
+  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
+}
+
+// The blocks of a problem: of a span, and of consecutive rows of it, one head after another; the most expensive first.
+class Cutting {
+ public:
+  Cutting(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
+      : a_(a), k_(k), d_(d), threads_(threads), partials_(partials), most_(k.few_keys(a)) {}
+
+  std::vector<RowBlock> blocks() {
+    for (int64_t b = 0; b < a_.batch; b++) {
+      if (b == 0 || a_.ranges_b > 0) spans_ = spans_of(a_, d_, b, most_);
+      const KeyParts keys = d_.parts > 1 ? parts_of(a_, b, d_.parts) : KeyParts();
+      for (const Span& span : spans_) add(b, span, keys);
+    }
+    if (threads_ > 1)
+      std::stable_sort(blocks_.begin(), blocks_.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
+    return std::move(blocks_);
+  }
+
+ private:
+  void add(int64_t b, const Span& span, const KeyParts& keys) {
+    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.few);
+    for (int64_t row = span.row; row < span.row + span.rows; row += step) {
+      const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
+      for (int64_t h = 0; h < d_.heads; h++) {
+        RowBlock block = {b, d_.share ? h * group : h, d_.share ? h : h / group, row, rows, cost};
+        block.few = span.few;
+        if (d_.parts == 1) blocks_.push_back(block);
         else
           for (int64_t part = 0; part < keys.count; part++) {
             block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
-            block.partials = partials + (((b * d.heads + h) * d.parts + part) * d.rows + row) * partial_size(a);
-            blocks.push_back(block);
+            block.partials = partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + row) * partial_size(a_);
+            blocks_.push_back(block);
           }
       }
     }
   }
-  if (threads > 1)
-    std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
-  return blocks;
-}
+
+  const Attention& a_;
+  const Kernels& k_;
+  const Division& d_;
+  const int64_t threads_;
+  float* const partials_;
+  const int64_t most_;
+  std::vector<Span> spans_;
+  std::vector<RowBlock> blocks_;
+};
 
 void merge_parts(const Attention& a, const Division& d, float* partials) {
   const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
@@ -150,15 +192,16 @@ int run_blocks(const Attention& a) {
   advise_huge_pages(a);
   const Kernels& k = *kernels().prefill(a.dtype);
   const Division d = divide(a);
-  const std::vector<int64_t> longest = longest_rows(a, k);
-  const int64_t step = block_rows(a, k, longest, d.rows, d.heads), threads = threads_for(a);
+  const int64_t threads = threads_for(a);
   float* partials = nullptr;
   if (d.parts > 1) {
     partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
     if (partials == nullptr) return kNoMemory;
   }
-  const std::vector<RowBlock> blocks = cut_into_blocks(a, d, longest, step, threads, partials);
-  const int64_t bytes = k.block_scratch(a, std::min(step, d.rows));
+  const std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
+  int64_t rows = 0;
+  for (const RowBlock& block : blocks) rows = std::max(rows, block.rows);
+  const int64_t bytes = k.block_scratch(a, rows);
   int status = run_units((int64_t)blocks.size(), bytes, threads,
                          [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
   if (d.parts > 1 && status == kOk) merge_parts(a, d, partials);

@@ -10,14 +10,13 @@
 
 namespace {
 
-// Rows with at most so many keys, in a sequence of none with more, take the short way: the scores of a panel stay near L1.
-// Where all rows see all keys, 512 of them are 5 % slower than tile by tile.
+// Documents whose rows see no more keys than so many take the short way: the scores of a panel stay near L1. Where all rows see
+// all keys, 512 of them are 5 % slower than tile by tile.
 constexpr int64_t kMostShortKeys = 512, kMostShortKeysOfAll = 256;
-// Whether a block is worked on here: by what is the same for all rows of its sequence, so that how rows are cut into blocks and
-// panels changes nothing.
-INLINE bool is_short(const Attention& a, const RowBlock& block) {
-  const bool plain = a.scale > 0 && a.softcap == 0 && !a.bias && !a.dense && !a.slopes && !a.dropout && !block.partials;
-  return plain && block.longest <= (a.ranges || a.band ? kMostShortKeys : kMostShortKeysOfAll) && (!a.ranges || a.columns == 2);
+INLINE int64_t most_short_keys(const Attention& a) {
+  const bool plain = a.scale > 0 && a.softcap == 0 && !a.bias && !a.dense && !a.slopes && !a.dropout;
+  if (!plain || (a.ranges && a.columns != 2)) return 0;
+  return a.ranges || a.band ? kMostShortKeys : kMostShortKeysOfAll;
 }
 
 }  // namespace
@@ -68,7 +67,7 @@ class ShortBlock {
       : a_(a), block_(block), w_(carve_short<Mode>(a, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
         k_bytes_(depth_ * kBelow), v_bytes_(round_up(a.v_dim, kTileDepth) * kShortStep * 2),
-        ring_(ring_steps(block.longest)), most_hull_((ring_ - 1) * kShortStep) {
+        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep) {
     memset(w_.zeros, 0, (size_t)(larger_of(a.qk_dim, a.v_dim) * 2));
   }
 
