@@ -21,6 +21,7 @@ from undivided._result import Result, lse_dtype
 from undivided._tensors import versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
+from undivided.backends._block_gradients import gradients_of
 
 _any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
@@ -232,15 +233,13 @@ def _recorded_double_backward(
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in saved)
     out, lse = restore(reference.composite(problem, operands.with_differentiable(inputs)), problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
-    first = reference.gradients_of(
-        [o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True
-    )
+    first = gradients_of([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
     pairs = [
         (g, o)
         for g, o in zip(first, grad_gradients, strict=True)
         if g is not None and g.requires_grad and o is not None
     ]
-    found = reference.gradients_of(
+    found = gradients_of(
         [g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True
     )
     return tuple(found)

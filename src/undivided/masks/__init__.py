@@ -39,9 +39,10 @@ from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._drawing import describe_structure as describe
 from undivided.masks._intervals import NormalForm
-from undivided.masks._mask import Mask, Structure
+from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
 from undivided.masks._predicate import PredicateFunction, register_predicate
+from undivided.masks._structure import Structure
 
 __all__ = [
     "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",

@@ -20,8 +20,9 @@ from undivided.masks._predicate import Predicate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from undivided.masks._mask import Mask, Structure
+    from undivided.masks._mask import Mask
     from undivided.masks._parts import Part
+    from undivided.masks._structure import Structure
 
 ALLOWED, MASKED = "■", "·"
 EXAMPLE = 8  # size of the picture for a mask that has none of its own

@@ -8,12 +8,10 @@ versions of its tensors.
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,45 +19,29 @@ from torch import Tensor
 from undivided._arguments import as_integer
 from undivided._tensors import is_captured, is_traced, readable, versions
 from undivided.errors import InputError
-from undivided.masks import _drawing, _ranges
+from undivided.masks import _drawing, _ranges, _spec
 from undivided.masks._alignment import Align, resolve
 from undivided.masks._intervals import NormalForm
+from undivided.masks._memory import SHARED_TOKENS, Identical, Remembers, shared
 from undivided.masks._parts import (
     Call,
     Chunk,
     Dense,
-    DocumentIds,
     Documents,
-    Field,
     GlobalBand,
     Lengths,
     Part,
     Prefix,
-    Remembers,
 )
-from undivided.masks._predicate import Predicate, find_predicate
+from undivided.masks._predicate import Predicate
+from undivided.masks._structure import Structure, detail_of, kinds_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
 
-# Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in
-# each layer. 64 forms of at most 2 x 64 Ki tokens stay under 100 MB, and 1 MB in the usual case.
-SHARED_FORMS = 64
-SHARED_TOKENS = 1 << 17
 OWN_ENTRIES = 16  # results remembered by one mask: sizes differ by layer kind and by step, rarely by more
-_shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
-
-
-class Structure(NamedTuple):
-    """What a mask is made of, without its tensors: hashable, equal for masks that a kernel treats alike."""
-
-    align: str | None
-    left: int | None
-    right: int | None
-    kinds: frozenset[str]
-    detail: tuple[tuple[str | int | None, ...], ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,23 +95,14 @@ class Mask(Remembers):
         window with a prefix; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold
         those.
         """
-        names = [part.name for part in self.parts]
-        if self.left is not None or self.right is not None:
-            names.append("causal" if self.left is None and self.right == 0 else "window")
-        for part in self.parts:
-            if isinstance(part, Lengths):
-                names += ["q_lengths"] if part.q is not None else []
-                names += ["starts"] if part.kv_start is not None or part.q_start is not None else []
-            elif isinstance(part, Documents) and (part.padded_q is not None or part.padded_kv is not None):
-                names.append("padded")
-        return frozenset(names)
+        return kinds_of(self.band, self.parts)
 
     @property
     def structure(self) -> Structure:
         """The mask without its tensors, to select a kernel by."""
         found = self.__dict__.get("_structure")
         if found is None:
-            detail = tuple(_detail(part) for part in self.parts)
+            detail = tuple(detail_of(part) for part in self.parts)
             found = Structure(self.align, self.left, self.right, self.kinds, detail)
             self.__dict__["_structure"] = found
         return found
@@ -278,7 +251,7 @@ class Mask(Remembers):
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not is_traced():
-            return _shared((self.flatten()[0], bottom_right, sizes, device), build)
+            return shared((self.flatten()[0], bottom_right, sizes, device), build)
         return build()
 
     def intervals(
@@ -314,28 +287,13 @@ class Mask(Remembers):
         'None;None,0;lengths,t0,None,None,None'
         """
         tensors = list(self.tensors)
-        words = [f"{self.align}", f"{self.left},{self.right}"]
-        for part in self.parts:
-            fields = [part.name]
-            for value in part.fields():
-                if isinstance(value, Tensor):
-                    fields += [f"t{n}" for n, tensor in enumerate(tensors) if tensor is value]
-                else:
-                    fields.append(f"{value}")
-            words.append(",".join(fields))
-        return ";".join(words), tensors
+        return _spec.write(self.align, self.band, self.parts, tensors), tensors
 
     @staticmethod
     def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
         """The mask that ``flatten`` took apart."""
-        align, band, *words = spec.split(";")
-        left, right = (_parsed(field, tensors) for field in band.split(","))
-        parts: list[Part] = []
-        for word in words:
-            name, *fields = word.split(",")
-            values = [_parsed(field, tensors) for field in fields]
-            parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
-        return Mask(None if align == "None" else align, left, right, tuple(parts))  # type: ignore[arg-type]
+        align, (left, right), parts = _spec.read(spec, tensors)
+        return Mask(align, left, right, parts)
 
     def __repr__(self) -> str:
         return _drawing.describe(self)
@@ -392,7 +350,7 @@ class Mask(Remembers):
             tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()
         ]
         now = versions((*self.tensors, *captured))
-        return None if now is None else (now, _Identical(captured))
+        return None if now is None else (now, Identical(captured))
 
     def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
         """``build(*arguments)``, or its last result for this key if no tensor has changed since.
@@ -422,29 +380,6 @@ class Mask(Remembers):
         return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)
 
 
-@dataclass(frozen=True, eq=False)
-class _Identical:
-    """Tensors that are equal to no others: a function may close over another one tomorrow, in the same memory."""
-
-    tensors: Sequence[Tensor]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Identical) or len(self.tensors) != len(other.tensors):
-            return False
-        return all(map(operator.is_, self.tensors, other.tensors))
-
-
-_PARTS: dict[str, Callable[..., Part]] = {
-    kind.name: kind for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense)
-}
-
-
-def _parsed(field: str, tensors: Sequence[Tensor]) -> Any:
-    if field == "None":
-        return None
-    return tensors[int(field[1:])] if field.startswith("t") else int(field)
-
-
 def _operand(sign: str, other: object) -> Mask:
     if isinstance(other, Mask):
         return other
@@ -469,37 +404,7 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
-def _detail(part: Part) -> tuple[str | int | None, ...]:
-    """What tells parts of one kind apart for a kernel: sizes in the mask, and which tensors it has."""
-    if isinstance(part, Dense):
-        return (part.name, *(min(size, 2) for size in part.tensor.shape[:2]))
-    if isinstance(part, Chunk):  # an offset moves at every decoding step and changes no kernel
-        return (part.name, part.size)
-    if isinstance(part, Predicate):
-        return (part.name,)
-    return (part.name, *(_kept(part, value) for value in part.fields()))
-
-
-def _kept(part: Part, value: Field) -> str | int | None:
-    if isinstance(value, Tensor):
-        return "tensor"
-    return None if isinstance(part, Documents) else value
-
-
 def _taken(part: Part) -> object:
     if isinstance(part, Dense):
         return part.tensor
     return part.fn if isinstance(part, Predicate) else part
-
-
-def _shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
-    """The form of a mask without tensors, from the bounded cache that all such masks share."""
-    form = _shared_forms.get(key)
-    if form is None:
-        form = build()
-        if type(form.ranges) is not Tensor:  # a fake tensor means nothing to the next call
-            return form
-        _shared_forms[key] = form
-        if len(_shared_forms) > SHARED_FORMS:
-            _shared_forms.popitem(last=False)
-    return form

@@ -9,13 +9,14 @@ checked against the call by ``check_call``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from undivided._arguments import check_at_least, check_offsets
 from undivided._tensors import readable, versions
 from undivided.errors import InputError
+from undivided.masks._memory import Remembers
 
 if TYPE_CHECKING:
     from undivided.masks._intervals import NormalForm
@@ -33,16 +34,6 @@ class Call(NamedTuple):
     kv_len: int
     sequences: int
     argument: str
-
-
-class Remembers:
-    """Keeps derived values beside a frozen dataclass's fields; copies and pickles leave them behind."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 class Part(Remembers):

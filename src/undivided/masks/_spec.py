@@ -1,0 +1,50 @@
+"""A mask as a constant string and tensors, and back: how it passes through an operator that takes no objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from undivided.masks._alignment import Align
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, GlobalBand, Lengths, Part, Prefix
+from undivided.masks._predicate import Predicate, find_predicate
+
+Band = tuple[int | None, int | None]
+
+_PARTS: dict[str, Callable[..., Part]] = {
+    kind.name: kind for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense)
+}
+
+
+def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor]) -> str:
+    """Alignment, band, then each part's name and fields; ``t0`` is the first of the tensors."""
+    words = [f"{align}", f"{band[0]},{band[1]}"]
+    for part in parts:
+        fields = [part.name]
+        for value in part.fields():
+            if isinstance(value, Tensor):
+                fields += [f"t{n}" for n, tensor in enumerate(tensors) if tensor is value]
+            else:
+                fields.append(f"{value}")
+        words.append(",".join(fields))
+    return ";".join(words)
+
+
+def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...]]:
+    """What `write` wrote."""
+    align, band, *words = spec.split(";")
+    left, right = (_parsed(field, tensors) for field in band.split(","))
+    parts: list[Part] = []
+    for word in words:
+        name, *fields = word.split(",")
+        values = [_parsed(field, tensors) for field in fields]
+        parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
+    return None if align == "None" else align, (left, right), tuple(parts)  # type: ignore[return-value]
+
+
+def _parsed(field: str, tensors: Sequence[Tensor]) -> Any:
+    if field == "None":
+        return None
+    return tensors[int(field[1:])] if field.startswith("t") else int(field)
