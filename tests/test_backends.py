@@ -28,12 +28,6 @@ from undivided.verification.inputs import Inputs
 SAMPLED = {"flex": contract.SAMPLE}
 """Backends that compile for every new shape, seconds each: a few cases stand for all."""
 
-INTERPRETED = "triton"
-"""Runs under Triton's interpreter here: every case in fp32, and in half types those that `HALF` names."""
-HALF = frozenset(
-    {"gqa-4", "documents-thd-causal", "everything-together", "dropout-thd", "bias-float32-beside-half"}
-)
-
 BACKENDS = all_backends()
 HERE = tuple(backend for backend in BACKENDS if "cpu" in backend.limits.devices)
 FAST_HERE = tuple(backend for backend in HERE if backend.name not in SAMPLED)
@@ -52,13 +46,11 @@ def _named(value: object) -> str | None:
 
 
 def _problems() -> Iterator[Any]:
-    """Every case in every dtype with every backend; the backend changes fastest, so that the oracle is computed once."""
+    """Every case in every dtype with every backend, triton's interpreted; the backend changes fastest: one oracle for all."""
     for case in CASES.values():
         for dtype in case.dtypes:
             for backend in BACKENDS:
                 sample = SAMPLED.get(backend.name)
-                if backend.name == INTERPRETED and dtype != torch.float32 and case.name not in HALF:
-                    continue
                 if sample is None or (case.name in sample and dtype == torch.float32):
                     yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}")
 
