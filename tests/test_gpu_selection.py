@@ -118,6 +118,10 @@ TABLE = [
         {"torch_cudnn": ["gradients for one query on compute capability 9.x"]},
     ),
     Row(
+        "one-query-b200", B200, ask((2, 1, 16, 128), kv_len=512), "flash_attn",
+        {name: ["one query on compute capability 10.0 (cuDNN 9.20.0 computes wrong"] for name in ("torch_cudnn", "cudnn")},
+    ),
+    Row(
         "gqa-h100", H100, ask(SQUARE, kv_heads=2, mask=masks.causal(), grad=True), "cudnn",
         {"torch_efficient": ["fewer key/value heads than query heads (its kernel"]},
     ),
@@ -199,13 +203,13 @@ TABLE = [
     ),
     Row(
         "thd-causal-h100", H100, ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), grad=True), "cudnn",
-        {"torch_cudnn": ["packed documents (the cudnn backend has them)"]},
+        {"torch_cudnn": ["gradients of packed documents (PyTorch's operator takes the head size"]},
     ),
     Row(
         "thd-causal-sm80",
         A100, ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), grad=True), "flash_attn",
         {
-            "torch_cudnn": ["packed documents (the cudnn backend has them)"],
+            "torch_cudnn": ["packed documents on compute capability 8.0 (min 9.0)", "gradients of packed documents"],
             "cudnn": ["packed documents on compute capability 8.0 (min 9.0)"],
         },
     ),
@@ -214,7 +218,8 @@ TABLE = [
         "torch_efficient",
         {
             "flash_attn": ["flash-attn 2: dtype=float32"], "torch_flash": ["dtype=float32"],
-            "torch_cudnn": ["dtype=float32", "packed documents"], "cudnn": ["dtype=float32", "packed documents on compute"],
+            "torch_cudnn": ["dtype=float32", "packed documents on compute", "gradients of packed documents"],
+            "cudnn": ["dtype=float32", "packed documents on compute"],
         },
     ),
     Row(
@@ -224,7 +229,9 @@ TABLE = [
         {
             "flash_attn": ["is not installed", "compute capability 7.5 (min 8.0)"],
             "torch_flash": ["compute capability 7.5 (min 8.0)"],
-            "torch_cudnn": ["compute capability 7.5 (min 8.0)", "packed documents", "bottom-right"],
+            "torch_cudnn": [
+                "compute capability 7.5 (min 8.0)", "packed documents on compute", "bottom-right", "gradients of packed",
+            ],
             "cudnn": ["is not installed", "compute capability 7.5 (min 8.0)", "packed documents on compute"],
         },
     ),
@@ -235,7 +242,7 @@ TABLE = [
         NO_BIAS_FORWARD | {
             "flash_attn": ["flash-attn 3: no support for an additive", "flash-attn 2: no support for an additive"],
             "torch_efficient": ["a bias with packed documents", "documents=32768 (max 16384)"],
-            "torch_cudnn": ["an additive bias", "packed documents"],
+            "torch_cudnn": ["an additive bias"],
             "cudnn": ["a bias broadcast over queries", "a bias with per-sequence lengths or packed documents"],
         },
     ),
@@ -250,7 +257,7 @@ TABLE = [
             ],
             "torch_flash": ["documents with padding between them"],
             "torch_efficient": ["documents with padding between them (its documents follow one another"],
-            "torch_cudnn": ["documents with padding", "packed documents"],
+            "torch_cudnn": ["documents with padding between them (PyTorch's offsets", "gradients of packed documents"],
         },
     ),
     Row(
@@ -389,7 +396,7 @@ TABLE = [
         {
             "flash_attn": ["flash-attn 3: no support for sinks", "flash-attn 2: no support for sinks"],
             "torch_flash": ["sinks"], "flex": ["sinks"],
-            "torch_efficient": ["sinks"], "torch_cudnn": ["sinks", "packed documents"],
+            "torch_efficient": ["sinks"], "torch_cudnn": ["sinks", "gradients of packed documents"],
         },
     ),
     Row(
@@ -407,8 +414,10 @@ TABLE = [
     ),
     Row(
         "pages-b200", B200, ask_pages(16), "reference",
-        {name: ["paged", "per-seq"] for name in ("torch_flash", "torch_efficient", "torch_cudnn")}
+        {name: ["paged", "per-seq"] for name in ("torch_flash", "torch_efficient")}
         | {
+            "torch_cudnn": ["paged", "per-seq", "one query on compute capability 10.0"],
+            "cudnn": ["one query on compute capability 10.0 (cuDNN 9.20.0 computes wrong attention"],
             "flash_attn": [
                 "flash-attn 4: no support for paged", "flash-attn 4: no support for per-seq", "flash-attn 2: page_size=16",
             ],

@@ -19,19 +19,19 @@ Capability = tuple[int, int]
 def reasons(
     problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False
 ) -> list[str]:
-    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask is asked of it."""
+    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask and documents."""
     version, capability = machine.version("cudnn"), machine.compute_capability
     if version is None:
         return [f"cuDNN {format_version(oldest)} or later is not installed"]
     if capability is None:
         return []
     found = _version_reasons(version, capability, oldest)
-    found += _length_reasons(problem, version)
+    found += _length_reasons(problem, version) + _one_query_reasons(problem, version, capability)
     found += _head_dim_reasons(problem, version, capability)
+    found += _packed_reasons(problem, version, capability)
     if plain:
         return found
     found += _mask_reasons(problem, version, capability)
-    found += _packed_reasons(problem, version, capability)
     return found + _determinism_reasons(problem, version, capability)
 
 
@@ -70,6 +70,17 @@ def _length_reasons(problem: Problem, version: Version) -> list[str]:
     if problem.kv_len == 1 and not problem.packed:
         found.append("key length 1 (min 2)")
     return found
+
+
+def _one_query_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
+    """Source: PyTorch's guard (native/cudnn/MHA.cpp, `check_cudnn_sdpa_decode`). Of documents, cuDNN is told 128 queries."""
+    wrong = (9, 19) <= version[:3] <= (9, 25, 0) and version[:3] != (9, 24, 1)
+    if not wrong or capability[0] not in (10, 11) or problem.q_len != 1 or problem.documents is not None:
+        return []
+    return [
+        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong attention, as all from 9.19 "
+        "to 9.25.0 but 9.24.1: pytorch issue 193893)"
+    ]
 
 
 def _head_dim_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:

@@ -256,14 +256,18 @@ def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _fills_everything(operands: Operands, problem: Problem) -> bool:
-    """Whether unpadded documents on the CPU are known to cover every token, so that there is nothing to clear."""
+    """Whether documents on the CPU are known to leave nothing to clear: every token in one, as many queries as keys in each.
+
+    With other lengths a document may have queries and no keys, rows that hold what they like and share a tile with others.
+    """
     found = documents(operands)
     if found is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
         return False
-    ends = (found.cu_seqlens_q[-1:], found.cu_seqlens_kv[-1:])
-    if any(end.device.type != "cpu" for end in ends):
+    cu_q, cu_kv = found.cu_seqlens_q, found.cu_seqlens_kv
+    if cu_q.device.type != "cpu" or cu_kv.device.type != "cpu":
         return False
-    return int(ends[0]) == problem.q_len and int(ends[1]) == problem.kv_len
+    same = cu_q is cu_kv or torch.equal(cu_q, cu_kv)
+    return same and int(cu_q[-1]) == problem.q_len == problem.kv_len
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""`torch_cudnn`: cuDNN's attention as PyTorch calls it. Dense sequences; the `cudnn` backend has the rest of cuDNN.
+"""`torch_cudnn`: cuDNN's attention as PyTorch calls it. The `cudnn` backend has the rest of cuDNN.
+
+Packed documents run forward only: [T, H, D], int32 offsets, a log-sum-exp of [T, H, 1].
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention) and
-native/cudnn/MHA.cpp, whose causal flag is top-left; cuDNN's own by version in `_cudnn_rules`.
+native/cudnn/MHA.cpp, whose causal flag is top-left; for documents there ``run_cudnn_SDP_fprop_nestedtensor``, and
+cuda/attention_backward.cu, as they were from 2.10 to 2.13; cuDNN's own by version in `_cudnn_rules`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,19 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._machine import Machine
+from undivided._machine import Machine, format_version
 from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends import _cudnn_rules, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends._cudnn_graph import aligned
 
 OPS = torch.ops.aten
+
+_TILE = 128
+"""The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong for it
+(`_cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by it."""
+_OFFSETS = 1 << 31  # elements: PyTorch multiplies int32 offsets of tokens by the size of a token
 
 
 class TorchCudnn(Backend):
@@ -30,7 +39,7 @@ class TorchCudnn(Backend):
         devices=frozenset({"cuda"}),
         dtypes=_gpu.HALF,
         head_dim_multiple=8,
-        masks=frozenset({"causal"}),
+        masks=frozenset({"causal", "documents"}),
         alignments=frozenset({"top_left"}),
         features=frozenset({"backward", "gqa", "lse", "value_dim"}),
         compute_capability=((8, 0), (12, 1)),
@@ -39,7 +48,7 @@ class TorchCudnn(Backend):
             "dropout": "it draws its own pattern",
             "bias": "PyTorch's operator returns no gradient of it and leaves rows of -inf undefined",
             "window": "PyTorch's operator has no argument for it; the cudnn backend has",
-            "documents": "the cudnn backend has them",
+            "padded": "PyTorch's offsets leave no room for it; the cudnn backend has it",
             "lengths": "the cudnn backend has them",
             "lse_grad": "cuDNN's backward has no input for it",
         },
@@ -61,6 +70,7 @@ class TorchCudnn(Backend):
         reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
         if problem.device == "cuda":
             reasons += _cudnn_rules.reasons(problem, machine, oldest=(9, 0), plain=True)
+            reasons += _document_reasons(problem, machine)
         for name, size in (("batch", problem.batch), ("heads", problem.heads)):
             if size > 65535:
                 reasons.append(f"{name}={size} (max 65535)")
@@ -81,9 +91,17 @@ class TorchCudnn(Backend):
             )
         return reasons
 
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Up to 2.13 PyTorch looks for a graph of such a call and never keeps one."""
+        if problem.documents is not None:
+            return "PyTorch builds cuDNN's graph anew at every call with documents; ask with backend='torch_cudnn'"
+        return None
+
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """Attention by ``aten::_cudnn_attention_forward``."""
-        q, k, v = operands.heads_first()
+        if problem.documents is not None:
+            return _packed_forward(problem, operands)
+        q, k, v = (aligned(t) for t in operands.heads_first())
         out, lse, *_ = OPS._cudnn_attention_forward(
             q, k, v, None, None, None, problem.q_len, problem.kv_len, True, 0.0, "causal" in problem.mask.kinds, False,
             scale=operands.scale,
@@ -95,10 +113,10 @@ class TorchCudnn(Backend):
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
-        q, k, v = operands.heads_first()
+        q, k, v = (aligned(t) for t in operands.heads_first())
         grad = _layout.heads_first(grad_out, problem.layout)
-        out = result.out.transpose(1, 2)
-        if grad.stride() != out.stride():  # cuDNN is told one layout for both
+        out = aligned(result.out.transpose(1, 2))
+        if grad.stride() != out.stride() or aligned(grad) is not grad:  # cuDNN is told one layout for both
             grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(
                 grad
             )
@@ -109,6 +127,45 @@ class TorchCudnn(Backend):
         )  # fmt: skip
         dq, dk, dv = (_layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
+
+
+def _packed_forward(problem: Problem, operands: Operands) -> Result:
+    """Documents: packed tokens that lie one after another, their offsets, and what no pair reads cleared."""
+    packing = _gpu.packing(problem, operands)
+    q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(problem, operands))
+    longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
+    out, lse_TH1, *_ = OPS._cudnn_attention_forward(
+        q, k, v, None, packing["cu_seqlens_q"], packing["cu_seqlens_k"], *longest, True, 0.0,
+        "causal" in problem.mask.kinds, False, scale=operands.scale,
+    )  # fmt: skip
+    lse = lse_TH1.reshape(problem.q_len, problem.heads).T.unsqueeze(0).contiguous()
+    return Result(*_gpu.settle(out.unsqueeze(0), lse, operands.normal_form(problem)))
+
+
+def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """What PyTorch's operator does not do for packed documents; lengths against powers of two."""
+    if problem.documents is None:
+        return []
+    found, version = [], machine.version("torch")
+    if version is not None and version >= (2, 14):
+        found.append(
+            f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)"
+        )
+    if "backward" in problem.features:
+        found.append(
+            "gradients of packed documents (PyTorch's operator takes the head size for the longest document: pytorch pull "
+            "request 186142; the cudnn backend has them)"
+        )
+    if problem.documents[0] > 32768:
+        found.append(f"documents={problem.documents[0]} (max 32768)")
+    for name, tokens, heads in (
+        ("query", problem.q_len, problem.heads),
+        ("key", problem.kv_len, problem.kv_heads),
+    ):
+        most = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
+        if tokens > most:
+            found.append(f"{name} length {tokens} (max {most}: PyTorch's offsets are int32)")
+    return found
 
 
 BACKEND = TorchCudnn()
