@@ -209,3 +209,15 @@ def test_lengths_that_only_the_gpu_knows() -> None:
         assert decision.chosen is not None
         assert decision.chosen.name == ("reference" if hesitates else "torch_efficient")
         assert torch_efficient.BACKEND.reasons(problem, MACHINES["a100"]) == []
+
+
+def test_keys_beyond_32_bit_offsets() -> None:
+    """The forward kernel multiplies the number of a key by the distance of two rows as 32-bit integers."""
+    for tokens, refused in ((1 << 20, False), ((1 << 20) + 1, True)):
+        q, k = (torch.empty(1, n, 16, 128, device="meta") for n in (64, tokens))
+        problem, _ = normalise(q, k, k, layout="bshd", device="cuda")
+        reasons = torch_efficient.BACKEND.reasons(problem, MACHINES["a100"])
+        assert reasons == (["key length=1048577 (max 1048576)"] if refused else [])
+        in_heads = (t.transpose(1, 2) for t in (q, k, k))  # the rows of one head lie together
+        problem, _ = normalise(*in_heads, layout="bhsd", device="cuda")
+        assert torch_efficient.BACKEND.reasons(problem, MACHINES["a100"]) == []

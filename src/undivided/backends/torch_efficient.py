@@ -21,6 +21,7 @@ from undivided.backends._torch_efficient_packed import LSE_ROWS, MOST_DOCUMENTS,
 OPS = torch.ops.aten
 
 _NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
+_OFFSETS = 1 << 31  # elements: kernel_forward.h multiplies a key's number by the row stride in 32 bits
 _BIAS_ROW = 16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
 
 
@@ -86,7 +87,7 @@ class TorchEfficient(Backend):
 
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """Attention by ``aten::_efficient_attention_forward``."""
-        q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        q, k, v = _operands(problem, operands)
         packing = Packing.of(problem, operands)
         cu_seqlens = (None,) * 4 if packing is None else packing[:4]
         out, lse, *_ = OPS._efficient_attention_forward(
@@ -107,7 +108,7 @@ class TorchEfficient(Backend):
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_efficient_attention_backward``."""
-        q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+        q, k, v = _operands(problem, operands)
         packing = Packing.of(problem, operands)
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
         lse = _gpu.for_kernel(result.lse)
@@ -145,14 +146,25 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _size_reasons(problem: Problem) -> list[str]:
-    """What the grid of the kernel has room for: PyTorch's public function cuts larger batches, the operator does not."""
+    """What the kernel's grid and offsets have room for. PyTorch's public function cuts larger batches; this does not."""
     documents = (problem.documents or (0,))[0]
+    heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
+    most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
+    keys = _gpu.longest(problem)[1]
     sizes = (
         ("batch", problem.batch, 65535),
         ("heads", problem.heads, 65535),
         ("documents", documents, MOST_DOCUMENTS),
+        ("key length", keys, most_keys),
     )
     return [f"{name}={size} (max {most})" for name, size, most in sizes if size > most]
+
+
+def _operands(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+    """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit offsets."""
+    q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+    keys = _gpu.longest(problem)[1]
+    return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 
 
 def _mask_type(problem: Problem) -> int:
