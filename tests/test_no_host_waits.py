@@ -21,7 +21,7 @@ from fake_cudnn import FakeCudnn, FakeGraph
 from undivided import _problem, masks
 from undivided._machine import Machine
 from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_efficient
+from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_cudnn, torch_efficient
 from undivided.backends import _triton_tables as tables
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonzero")
@@ -163,6 +163,19 @@ def test_the_padded_log_sum_exp_of_packed_documents(align: Any, monkeypatch: pyt
     assert _waits(get("torch_efficient"), problem, operands) == []
     result = torch_efficient.BACKEND.forward(problem, operands)
     assert result.lse.shape == (1, 4, 64)
+
+
+@pytest.mark.parametrize("align", ["top_left", None])
+def test_pytorchs_cudnn_with_documents(align: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> tuple[Any, ...]:
+        return torch.empty_like(q), torch.empty(*q.shape[:2], 1, device=q.device), *(None,) * 7
+
+    monkeypatch.setattr(torch_cudnn, "OPS", types.SimpleNamespace(_cudnn_attention_forward=forward))
+    mask = masks.documents(_int32(0, 3, 9), _int32(0, 3, 9))
+    mask = mask & masks.causal(align) if align else mask
+    q, k, v = (torch.zeros(64, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    problem, operands = _problem.normalise(q, k, v, layout="thd", mask=mask)
+    assert _waits(get("torch_cudnn"), problem, operands) == []
 
 
 CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
