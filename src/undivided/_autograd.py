@@ -8,6 +8,8 @@ forward mode, vmap and torch.func    the reference as plain tensor operations
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +39,36 @@ def run(backend: Backend, problem: Problem, operands: Operands) -> Tensor | tupl
     inputs = operands.differentiable
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
+        if "lse" not in problem.features and (out_BHSD := backend.recorded(problem, operands)) is not None:
+            return _derivable_twice(out_BHSD, backend, problem, operands)
     return _apply((backend, problem, operands), *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _derivable_twice(out_BHSD: Tensor, backend: Backend, problem: Problem, operands: Operands) -> Tensor:
+    """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one may be
+    asked for, those of `_AttentionBackward` take their place."""
+    assert out_BHSD.grad_fn is not None
+    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, problem, operands.release()))
+    return _layout.from_heads_first(out_BHSD, problem.layout).contiguous()
+
+
+def _exchange_gradients(
+    backend: Backend,
+    problem: Problem,
+    operands: Operands,
+    grads: tuple[Tensor | None, ...],
+    grad_outputs: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...] | None:
+    """Called after the node's backward; reads what it saved, so that nothing is held beside that."""
+    if not torch.is_grad_enabled() or (grad := grad_outputs[0]) is None:
+        return None
+    node = torch._C._current_autograd_node()
+    q, k, v, out, lse = (
+        getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp")
+    )
+    operands = dataclasses.replace(operands, layout="bhsd")
+    arguments = (backend, problem._replace(layout="bhsd"), operands, out, lse, grad, None, q, k, v)
+    return tuple(_AttentionBackward.apply(*arguments, None, None, None)[:3])  # type: ignore[no-untyped-call]
 
 
 def _answer(result: Result, problem: Problem) -> Tensor | tuple[Tensor, Tensor]:

@@ -112,6 +112,15 @@ class Backend:
         """Attention. Called without autograd recording."""
         raise NotImplementedError
 
+    def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
+        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is recorded.
+
+        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The node
+        must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd` reads
+        them for the second derivative.
+        """
+        return None
+
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
