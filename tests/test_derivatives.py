@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,28 @@ def test_double_backward_in_other_layouts(layout: str) -> None:
     x = [random(3, 3, 2, 2, seed=s).requires_grad_() for s in range(3)]
     run = lambda *t: undivided.attention(*t, layout=layout, mask=masks.causal())  # type: ignore[call-overload]  # noqa: E731
     assert torch.autograd.gradgradcheck(run, x)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_what_pytorch_records_derives_twice_in_one_input_alone(wanted: str) -> None:
+    x = [random(2, 3, 2, 4, seed=s).requires_grad_(name == wanted) for s, name in enumerate("qkv")]
+
+    def run(*t: Tensor) -> Tensor:
+        return undivided.attention(*t, layout="bshd", mask=masks.causal(), backend="torch_flash")
+
+    assert "ScaledDotProductFlashAttention" in run(*x).grad_fn.next_functions[0][0].name()  # type: ignore[union-attr]
+    assert torch.autograd.gradgradcheck(run, x)
+
+
+def test_what_pytorch_records_holds_nothing_after_its_backward() -> None:
+    """What gives it a second derivative reads the tensors that the node saved, and has none of its own."""
+    x = [random(1, 4, 2, 4, seed=s).requires_grad_() for s in range(3)]
+    inputs = [t * 2 for t in x]
+    held = [weakref.ref(t) for t in inputs]
+    out = undivided.attention(*inputs, layout="bshd", backend="torch_flash")
+    del inputs
+    torch.autograd.grad(out.sum(), x)
+    assert [ref() for ref in held] == [None] * 3
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["q-k-v", "one-tensor-thrice"])

@@ -33,9 +33,11 @@ def run(backend: Backend, problem: Problem, operands: Operands) -> Tensor | tupl
     """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] where it was asked for."""
     if _is_transformed(operands):
         with torch.autocast(operands.q.device.type, enabled=False):
-            return _answer(reference.composite(problem, operands), problem)
+            found = restore(reference.composite(problem, operands), problem)
+        return found if "lse" in problem.features else found[0]
     if "backward" not in problem.features:
-        return _answer(forward(backend, problem, operands), problem)
+        found = answer(backend, problem, operands)
+        return found if "lse" in problem.features else found[0]
     inputs = operands.differentiable
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
@@ -48,7 +50,9 @@ def _derivable_twice(out_BHSD: Tensor, backend: Backend, problem: Problem, opera
     """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one may be
     asked for, those of `_AttentionBackward` take their place."""
     assert out_BHSD.grad_fn is not None
-    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, problem, operands.release()))
+    out_BHSD.grad_fn.register_hook(
+        functools.partial(_exchange_gradients, backend, problem, operands.release())
+    )
     return _layout.from_heads_first(out_BHSD, problem.layout).contiguous()
 
 
@@ -68,13 +72,16 @@ def _exchange_gradients(
     )
     operands = dataclasses.replace(operands, layout="bhsd")
     arguments = (backend, problem._replace(layout="bhsd"), operands, out, lse, grad, None, q, k, v)
-    return tuple(_AttentionBackward.apply(*arguments, None, None, None)[:3])  # type: ignore[no-untyped-call]
+    found = _AttentionBackward.apply(*arguments, None, None, None)[:3]  # type: ignore[no-untyped-call]
+    return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))
 
 
-def _answer(result: Result, problem: Problem) -> Tensor | tuple[Tensor, Tensor]:
-    return (
-        restore(result, problem) if "lse" in problem.features else _layout.restore(result.out, problem.layout)
-    )
+def answer(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """`forward` as the caller gets it: out in its layout, lse [B, H, Sq] or [H, T]."""
+    if operands.q.is_meta or _any_autocast():
+        return restore(forward(backend, problem, operands), problem)
+    out, lse = backend.answer(problem, operands)
+    return out, lse.squeeze(0) if problem.packed else lse
 
 
 def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
@@ -154,7 +161,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, call: tuple[Backend, Problem, Operands], *inputs: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend, problem, operands = call
-        out, lse = restore(forward(backend, problem, operands), problem)
+        out, lse = answer(backend, problem, operands)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, problem, operands.release(), _state(operands)
         ctx.set_materialize_grads(False)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from undivided import _layout
 from undivided._machine import Machine, Version, format_version
 from undivided._problem import FEATURES, Operands, Problem
 from undivided._result import Result
@@ -111,6 +112,11 @@ class Backend:
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """Attention. Called without autograd recording."""
         raise NotImplementedError
+
+    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """`forward` as (out, lse) with out in the caller's layout, for a backend that comes by it without a view."""
+        out_BSHD, lse = self.forward(problem, operands)
+        return _layout.restore(out_BSHD, problem.layout), lse
 
     def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
         """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is recorded.

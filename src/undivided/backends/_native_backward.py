@@ -19,7 +19,7 @@ from undivided import _layout
 from undivided._problem import Operands, Problem
 from undivided._result import Result
 from undivided.backends._base import Gradients
-from undivided.backends._native_call import DTYPES, NO_PAGES, NOTHING_ELSE, Call, is_plain, ranges_of, record
+from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, plain_record
 from undivided.kernels import cpu
 
 _PACK = cpu.GRADIENT_RECORD.pack
@@ -34,10 +34,10 @@ def backward(
     """Gradients from (out, lse); see `Backend.backward`."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    out, lse = _unit_last(result.out.transpose(1, 2)), _unit_last(result.lse)
+    result = Result(_unit_last(result.out), _unit_last(result.lse))
     if is_plain(problem, operands):
-        return _plain(library, problem, operands, (out, lse), grad_out, grad_lse)
-    call = Call(problem, operands, (*operands.heads_first(), out, lse))
+        return _plain(library, problem, operands, result, grad_out, grad_lse)
+    call = Call(problem, operands, (*operands.heads_first(), result.out.transpose(1, 2), result.lse))
     slices = call.slices()
     for precise in (False, True):
         gradients = _Gradients(
@@ -49,41 +49,45 @@ def backward(
 
 
 def _plain(
-    library: cpu.Library, problem: Problem, operands: Operands, result: tuple[Tensor, Tensor], grad_out: Tensor,
+    library: cpu.Library, problem: Problem, operands: Operands, result: Result, grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> Gradients:  # fmt: skip
     """The gradients of q, k and v alone, whole and at once."""
-    grad = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
+    grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
     inputs = (operands.q, operands.k, operands.v)
     found = [_like(x, False) if n else None for x, n in zip(inputs, operands.needs, strict=False)]
-    views = [None if x is None else _layout.heads_first(x, problem.layout) for x in found]
-    attention = record(
-        problem, operands, *operands.heads_first(), *result, *ranges_of(problem, operands), *NO_PAGES, *NOTHING_ELSE
-    )  # fmt: skip
-    dtype = DTYPES[problem.dtype]
+    out, strides = result.out, STRIDES[problem.layout]
+    attention = plain_record(problem, operands, out, STRIDES["bshd"](out.stride()), result.lse)
+    dtype, of_grad = DTYPES[problem.dtype], (grad.data_ptr(), *strides(grad.stride()))
+    places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
     for precise in (False, True):
-        if library.backward(attention, _record(problem, dtype, False, precise, grad, lse, views)):
+        if library.backward(attention, _record(problem, dtype, False, precise, of_grad, lse, places)):
             break
     return [*found, None, None, None]
 
 
 def _record(
-    problem: Problem, dtype: int, in_parts: bool, precise: bool, grad: Tensor, lse: Tensor | None,
-    views: Sequence[Tensor | None], rows: tuple[int, int] = (0, 0), bias: tuple[int, ...] = _NO_BIAS,
+    problem: Problem, dtype: int, in_parts: bool, precise: bool, grad: tuple[int, ...], lse: Tensor | None,
+    places: Sequence[tuple[int, ...]], rows: tuple[int, int] = (0, 0), bias: tuple[int, ...] = _NO_BIAS,
 ) -> bytes:  # fmt: skip
-    """The C record. views: dq, dk, dv; rows: where sinks and slopes go."""
-    fields = [_NOTHING if x is None else (x.data_ptr(), *x.stride()[:3]) for x in views]
+    """The C record. grad, places of dq, dk, dv: `_place`; rows: where sinks and slopes go."""
     return _PACK(
-        _SIZE, dtype, in_parts, precise, grad.data_ptr(), *grad.stride()[:3],
-        *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
-        *fields[0], *fields[1], *fields[2], *rows, problem.heads * problem.q_len, problem.q_len, *bias,
+        _SIZE, dtype, in_parts, precise, *grad, *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        *places[0], *places[1], *places[2], *rows, problem.heads * problem.q_len, problem.q_len, *bias,
     )  # fmt: skip
+
+
+def _place(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
+    """A record's fields of a tensor: where it lies, strides of batch, head and token."""
+    return _NOTHING if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
 
 
 def _unit_last(tensor: Tensor) -> Tensor:
     """Itself where its last axis has stride 1, as the kernel takes it."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 class _Gradients:
@@ -130,8 +134,8 @@ class _Gradients:
             bias = (part.data_ptr(), *strides)
         return _record(
             self._problem, DTYPES[torch.float32 if self._in_parts else self._problem.dtype], self._in_parts,
-            self._precise, self._grad_out[:, :, rows], None if lse is None else lse[:, :, rows],
-            (None if dq is None else dq[:, :, rows], dk, dv), (sinks, slopes), bias,
+            self._precise, _place(self._grad_out[:, :, rows]), None if lse is None else lse[:, :, rows],
+            (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)), (sinks, slopes), bias,
         )  # fmt: skip
 
     def finish(self) -> list[Tensor | None]:
@@ -166,6 +170,8 @@ def _like(tensor: Tensor, in_parts: bool) -> Tensor:
     if in_parts:
         return torch.zeros(tensor.shape, dtype=torch.float32)
     gradient = torch.empty_like(tensor)
+    if tensor.is_contiguous():
+        return gradient
     unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
     return gradient if unit else torch.empty(tensor.shape, dtype=tensor.dtype)
 

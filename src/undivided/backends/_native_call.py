@@ -6,6 +6,10 @@ keys, and every tensor that a record points to is held until the call returns.
 
 from __future__ import annotations
 
+import operator
+import struct
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -22,8 +26,13 @@ MASK_PAIRS = 1 << 24
 FEWEST_ROWS = 32
 """Query rows of such a block at least: a panel of the widest instruction set."""
 
-_PACK = cpu.RECORD.pack
 _SIZE = cpu.RECORD.size
+_PACK = cpu.RECORD.pack
+# the record in three parts: the tensors; ranges and pages; the rest, which plain problems leave empty
+_FORMAT = cpu.RECORD.format
+_RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
+_PACK_TENSORS = struct.Struct(_FORMAT[:_RANGES]).pack
+_PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_REST]).pack
 # what the record holds where there is none: pointers, then strides
 NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 NO_PAGES: tuple[int, ...] = (0,) * 4
@@ -33,7 +42,10 @@ _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
-NOTHING_ELSE = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
+_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(
+    0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT
+)
+_EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
 _EXTRAS = frozenset({"bias", "alibi", "sinks", "dropout"})
@@ -44,6 +56,33 @@ def is_plain(problem: Problem, operands: Operands) -> bool:
     if problem.features & _EXTRAS:
         return False
     return problem.mask.kinds <= _BANDS or operands.normal_form(problem).exact
+
+
+STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
+    "bshd": operator.itemgetter(0, 2, 1),
+    "sbhd": operator.itemgetter(1, 2, 0),
+    "bhsd": operator.itemgetter(0, 1, 2),
+    "thd": operator.itemgetter(0, 1, 0),  # a batch of one: its stride is not used
+}
+"""Strides of batch, head and token from those of a tensor in this layout: views would say the same, a microsecond each."""
+
+
+def plain_record(
+    problem: Problem, operands: Operands, out: Tensor, out_strides: tuple[int, int, int], lse: Tensor,
+    pages: tuple[int, ...] = NO_PAGES,
+) -> bytes:  # fmt: skip
+    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do)."""
+    q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
+    of_q, of_keys = STRIDES[layout], STRIDES[layout if operands.pages is None else "bshd"]
+    tensors = _PACK_TENSORS(
+        _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len,
+        problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()), operands.scale, operands.softcap or 0.0,
+        q.data_ptr(), *of_q(q.stride()), k.data_ptr(), *of_keys(k.stride()), v.data_ptr(), *of_keys(v.stride()),
+        out.data_ptr(), *out_strides, *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
+    )  # fmt: skip
+    if pages is NO_PAGES and operands.mask.is_full:
+        return tensors + _EVERY_KEY
+    return tensors + _PACK_RANGES(*ranges_of(problem, operands), *pages) + _NOTHING_ELSE
 
 
 def record(

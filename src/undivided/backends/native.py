@@ -16,7 +16,7 @@ from undivided._problem import Operands, Problem
 from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends._native_call import DTYPES, NOTHING_ELSE, Call, is_plain, pages_of, ranges_of, record
+from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pages_of, plain_record
 from undivided.kernels import cpu
 
 TINY = 1 << 17
@@ -69,23 +69,26 @@ class Native(Backend):
 
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """One call of the kernel; one for every block of rows where the mask is more than ranges."""
-        q, k, v = _kernel_views(operands)
-        answer = _new_output(problem, operands)
-        out = _layout.heads_first(answer, problem.layout)
+        answer, lse = self.answer(problem, operands)
+        return Result(_layout.canonical(answer, problem.layout), lse)
+
+    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """As `forward`, without the views that a plain problem has no use for."""
         library = cpu.load()
         assert isinstance(library, cpu.Library)
-        lse = UNREAD
+        out, lse = _new_output(problem, operands), UNREAD
         if problem.lse_is_read:
             lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(problem, operands):
             _table, pages = pages_of(operands)
-            given = (*ranges_of(problem, operands), *pages, *NOTHING_ELSE)
-            library.forward(record(problem, operands, q, k, v, out, lse, *given))
-            return Result(_layout.canonical(answer, problem.layout), lse)
-        call = Call(problem, operands, (q, k, v, out, lse), paged=True)
+            strides = STRIDES[problem.layout](out.stride())
+            library.forward(plain_record(problem, operands, out, strides, lse, pages))
+            return out, lse
+        out_BHSD = _layout.heads_first(out, problem.layout)
+        call = Call(problem, operands, (*_kernel_views(operands), out_BHSD, lse), paged=True)
         for rows in call.slices():
             library.forward(call.record(rows))
-        return Result(_layout.canonical(answer, problem.layout), lse)
+        return out, lse
 
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
