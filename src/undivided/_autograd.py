@@ -149,10 +149,6 @@ def restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
     return _layout.restore(result.out, problem.layout), lse
 
 
-def _canonical(out: Tensor, lse: Tensor, problem: Problem) -> Result:
-    return Result(_layout.canonical(out, problem.layout), lse.unsqueeze(0) if problem.packed else lse)
-
-
 class _Attention(torch.autograd.Function):
     """The chosen backend as one differentiable operation."""
 
@@ -215,10 +211,13 @@ def gradients(
     *inputs: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs, from out, lse and their gradients as the caller has them."""
-    if grad_lse is not None and problem.packed:
-        grad_lse = grad_lse.unsqueeze(0)
-    result = _canonical(out, lse, problem)
-    return tuple(backward(backend, problem, operands.with_differentiable(inputs), result, grad_out, grad_lse))
+    if problem.packed:
+        lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
+    operands = operands.with_differentiable(inputs)
+    if operands.q.is_meta or _any_autocast():
+        result = Result(_layout.canonical(out, problem.layout), lse)
+        return tuple(backward(backend, problem, operands, result, grad_out, grad_lse))
+    return tuple(backend.gradients(problem, operands, out, lse, grad_out, grad_lse))
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -136,6 +136,13 @@ class Backend:
         """
         raise NotImplementedError
 
+    def gradients(
+        self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:  # fmt: skip
+        """`backward` from what `answer` returned."""
+        result = Result(_layout.canonical(out, problem.layout), lse)
+        return self.backward(problem, operands, result, grad_out, grad_lse)
+
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
 

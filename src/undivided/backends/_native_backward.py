@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._layout import Layout
 from undivided._problem import Operands, Problem
-from undivided._result import Result
 from undivided.backends._base import Gradients
 from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, plain_record
 from undivided.kernels import cpu
@@ -29,15 +29,17 @@ _NO_BIAS: tuple[int, ...] = (0,) * 5
 
 
 def backward(
-    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
-    """Gradients from (out, lse); see `Backend.backward`."""
+    problem: Problem, operands: Operands, out: Tensor, layout: Layout, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """Gradients from (out, lse), out in this layout; see `Backend.backward`."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    result = Result(_unit_last(result.out), _unit_last(result.lse))
+    out, lse = _unit_last(out), _unit_last(lse)
     if is_plain(problem, operands):
-        return _plain(library, problem, operands, result, grad_out, grad_lse)
-    call = Call(problem, operands, (*operands.heads_first(), result.out.transpose(1, 2), result.lse))
+        given = plain_record(problem, operands, out, STRIDES[layout](out.stride()), lse)
+        return _plain(library, problem, operands, given, grad_out, grad_lse)
+    call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
     slices = call.slices()
     for precise in (False, True):
         gradients = _Gradients(
@@ -49,7 +51,7 @@ def backward(
 
 
 def _plain(
-    library: cpu.Library, problem: Problem, operands: Operands, result: Result, grad_out: Tensor,
+    library: cpu.Library, problem: Problem, operands: Operands, given: bytes, grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> Gradients:  # fmt: skip
     """The gradients of q, k and v alone, whole and at once."""
@@ -57,12 +59,11 @@ def _plain(
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
     inputs = (operands.q, operands.k, operands.v)
     found = [_like(x, False) if n else None for x, n in zip(inputs, operands.needs, strict=False)]
-    out, strides = result.out, STRIDES[problem.layout]
-    attention = plain_record(problem, operands, out, STRIDES["bshd"](out.stride()), result.lse)
-    dtype, of_grad = DTYPES[problem.dtype], (grad.data_ptr(), *strides(grad.stride()))
+    strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
+    of_grad = (grad.data_ptr(), *strides(grad.stride()))
     places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
     for precise in (False, True):
-        if library.backward(attention, _record(problem, dtype, False, precise, of_grad, lse, places)):
+        if library.backward(given, _record(problem, dtype, False, precise, of_grad, lse, places)):
             break
     return [*found, None, None, None]
 

@@ -94,7 +94,15 @@ class Native(Backend):
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
-        return _native_backward.backward(problem, operands, result, grad_out, grad_lse)
+        return _native_backward.backward(
+            problem, operands, result.out, "bshd", result.lse, grad_out, grad_lse
+        )
+
+    def gradients(
+        self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:  # fmt: skip
+        """As `backward`, without a view of out."""
+        return _native_backward.backward(problem, operands, out, problem.layout, lse, grad_out, grad_lse)
 
 
 def _is_tiny(problem: Problem) -> bool:
