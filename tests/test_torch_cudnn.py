@@ -104,8 +104,17 @@ def test_rows_that_do_not_start_at_16_bytes_are_copied(kernel: Recorder) -> None
     check(torch_cudnn.BACKEND, q.detach(), k[:, :, :2].detach(), v.detach())
 
 
-def test_documents(kernel: Recorder) -> None:
-    """Views of one projection, a document without keys, and NaN after the last document."""
+@pytest.mark.parametrize("stats", ["[T, H, 1]", "[H, T]"])
+def test_documents(kernel: Recorder, stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of one projection, a document without keys, and NaN after the last document; PyTorch's layouts of statistics."""
+    if stats == "[H, T]":
+        token_major = torch_cudnn.OPS._cudnn_attention_forward
+
+        def head_major(*given: Any, **named: Any) -> tuple[Any, ...]:
+            out, lse, *rest = token_major(*given, **named)
+            return out, lse[..., 0].T.contiguous(), *rest
+
+        monkeypatch.setattr(torch_cudnn.OPS, "_cudnn_attention_forward", head_major)
     torch.manual_seed(0)
     qkv = torch.randn(12, 3, 4, 8, dtype=torch.float64)
     qkv[9:] = torch.nan

@@ -134,12 +134,14 @@ def _packed_forward(problem: Problem, operands: Operands) -> Result:
     packing = _gpu.packing(problem, operands)
     q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(problem, operands))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
-    out, lse_TH1, *_ = OPS._cudnn_attention_forward(
+    out, stats, *_ = OPS._cudnn_attention_forward(
         q, k, v, None, packing["cu_seqlens_q"], packing["cu_seqlens_k"], *longest, True, 0.0,
         "causal" in problem.mask.kinds, False, scale=operands.scale,
     )  # fmt: skip
-    lse = lse_TH1.reshape(problem.q_len, problem.heads).T.unsqueeze(0).contiguous()
-    return Result(*_gpu.settle(out.unsqueeze(0), lse, operands.normal_form(problem)))
+    lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
+    return Result(
+        *_gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), operands.normal_form(problem))
+    )
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:

@@ -67,7 +67,7 @@ class TorchEfficient(Backend):
             reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
-                "bottom-right alignment with more queries than keys (its rows without keys are not defined)"
+                "bottom-right alignment with more queries than keys (the kernel's diagonal begins at a key, or masks nothing)"
             )
         if "bias" in problem.features and problem.bias_dtype != problem.dtype:
             bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
