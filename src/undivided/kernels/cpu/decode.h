@@ -32,13 +32,13 @@ static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
   Carving at{base};
   FewSpace space;
   space.panel = (Panel*)at.take((int64_t)sizeof(Panel));
-  space.scores = (float*)at.take(kFewRows * kStep * 4);
+  space.scores = (float*)at.take(2 * Engine::kScores * 4);
   space.q = (float*)at.take(kv_heads * Engine::q_floats(a) * 4);
   space.sums = (float*)at.take(kv_heads * Engine::sum_floats(a) * 4);
   space.most = (float*)at.take(kv_heads * kFewRows * 4);
   space.total = (float*)at.take(kv_heads * kFewRows * 4);
   space.row = (float*)at.take(partial_size(a) * 4);
-  space.steps = at.take(2 * (int64_t)sizeof(Step<typename Engine::T>));
+  space.steps = at.take(3 * (int64_t)sizeof(Step<typename Engine::T>));
   space.bytes = at.bytes;
   return space;
 }
@@ -46,25 +46,28 @@ static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
 // The segments of a chunk, step by step.
 template <class T>
 struct Steps {
+  const Attention& a;
+  const KeyChunk& chunk;
   const Panel& panel;
-  Rows<T> k, v;
-  int64_t key, stop, most;
+  int64_t most;  // keys of a step
+  int64_t key = chunk.key;
   int segment = 0;
 
-  static void find(const Rows<T>& k, const Rows<T>& v, int64_t key, int64_t keys, Step<T>& step) {
-    step.key = key, step.keys = keys;
-    find_rows(k, key, keys, step.k);
-    find_rows(v, key, keys, step.v);
+  void find(const KeyChunk& of, int64_t from, int64_t keys, Step<T>& step) const {
+    step.key = from, step.keys = keys;
+    step.k.find(key_rows<T>(a, of.batch, of.kv_head), from, keys, (of.kv_heads - 1) * a.k_h + a.qk_dim);
+    step.v.find(value_rows<T>(a, of.batch, of.kv_head), from, keys, (of.kv_heads - 1) * a.v_h + a.v_dim);
   }
   void next(Step<T>& step) {
-    step.keys = 0;
     for (; segment < panel.segments; segment++) {
-      const int64_t from = larger_of(panel.segment[segment].start, key), to = smaller_of(panel.segment[segment].stop, stop);
+      const int64_t from = larger_of(panel.segment[segment].start, key);
+      const int64_t to = smaller_of(panel.segment[segment].stop, chunk.key + chunk.keys);
       if (from >= to) continue;
-      find(k, v, from, smaller_of(most - from % kAligned, to - from), step);
+      find(chunk, from, smaller_of(most - from % kAligned, to - from), step);
       key = from + step.keys;
       return;
     }
+    step.keys = 0;
   }
 };
 
@@ -99,49 +102,66 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   }
   const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   const int64_t most = larger_of(kAligned, smaller_of(kStep, kStepBytes / key_bytes / kAligned * kAligned));
-  Steps<T> steps = {p, key_rows<T>(a, chunk.batch, chunk.kv_head), value_rows<T>(a, chunk.batch, chunk.kv_head),
-                    chunk.key, chunk.key + chunk.keys, most};
-  Step<T>*step = (Step<T>*)space.steps, *next = step + 1;
+  Steps<T> steps = {a, chunk, p, most};
+  Step<T>*before = (Step<T>*)space.steps, *step = before + 1, *next = before + 2;
+  float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
-  for (steps.next(*step); step->keys; std::swap(step, next)) {
+  Ahead k_ahead, v_ahead;
+  // a head's second product follows the next one's first: neither then waits for the softmax between them
+  int64_t waiting = -1;
+  auto weigh = [&](const Step<T>& of) {
+    FewRows few = head(waiting);
+    float decay[kFewRows];
+    float* found = engine.turned(few, weights, of.keys);
+    few_soften(a, p, few, of.key, of.keys, Engine::kBits, found, decay);
+    engine.weigh(a, few, of, waiting, found, decay, v_ahead);
+  };
+  for (steps.next(*step); step->keys;) {
     steps.next(*next);
     const int64_t then = next->keys;
-    if (then == 0 && following)
-      Steps<T>::find(key_rows<T>(a, following->batch, following->kv_head), value_rows<T>(a, following->batch, following->kv_head),
-                     following->key, smaller_of(most, following->keys), *next);
+    if (then == 0 && following) steps.find(*following, following->key, smaller_of(most, following->keys), *next);
+    k_ahead = Ahead(*next, next->k, chunk.kv_heads * Engine::score_turns(a, rows, step->keys));
+    v_ahead = Ahead(*next, next->v, chunk.kv_heads * Engine::weigh_turns(a, rows, step->keys));
     for (int64_t n = 0; n < chunk.kv_heads; n++) {
-      FewRows few = head(n);
-      float decay[kFewRows];
-      Ahead ahead = ahead_of(next->k, next->keys, n, chunk.kv_heads, a.k_h, a.qk_dim, step->keys);
-      engine.score(a, few, *step, n, space.scores, ahead);
-      few_soften(a, p, few, step->key, step->keys, Engine::kBits, space.scores, decay);
-      ahead = ahead_of(next->v, next->keys, n, chunk.kv_heads, a.v_h, a.v_dim, step->keys);
-      engine.weigh(a, few, *step, n, space.scores, decay, ahead);
+      engine.score(a, head(n), *step, n, scores, k_ahead);
+      if (waiting >= 0) weigh(n == 0 ? *before : *step);
+      else
+        for (int64_t i = Engine::weigh_turns(a, rows, step->keys); i > 0; i--) v_ahead.take();
+      std::swap(scores, weights), waiting = n;
     }
     next->keys = then;
+    Step<T>* const free = before;
+    before = step, step = next, next = free;
   }
+  if (waiting >= 0) weigh(*before);
   for (int64_t n = 0; n < chunk.kv_heads; n++)
     for (int64_t r = 0; r < rows; r++) finish(head(n), r, space.row);
 }
 
-INLINE bool all_finite(const float* x, int64_t count) {
-  Vec zero = {};
-  for (int64_t d = 0; d < count; d += kLanes) zero += load(x + d) * 0.0f;
-  return sum(zero) == 0;
+// The largest magnitude of x, as bits.
+INLINE UVec largest(const float* x, int64_t count, UVec most) {
+  for (int64_t d = 0; d < count; d += kLanes) {
+    const UVec bits = (UVec)load(x + d) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  return most;
 }
 
 template <class Engine>
 static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
                       char* scratch) {
   typedef Vectors<typename Engine::T> Apart;  // where a column's sums see no other column
-  bool finite = true;
+  UVec most = {};
   float* to = partials;
   sum_chunk<Engine>(a, chunk, following, scratch, [&](const FewRows& few, int64_t r, float*) {
     Engine::store_sums(a, few, r, to);
     to[a.v_dim] = few.most[r], to[a.v_dim + 1] = few.total[r];
-    if (!std::is_same<Engine, Apart>::value) finite = finite && all_finite(to, a.v_dim);
+    if (!std::is_same<Engine, Apart>::value) most = largest(to, a.v_dim, most);
     to += partial_size(a);
   });
+  constexpr uint32_t infinity = 0x7f800000;
+  bool finite = true;
+  for (int i = 0; i < kLanes; i++) finite = finite && most[i] < infinity;
   if (finite) return;
   to = partials;
   sum_chunk<Apart>(a, chunk, nullptr, scratch, [&](const FewRows& few, int64_t r, float* row) {

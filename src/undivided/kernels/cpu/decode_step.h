@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kStep = 64;              // keys a step at most: scores of 8 rows 2 KiB
-constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first
+constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
 constexpr int64_t kStepBytes = 256 << 10;  // of K and V of all heads: this step and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
@@ -20,62 +20,91 @@ struct FewRows {
   int64_t rows;
 };
 
-// Addresses of the first head's rows in a step, filled up to a multiple of kLanes with the last one.
+// Lines of memory one after another.
+struct Stretch {
+  const char* at;
+  int64_t lines;
+};
+
+// Where a step's rows of K or V lie. row: of the first head, filled up to a multiple of kLanes with the last one. stretch: the
+// memory of all heads' rows, in order.
+template <class T>
+struct StepRows {
+  const T* row[kStep];
+  Stretch stretch[kStep];
+  int64_t stretches, lines;
+  uint32_t apart;  // bit g: rows [kAligned g, kAligned (g + 1)) are not all there, or not at one stride
+
+  // `span`: elements from where the first head's row starts to where the last one's ends.
+  void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
+    stretches = lines = 0;
+    apart = keys % kAligned ? 1u << keys / kAligned : 0;
+    int64_t j = 0;
+    while (j < keys) {
+      const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys, count = smaller_of(left, keys - j);
+      const T* at = rows(key + j);
+      if (j % kAligned) apart |= 1u << j / kAligned;
+      if (rows.stride == span) add(at, count * span);
+      for (int64_t stop = j + count; j < stop; j++, at += rows.stride) {
+        row[j] = at;
+        if (rows.stride != span) add(at, span);
+      }
+    }
+    for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+  }
+
+ private:
+  void add(const T* at, int64_t count) {
+    stretch[stretches] = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
+    lines += stretch[stretches++].lines;
+  }
+};
 template <class T>
 struct Step {
   int64_t key, keys;
-  const T* k[kStep];
-  const T* v[kStep];
+  StepRows<T> k, v;
 };
 
-template <class T>
-static void find_rows(const Rows<T>& rows, int64_t key, int64_t keys, const T** to) {
-  int64_t j = 0;
-  if (!rows.pages) {
-    const T* at = rows.base + key * rows.stride;
-    for (; j < keys; j++, at += rows.stride) to[j] = at;
+// What is read next, in the order of memory: so many lines at a time while something else is computed.
+class Ahead {
+ public:
+  Ahead() : next_(nullptr), end_(nullptr) {}
+  // Rows of a step, none where it has no keys. `times`: how often lines will be taken.
+  template <class T>
+  Ahead(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.stretch), end_(rows.stretch) {
+    if (step.keys == 0) return;
+    end_ += rows.stretches, lines_ = round_up((rows.lines + times - 1) / times, kTogether);
+    begin();
   }
-  while (j < keys) {
-    const int64_t in_page = (key + j) % rows.page_size, count = smaller_of(rows.page_size - in_page, keys - j);
-    const T* at = rows(key + j);
-    for (int64_t stop = j + count; j < stop; j++, at += rows.stride) to[j] = at;
+
+  inline __attribute__((always_inline)) void take() {
+    if (left_ < lines_) return take_pieces();
+    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kTogether * 64) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+    }
+    left_ -= lines_;
   }
-  for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) to[j] = to[keys - 1];
-}
 
-// What is read next, in the order of memory: `lines` of each row from byte `first` on, `pace` of them for every key that is
-// computed meanwhile.
-struct Ahead {
-  const char* const* row;
-  const char* const* end;
-  int64_t first, lines, pace;
-  const char* at;
-  int64_t left;
+ private:
+  static constexpr int64_t kTogether = 4;
+  const Stretch *next_, *end_;
+  int64_t lines_ = 0, left_ = 0;
+  const char* at_ = nullptr;
 
-  INLINE void take(Ahead& ahead, int64_t keys) {
-    for (int64_t wanted = keys * ahead.pace; wanted > 0;) {
-      if (ahead.left == 0) {
-        if (ahead.row == ahead.end) return;
-        ahead.at = *ahead.row++ + ahead.first, ahead.left = ahead.lines;
+  void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
+  void __attribute__((noinline)) take_pieces() {
+    for (int64_t wanted = lines_; wanted > 0;) {
+      if (left_ == 0) {
+        if (next_ == end_) return;
+        begin();
       }
-      const int64_t count = smaller_of(wanted, ahead.left);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
-      ahead.at += count * 64, ahead.left -= count, wanted -= count;
+      const int64_t count = smaller_of(wanted, left_);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      at_ += count * 64, left_ -= count, wanted -= count;
     }
   }
 };
-
-// Of head n of `heads`: its share of the whole rows where heads are side by side, else its own part of each; spread over
-// the keys of the step that is computed meanwhile.
-template <class T>
-INLINE Ahead ahead_of(const T* const* rows, int64_t count, int64_t n, int64_t heads, int64_t head_stride, int64_t dim,
-                      int64_t keys) {
-  const char* const* row = (const char* const*)rows;
-  const int64_t lines = (dim * (int64_t)sizeof(T) + 63) / 64, pace = (count * lines + keys - 1) / keys;
-  if (head_stride == dim)
-    return {row + count * n / heads, row + count * (n + 1) / heads, 0, heads * lines, pace, nullptr, 0};
-  return {row, row + count, n * head_stride * (int64_t)sizeof(T), lines, pace, nullptr, 0};
-}
 
 // Scores [row][key] become weights, which `bits` scales up by a power of two; decay is what a row's sums shrink by. Row by
 // row three times over, so that the horizontal operations of one row do not wait for those of another.

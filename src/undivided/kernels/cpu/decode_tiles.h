@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int64_t kGroup = kTileRows;  // keys of a tile
+static_assert(kGroup == kAligned);
 
 // A pair whose lower, whose upper half is the weight.
 INLINE void split_weights(Vec w, UVec& lower, UVec& upper, BFloat16) {
@@ -55,6 +56,9 @@ class Tiles {
   // weights of fp16 reach 2^15: small ones keep their bits
   static constexpr int kBits = kWeightBits<Half> == 0 ? 0 : 15;
 
+  static constexpr int64_t kBlock = kTileRows * kLanes, kMostGroups = kStep / kGroup;
+  static constexpr int64_t kScores = kMostGroups * kBlock;  // floats of a step's raw scores
+
   // A cache of less than a tile of keys would be copied, and vectors are faster at it.
   static bool fits(const Attention& a) {
     return a.qk_dim % kTileDepth == 0 && a.v_dim % kTileDepth == 0 && a.kv_len >= kGroup;
@@ -63,25 +67,40 @@ class Tiles {
   static int64_t sum_floats(const Attention& a) { return a.v_dim / kTileDepth * kBlock; }
 
   static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
-    memset(q, 0, (size_t)q_floats(a) * 4);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < a.qk_dim; d += 2) memcpy(q + d / 2 * kLanes + r, from[r] + d, 4);
+    for (int64_t d = 0; d < a.qk_dim; d += kTileDepth, q += kBlock) {
+      Vec x[kLanes] = {};
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kFewRows; r++)
+        if (r < rows) x[r] = load((const float*)(const void*)(from[r] + d));
+      transpose(x);
+      for (int i = 0; i < kLanes; i++) store(q + i * kLanes, x[i]);
+    }
   }
 
   static void clear_sums(const Attention& a, const FewRows& few) { memset(few.sums, 0, (size_t)sum_floats(a) * 4); }
 
-  void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
-    Operand k = operand(step.k, step.keys, a.k_s, n * a.k_h);
-    in_groups(k.groups, [&](auto count) { score_groups<decltype(count)::value>(few.q, k, a.qk_dim, ahead); });
-    for (int64_t g = 0; g < k.groups; g++)
-      for (int64_t r = 0; r < few.rows; r += 4) turn_scores(raw_ + g * kBlock + r, scores + r * kStep + g * kGroup);
+  // Turns at prefetching in the products of a step: one a tile.
+  static int64_t score_turns(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.qk_dim / kTileDepth); }
+  static int64_t weigh_turns(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.v_dim / kTileDepth); }
+
+  // Into `raw` [key][16 rows], which `turned` makes scores.
+  void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* raw, Ahead& ahead) {
+    in_groups(groups_of(step.keys), step.k.apart, [&](auto count, auto in_place) {
+      score_groups<decltype(count)::value, decltype(in_place)::value>(few.q, {step.k.row, step.keys, a.k_s, n * a.k_h},
+                                                                      a.qk_dim, raw, ahead);
+    });
+  }
+  float* turned(const FewRows& few, const float* raw, int64_t keys) {
+    for (int64_t g = 0; g < groups_of(keys); g++)
+      for (int64_t r = 0; r < few.rows; r += 4) turn_scores(raw + g * kBlock + r, scores_ + r * kStep + g * kGroup);
+    return scores_;
   }
 
   void weigh(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, const float* weights,
              const float* decay, Ahead& ahead) {
-    Operand v = operand(step.v, step.keys, a.v_s, n * a.v_h);
+    const int64_t groups = groups_of(step.keys);
     for (int64_t r = 0; r < few.rows; r++) {
-      for (int64_t g = 0; g < v.groups; g++) {
+      for (int64_t g = 0; g < groups; g++) {
         UVec lower, upper;
         split_weights(load(weights + r * kStep + g * kGroup), lower, upper, T());
         store(pairs_ + g * kBlock + r * kLanes, (Vec)lower);
@@ -91,45 +110,37 @@ class Tiles {
       for (int64_t at = r * kLanes; at < sum_floats(a); at += kFewRows * kLanes)
         store(few.sums + at, load(few.sums + at) * decay[r]);
     }
+    const Operand v = {step.v.row, step.keys, a.v_s, n * a.v_h};
     for (int64_t d = 0; d < a.v_dim; d += 4 * kTileDepth)
-      in_groups(smaller_of(4, (a.v_dim - d) / kTileDepth), [&](auto count) {
-        weigh_blocks<decltype(count)::value>(v, d, a.v_dim, few.sums + d / kTileDepth * kBlock, ahead);
+      in_groups(smaller_of(4, (a.v_dim - d) / kTileDepth), step.v.apart, [&](auto count, auto in_place) {
+        weigh_blocks<decltype(count)::value, decltype(in_place)::value>(v, d, groups, few.sums + d / kTileDepth * kBlock, ahead);
       });
   }
 
   static void store_sums(const Attention& a, const FewRows& few, int64_t r, float* to) {
-    for (int64_t d = 0; d < a.v_dim; d += 2) {
-      const float* from = few.sums + d / kTileDepth * kBlock + r * kLanes + d % kTileDepth / 2;
-      to[d] = from[0], to[d + 1] = from[kFewRows * kLanes];
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const float* from = few.sums + r * kLanes;
+    for (int64_t d = 0; d < a.v_dim; d += kTileDepth, from += kBlock) {
+      const __m512 even = (__m512)load(from), odd = (__m512)load(from + kFewRows * kLanes);
+      store(to + d, (Vec)_mm512_permutex2var_ps(even, low, odd));
+      store(to + d + kLanes, (Vec)_mm512_permutex2var_ps(even, high, odd));
     }
   }
 
  private:
-  static constexpr int64_t kBlock = kTileRows * kLanes;
-  static constexpr int64_t kMostGroups = kStep / kGroup;
+  static int64_t groups_of(int64_t keys) { return (keys + kGroup - 1) / kGroup; }
 
-  // The rows of K or V in groups; whether each lies at one stride.
+  // Rows of K or V.
   struct Operand {
     const T* const* row;
-    int64_t keys, groups, stride, offset;
-    bool in_place[kMostGroups];
+    int64_t keys, stride, offset;
   };
-  static Operand operand(const T* const* row, int64_t keys, int64_t stride, int64_t offset) {
-    Operand o = {row, keys, (keys + kGroup - 1) / kGroup, stride, offset, {}};
-    for (int64_t g = 0; g < o.groups; g++) {
-      const T* const* at = row + g * kGroup;
-      bool even = keys >= (g + 1) * kGroup;
-      for (int64_t i = 1; i < kGroup && even; i++) even = at[i] - at[i - 1] == stride;
-      o.in_place[g] = even;
-    }
-    return o;
-  }
-
   // Columns [d, d + 32) of a group as tile N.
-  template <int N>
+  template <int N, bool InPlace>
   void load_group(const Operand& o, int64_t g, int64_t d) {
     const T* const* at = o.row + g * kGroup;
-    if (o.in_place[g]) return tile_load<N>((const char*)(at[0] + o.offset + d), o.stride * 2);
+    if constexpr (InPlace) return tile_load<N>((const char*)(at[0] + o.offset + d), o.stride * 2);
     const int64_t count = smaller_of(kGroup, o.keys - g * kGroup);
     char* copy = copies_ + N % 2 * kTileBytes;
     for (int64_t i = 0; i < count; i++) memcpy(copy + i * 64, at[i] + o.offset + d, 64);
@@ -138,40 +149,43 @@ class Tiles {
   }
 
   template <class F>
-  static void in_groups(int64_t count, F f) {
-    if (count == 4) f(std::integral_constant<int, 4>());
-    else if (count == 3) f(std::integral_constant<int, 3>());
-    else if (count == 2) f(std::integral_constant<int, 2>());
-    else f(std::integral_constant<int, 1>());
+  static void in_groups(int64_t count, uint32_t apart, F f) {
+    if (apart) return in_groups(count, f, std::false_type());
+    in_groups(count, f, std::true_type());
+  }
+  template <class F, class InPlace>
+  static void in_groups(int64_t count, F f, InPlace in_place) {
+    if (count == 4) f(std::integral_constant<int, 4>(), in_place);
+    else if (count == 3) f(std::integral_constant<int, 3>(), in_place);
+    else if (count == 2) f(std::integral_constant<int, 2>(), in_place);
+    else f(std::integral_constant<int, 1>(), in_place);
   }
 
-  template <int Groups>
-  void score_groups(const float* q, const Operand& k, int64_t dim, Ahead& shared) {
+  template <int Groups, bool InPlace>
+  void score_groups(const float* q, const Operand& k, int64_t dim, float* raw, Ahead& shared) {
     Ahead ahead = shared;
-    const int64_t share = (kGroup * kTileDepth + dim - 1) / dim;
     zero<Groups>();
     for (int64_t d = 0; d < dim; d += kTileDepth, q += kBlock) {
       tile_load<6>((const char*)q, 64);
-      load_group<4>(k, 0, d), tile_multiply<0, 4, 6>(T()), Ahead::take(ahead, share);
-      if constexpr (Groups > 1) load_group<5>(k, 1, d), tile_multiply<1, 5, 6>(T()), Ahead::take(ahead, share);
-      if constexpr (Groups > 2) load_group<4>(k, 2, d), tile_multiply<2, 4, 6>(T()), Ahead::take(ahead, share);
-      if constexpr (Groups > 3) load_group<5>(k, 3, d), tile_multiply<3, 5, 6>(T()), Ahead::take(ahead, share);
+      load_group<4, InPlace>(k, 0, d), tile_multiply<0, 4, 6>(T()), ahead.take();
+      if constexpr (Groups > 1) load_group<5, InPlace>(k, 1, d), tile_multiply<1, 5, 6>(T()), ahead.take();
+      if constexpr (Groups > 2) load_group<4, InPlace>(k, 2, d), tile_multiply<2, 4, 6>(T()), ahead.take();
+      if constexpr (Groups > 3) load_group<5, InPlace>(k, 3, d), tile_multiply<3, 5, 6>(T()), ahead.take();
     }
-    store_tiles<Groups>(raw_);
+    store_tiles<Groups>(raw);
     shared = ahead;
   }
 
-  template <int Blocks>
-  void weigh_blocks(const Operand& v, int64_t d, int64_t dim, float* sums, Ahead& shared) {
+  template <int Blocks, bool InPlace>
+  void weigh_blocks(const Operand& v, int64_t d, int64_t groups, float* sums, Ahead& shared) {
     Ahead ahead = shared;
-    const int64_t share = (kGroup * kTileDepth + dim - 1) / dim;
     load_tiles<Blocks>(sums);
-    for (int64_t g = 0; g < v.groups; g++) {
+    for (int64_t g = 0; g < groups; g++) {
       tile_load<6>((const char*)(pairs_ + g * kBlock), 64);
-      load_group<4>(v, g, d), tile_multiply<0, 6, 4>(T()), Ahead::take(ahead, share);
-      if constexpr (Blocks > 1) load_group<5>(v, g, d + 32), tile_multiply<1, 6, 5>(T()), Ahead::take(ahead, share);
-      if constexpr (Blocks > 2) load_group<4>(v, g, d + 64), tile_multiply<2, 6, 4>(T()), Ahead::take(ahead, share);
-      if constexpr (Blocks > 3) load_group<5>(v, g, d + 96), tile_multiply<3, 6, 5>(T()), Ahead::take(ahead, share);
+      load_group<4, InPlace>(v, g, d), tile_multiply<0, 6, 4>(T()), ahead.take();
+      if constexpr (Blocks > 1) load_group<5, InPlace>(v, g, d + 32), tile_multiply<1, 6, 5>(T()), ahead.take();
+      if constexpr (Blocks > 2) load_group<4, InPlace>(v, g, d + 64), tile_multiply<2, 6, 4>(T()), ahead.take();
+      if constexpr (Blocks > 3) load_group<5, InPlace>(v, g, d + 96), tile_multiply<3, 6, 5>(T()), ahead.take();
     }
     store_tiles<Blocks>(sums);
     shared = ahead;
@@ -199,7 +213,7 @@ class Tiles {
     if constexpr (Count > 3) tile_store<3>((char*)(to + 3 * kBlock), 64);
   }
 
-  alignas(64) float raw_[kMostGroups * kBlock];
+  alignas(64) float scores_[kFewRows * kStep];
   alignas(64) float pairs_[kMostGroups * kBlock] = {};  // rows beyond the real ones stay 0
   alignas(64) char copies_[2 * kTileBytes];
   TileSetup setup_;

@@ -10,8 +10,12 @@ namespace undivided {
 namespace {
 
 // Chunks of keys when decoding: as many as keep 16 threads busy, but K and V of each at least 256 KiB (some 10 us), and at
-// most 1024 keys; or 512 where they are of all heads (bshd), so that the last one does not keep others waiting.
-constexpr int64_t kChunks = 64, kFewestChunkBytes = 256 << 10, kMostChunkKeys = 1024, kMostChunkKeysOfAll = 512;
+// most 1024 keys. Those of all heads (bshd) begin and end with the queries and sums of all of them: half as many, of 512 KiB at
+// least, and 512 keys at most, so that the last one does not keep others waiting.
+struct Cut {
+  int64_t chunks, fewest_bytes, most_keys;
+};
+constexpr Cut kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
 
 // The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
 struct Chunks {
@@ -27,8 +31,9 @@ Chunks cut_into_chunks(const Attention& a, int64_t heads) {
     total += std::max(r.stop - r.start, (int64_t)0);
   }
   const int64_t key_bytes = heads * (a.qk_dim + a.v_dim) * (a.dtype == kFloat32 ? 4 : 2);
-  const int64_t wanted = std::max(total * (a.kv_heads / heads) / kChunks, kFewestChunkBytes / key_bytes);
-  const int64_t keys = std::min((wanted + 63) / 64 * 64, heads > 1 ? kMostChunkKeysOfAll : kMostChunkKeys);
+  const Cut& cut = heads > 1 ? kAllHeads : kOneHead;
+  const int64_t wanted = std::max(total * (a.kv_heads / heads) / cut.chunks, cut.fewest_bytes / key_bytes);
+  const int64_t keys = std::min((wanted + 63) / 64 * 64, cut.most_keys);
   for (int64_t b = 0; b < a.batch; b++) {
     const Reach r = reach[(size_t)b];
     chunks.of_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);

@@ -62,7 +62,7 @@ static void few_score_step(const float* q, int64_t q_stride, const T* const* k, 
   constexpr int group = kLanes / R;
   Ahead ahead = shared;
   for (int64_t j = 0; j < keys; j += group) {
-    Ahead::take(ahead, group);
+    ahead.take();
     float found[kLanes];
     store(found, few_scores<R>(q, q_stride, k + j, offset, dim));
     for (int r = 0; r < R; r++) memcpy(scores + r * kStep + j, found + r * group, group * 4);
@@ -82,7 +82,7 @@ INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t o
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
-    if (j % kTogether == 0) Ahead::take(ahead, kTogether);
+    if (j % kTogether == 0) ahead.take();
     const T* row = v[j] + offset;
 #pragma GCC unroll 8
     for (int l = 0; l < Loads; l++) {
@@ -101,10 +101,16 @@ INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t o
   shared = ahead;
 }
 
+// Columns of so many rows that are computed together.
+template <int R, class T>
+constexpr int weigh_loads() {
+  constexpr int vecs = Load<T>::kVecs, most = kSums / R / vecs;
+  return most < 1 ? 1 : most > 8 / vecs ? 8 / vecs : most;
+}
 template <int R, class T>
 static void few_weigh_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
                            float* sums_of, int64_t stride, Ahead& ahead) {
-  constexpr int vecs = Load<T>::kVecs, most = kSums / R / vecs, loads = most < 1 ? 1 : most > 8 / vecs ? 8 / vecs : most;
+  constexpr int vecs = Load<T>::kVecs, loads = weigh_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
   for (; d + wide <= dim; d += wide)
@@ -164,6 +170,7 @@ template <class Half>
 struct Vectors {
   typedef Half T;
   static constexpr int kBits = 0;
+  static constexpr int64_t kScores = kFewRows * kStep;
   static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
   static int64_t q_floats(const Attention& a) { return kFewRows * a.qk_dim; }
   static int64_t sum_floats(const Attention& a) { return kFewRows * a.v_dim; }
@@ -175,9 +182,25 @@ struct Vectors {
   static void clear_sums(const Attention& a, const FewRows& few) {
     memset(few.sums, 0, (size_t)(padded_rows(few.rows) * a.v_dim) * 4);
   }
+  // Turns at prefetching in the products of a step: one for the keys of a vector of scores, one every kTogether keys.
+  static int64_t score_turns(const Attention&, int64_t rows, int64_t keys) {
+    int64_t turns = 0;
+    in_passes(padded_rows(rows), [&](auto count, int64_t) { turns += (keys * count + kLanes - 1) / kLanes; });
+    return turns;
+  }
+  static int64_t weigh_turns(const Attention& a, int64_t rows, int64_t keys) {
+    int64_t turns = 0;
+    in_passes(padded_rows(rows), [&](auto count, int64_t) {
+      constexpr int64_t narrow = Load<T>::kVecs * kLanes, wide = weigh_loads<decltype(count)::value, T>() * narrow;
+      turns += (a.v_dim / wide + a.v_dim % wide / narrow) * ((keys + kTogether - 1) / kTogether);
+    });
+    return larger_of(turns, 1);
+  }
+
+  static float* turned(const FewRows&, float* scores, int64_t) { return scores; }
   static void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
     in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
-      few_score_step<decltype(count)::value>(few.q + r * a.qk_dim, a.qk_dim, step.k, n * a.k_h, a.qk_dim, step.keys,
+      few_score_step<decltype(count)::value>(few.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim, step.keys,
                                              scores + r * kStep, ahead);
     });
   }
@@ -187,7 +210,7 @@ struct Vectors {
       if (decay[r] != 1.0f)
         for (float *x = few.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes) store(x, load(x) * decay[r]);
     in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
-      few_weigh_step<decltype(count)::value>(weights + r * kStep, step.v, n * a.v_h, a.v_dim, step.keys,
+      few_weigh_step<decltype(count)::value>(weights + r * kStep, step.v.row, n * a.v_h, a.v_dim, step.keys,
                                              few.sums + r * a.v_dim, a.v_dim, ahead);
     });
   }
