@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kStep = 64;              // keys a step at most: scores of 8 rows 2 KiB
 constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
-constexpr int64_t kStepBytes = 256 << 10;  // of K and V of all heads: this step and the next stay in L2
+constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step, the one before and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
 // score in units of log 2 and the sum of the weights.
