@@ -127,6 +127,14 @@ def test_documents(kernel: Recorder, stats: str, monkeypatch: pytest.MonkeyPatch
     assert call["sizes"] == (128, 128)
 
 
+def test_queries_without_keys_where_documents_fill_every_token(kernel: Recorder) -> None:
+    """As many keys as queries in all, none in the second document: its queries are nobody's and may hold NaN."""
+    q, k, v = (torch.randn(9, 4, 8, dtype=torch.float64) for _ in range(3))
+    q[4:] = torch.nan
+    mask = masks.documents(torch.tensor([0, 4, 9]), torch.tensor([0, 9, 9]))
+    check(torch_cudnn.BACKEND, q, k, v, layout="thd", mask=mask, backward=False)
+
+
 MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100", "9.20.0")}
 
 
