@@ -211,7 +211,7 @@ def test_documents_run_when_asked() -> None:
             "9.20.0",
             "2.13",
             1 << 24,
-            "query length 16777216 (max 8388608: PyTorch's offsets are int32)",
+            "query length 16777216 (max 4194304: PyTorch's offsets are int32)",
         ),
     ],
 )

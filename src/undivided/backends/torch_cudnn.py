@@ -23,9 +23,11 @@ from undivided.backends._cudnn_graph import aligned
 OPS = torch.ops.aten
 
 _TILE = 128
-"""The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong for it
+"""The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong
 (`_cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by it."""
-_OFFSETS = 1 << 31  # elements: PyTorch multiplies int32 offsets of tokens by the size of a token
+_OFFSETS = (
+    1 << 30
+)  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
 
 
 class TorchCudnn(Backend):
