@@ -163,6 +163,50 @@ def test_panels_that_rows_do_not_fill(rows: int, dtype: torch.dtype) -> None:
         check(made, grads, layout="bhsd", mask=masks.window(40, 7, "bottom_right"))
 
 
+FEW = {
+    "full": lambda keys: None,
+    "causal": lambda keys: masks.causal("bottom_right"),
+    "window-some-rows-empty": lambda keys: masks.window(2, 0, "top_left"),
+    "two-ranges": lambda keys: masks.window(1, 0, "bottom_right") | masks.prefix(2),
+    "lengths": lambda keys: masks.lengths(torch.tensor([keys, keys // 3]), torch.tensor([1, 20])),
+}
+
+
+@pytest.mark.parametrize("mask", FEW)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50)])
+def test_heads_of_few_tokens_in_fp32(rows: int, keys: int, mask: str) -> None:
+    """Those that fit one panel both ways have lanes of keys. Grouped heads, and widths that fill no group of columns."""
+    torch.manual_seed(rows)
+    for heads, qk_dim, v_dim in ((2, 16, 80), (4, 64, 64)):
+        made = {"q": (2, heads, max(rows, 20), qk_dim), "k": (2, 2, keys, qk_dim), "v": (2, 2, keys, v_dim)}
+        if mask != "lengths":
+            made["q"] = (2, heads, rows, qk_dim)
+        tensors = {name: torch.randn(shape).requires_grad_() for name, shape in made.items()}
+        tensors["sinks"] = torch.randn(heads).requires_grad_()
+        grads = torch.randn(*made["q"][:3], v_dim), torch.randn(made["q"][:3])
+        check(tensors, grads, layout="bhsd", mask=FEW[mask](keys))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_what_nobody_sees_of_few_tokens_may_be_anything(layout: str) -> None:
+    torch.manual_seed(0)
+    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
+    mask = masks.lengths(torch.tensor([11, 0, 16]), torch.tensor([3, 16, 0]))
+    mask &= masks.causal("bottom_right")
+    tensors = {name: torch.randn(3, 16, 2, 32).permute(order) for name in "qkv"}
+    grads = [torch.randn(3, 16, 2, 32).permute(order), torch.randn(3, 2, 16)]
+    clean = native(tensors, grads, layout=layout, mask=mask)
+    for names, lengths in (("q", (3, 0, 0)), ("kv", (11, 0, 0))):
+        for batch, length in enumerate(lengths):
+            for name in names:
+                tensors[name].permute(order)[batch, length:] = torch.nan
+            if names == "q":
+                grads[0].permute(order)[batch, length:] = torch.nan
+                grads[1][batch, :, length:] = torch.inf
+    for name, x in native(tensors, grads, layout=layout, mask=mask).items():
+        assert torch.equal(x, clean[name]), name
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_that_this_machine_has(level: str) -> None:
     program = (
@@ -179,6 +223,11 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
         "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
+        "for mask in t.FEW:\n"
+        "  for rows, keys in ((5, 3), (23, 24), (24, 25)):\n"
+        "    t.test_heads_of_few_tokens_in_fp32(rows, keys, mask)\n"
+        "t.test_what_nobody_sees_of_few_tokens_may_be_anything('bshd')\n"
+        "for dtype in t.ALLOWED:\n"
         "  t.test_long_values(dtype, 0.25)\n"
         "  t.test_small_gradients_do_not_vanish(dtype)\n"
     )
@@ -213,9 +262,15 @@ def _shared_bias(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, T
     return tensors, grads, {"mask": masks.causal("bottom_right"), "dropout_p": 0.1, "dropout_seed": 1}
 
 
+def _few_tokens(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+    tensors = {name: torch.randn(8, 32, 17, 64).to(dtype).requires_grad_() for name in "qkv"}
+    return tensors, (torch.randn(8, 32, 17, 64), torch.randn(8, 32, 17)), {"mask": masks.causal()}
+
+
 CASES: dict[str, Callable[[torch.dtype], tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]]] = {
     "one-head": _one_head,
     "some-heads": _some_heads,
+    "few-tokens": _few_tokens,
     "long-values": _long_values,
     "shared-bias": _shared_bias,
 }

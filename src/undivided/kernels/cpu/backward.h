@@ -16,7 +16,8 @@
 // results, no second pass, and the order of every sum is a function of the problem alone.
 //
 // Where heads suffice for the threads, a unit takes a head with all of its keys, block after block: then what is packed and
-// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same.
+// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same. Heads of no more
+// rows and keys than a panel has lanes go another way in fp32: small_backward.h.
 #pragma once
 
 #include <sched.h>
@@ -323,6 +324,8 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
 
 template <class Mode>
 static void run_head(const Backward& p, const Head& head, const BackwardSpace& w) {
+  if constexpr (std::is_same<Mode, Direct>::value)
+    if (w.is_small && run_small_head(p, head, w.head)) return;
   int64_t bytes;
   const Backward own = own_rows<Mode>(p, w.head, &bytes);
   const bool alone = p.key_blocks == 1 && !kScaled<Mode>;  // scales are those of all rows

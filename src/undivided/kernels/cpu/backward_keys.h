@@ -2,6 +2,7 @@
 #pragma once
 
 #include "derive.h"
+#include "small_backward.h"
 #include "tiled_backward.h"
 
 namespace {
@@ -16,7 +17,8 @@ struct BackwardSpace {
   char *weights, *scores;         // P and dS: [slot][key][kPanel]
   float *pairs, *extra;
   float *dk, *dv;  // [column panel][key][kPanel]
-  char* head;      // what is kept of a head's rows, where the unit has all of its keys: see own_rows
+  char* head;      // what is kept of a head's rows, where the unit has all of its keys: see own_rows, or SmallSpace
+  bool is_small;
   int64_t bytes;
 };
 
@@ -72,6 +74,8 @@ static BackwardSpace carve_backward(const Backward& p, char* base) {
   w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
   int64_t of_head = 0;
   if (p.whole) own_rows<Mode>(p, nullptr, &of_head);
+  w.is_small = is_small<Mode>(p);
+  if (w.is_small) of_head = larger_of(of_head, SmallSpace(a, nullptr).bytes);
   w.head = at.take(of_head);
   w.bytes = at.bytes;
   return w;
