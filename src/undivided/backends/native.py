@@ -19,18 +19,15 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pages_of, plain_record
 from undivided.kernels import cpu
 
-TINY = 1 << 17
-"""Multiply-adds of a plain fp32 problem below which torch_flash comes first. Measured on Zen 4 (one thread, a whole call):
-at 1x4x16x64 (2^17) 30 us against 27, at 1x8x32x64 (2^20) 51 against 60; bf16 and grouped heads are never slower."""
+TINY_RECORDED, FEW_HEADS = 1 << 19, 32
+"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a backward follows:
+PyTorch records its own operator in C++, some 25 us of a call. Forward and backward on Granite Rapids, one thread, ours over
+PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
 
-TINY_RECORDED = 1 << 20
-"""The same where a backward follows. Both together on Granite Rapids, one thread: at 1x1x64x128 (2^20) 182 us against 166, at
-1x1x128x64 (2^21) 229 against 225, at 1x8x33x32 (rounded up 2^21) 193 against 233."""
-
-SHORT_RECORDED = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
-"""Plain sequences of so many tokens at most are left to torch_flash where a backward follows, however many: a head of the
-kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: fp32 2.5 at 4
-tokens, 1.4 at 7, 0.7 at 16; bf16 5.3 at 1, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
+SHORT_RECORDED = 4
+"""Plain sequences of 16-bit types of so many tokens at most are left to torch_flash where a backward follows, however many: a head
+of the kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: bf16 5.3 at 1
+token, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
 
 
 class Native(Backend):
@@ -106,20 +103,16 @@ class Native(Backend):
 
 
 def _is_tiny(problem: Problem) -> bool:
-    if problem.heads != problem.kv_heads:
+    if "backward" not in problem.features or problem.heads != problem.kv_heads:
         return False
     if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align == "bottom_right"):
         return False
-    recorded = "backward" in problem.features
-    if recorded and max(problem.q_len, problem.kv_len) <= SHORT_RECORDED.get(problem.dtype, 0):
-        return True
     if problem.dtype != torch.float32:
-        return False
+        return max(problem.q_len, problem.kv_len) <= SHORT_RECORDED
     # lengths by power of two, as `Backend.reasons` may look at them
-    pairs = (
-        problem.batch * problem.heads << (problem.q_len - 1).bit_length() << (problem.kv_len - 1).bit_length()
-    )
-    return pairs * (problem.qk_dim + problem.v_dim) <= (TINY_RECORDED if recorded else TINY)
+    heads = problem.batch * problem.heads
+    pairs = heads << (problem.q_len - 1).bit_length() << (problem.kv_len - 1).bit_length()
+    return heads <= FEW_HEADS and pairs * (problem.qk_dim + problem.v_dim) <= TINY_RECORDED
 
 
 def _kernel_views(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
