@@ -20,14 +20,15 @@ from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pag
 from undivided.kernels import cpu
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
-"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a backward follows:
-PyTorch records its own operator in C++, some 25 us of a call. Forward and backward on Granite Rapids, one thread, ours over
-PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
+"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a backward
+follows: PyTorch records its own operator in C++, which saves some 25 us of a call. Forward and backward on Granite Rapids, one
+thread, ours over PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95,
+8x32x1x64 (2^15) 0.8."""
 
 SHORT_RECORDED = 4
-"""Plain sequences of 16-bit types of so many tokens at most are left to torch_flash where a backward follows, however many: a head
-of the kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: bf16 5.3 at 1
-token, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
+"""Plain sequences of 16-bit types of so many tokens at most are left to torch_flash where a backward follows, however many: a
+head of the kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: bf16
+5.3 at 1 token, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
 
 
 class Native(Backend):
