@@ -50,15 +50,27 @@ INLINE bool has_fp16_tiles() {
   return found;
 }
 
+struct TileShape {
+  uint8_t rows, bytes;
+};
+
 // Tiles are set up for as long as an object of this lives: a thread that holds some pays for them at every switch.
 class TileSetup {
  public:
   TileSetup() {
+    TileShape whole[8];
+    for (TileShape& shape : whole) shape = {kTileRows, 64};
+    begin(whole);
+  }
+  explicit TileSetup(const TileShape (&shapes)[8]) { begin(shapes); }
+  ~TileSetup() { __asm__ volatile("tilerelease"); }
+
+ private:
+  static void begin(const TileShape (&shapes)[8]) {
     alignas(64) uint8_t setup[64] = {1};
-    for (int i = 0; i < 8; i++) setup[16 + 2 * i] = 64, setup[48 + i] = kTileRows;
+    for (int i = 0; i < 8; i++) setup[16 + 2 * i] = shapes[i].bytes, setup[48 + i] = shapes[i].rows;
     __asm__ volatile("ldtilecfg %0" : : "m"(setup));
   }
-  ~TileSetup() { __asm__ volatile("tilerelease"); }
 };
 
 // Where A lies, in bytes: its rows, its steps along the contracted axis, its groups of kTileRows rows.

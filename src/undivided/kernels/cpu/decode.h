@@ -35,8 +35,8 @@ static FewSpace carve_few(const Attention& a, int64_t kv_heads, char* base) {
   space.scores = (float*)at.take(2 * Engine::kScores * 4);
   space.q = (float*)at.take(kv_heads * Engine::q_floats(a) * 4);
   space.sums = (float*)at.take(kv_heads * Engine::sum_floats(a) * 4);
-  space.most = (float*)at.take(kv_heads * kFewRows * 4);
-  space.total = (float*)at.take(kv_heads * kFewRows * 4);
+  space.most = (float*)at.take(kv_heads * kRowSlots * 4);
+  space.total = (float*)at.take(kv_heads * kRowSlots * 4);
   space.row = (float*)at.take(partial_size(a) * 4);
   space.steps = at.take(3 * (int64_t)sizeof(Step<typename Engine::T>));
   space.bytes = at.bytes;
@@ -80,7 +80,7 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, Few
     row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + r / a.q_len) * a.q_h + r % a.q_len * a.q_s;
   Engine::load_queries(a, row, few.rows, q);
   Engine::clear_sums(a, few);
-  for (int64_t r = 0; r < few.rows; r++) few.most[r] = -kInfinity, few.total[r] = 0;
+  for (int64_t r = 0; r < kRowSlots; r++) few.most[r] = -kInfinity, few.total[r] = 0;
 }
 
 // What the rows of a chunk come to: finish(few, r, row) is called for each, with room for its sums.
@@ -93,8 +93,8 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   RowBlock block = {chunk.batch, 0, 0, 0, rows, 0};
   read_ranges(a, block, 0, p);
   auto head = [&](int64_t n) -> FewRows {
-    return {space.q + n * Engine::q_floats(a), space.sums + n * Engine::sum_floats(a), space.most + n * kFewRows,
-            space.total + n * kFewRows, rows};
+    return {space.q + n * Engine::q_floats(a), space.sums + n * Engine::sum_floats(a), space.most + n * kRowSlots,
+            space.total + n * kRowSlots, rows};
   };
   for (int64_t n = 0; n < chunk.kv_heads; n++) {
     FewRows few = head(n);
@@ -111,9 +111,11 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   int64_t waiting = -1;
   auto weigh = [&](const Step<T>& of) {
     FewRows few = head(waiting);
-    float decay[kFewRows];
+    float decay[kRowSlots];
     float* found = engine.turned(few, weights, of.keys);
-    few_soften(a, p, few, of.key, of.keys, Engine::kBits, found, decay);
+    in_passes(padded_rows(rows), [&](auto count, int64_t r) {
+      few_soften<decltype(count)::value>(a, p, few, r, of.key, of.keys, Engine::kBits, found + r * kStep, decay);
+    });
     engine.weigh(a, few, of, waiting, found, decay, v_ahead);
   };
   for (steps.next(*step); step->keys;) {

@@ -7,16 +7,17 @@
 namespace {
 
 constexpr int64_t kFewRows = 8;
+constexpr int64_t kRowSlots = kLanes > kFewRows ? kLanes : kFewRows;  // what there is one of for each row, in whole vectors
 constexpr int64_t kStep = 64;              // keys a step at most: scores of 8 rows 2 KiB
 constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
-constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step, the one before and the next stay in L2
+constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
 // score in units of log 2 and the sum of the weights.
 struct FewRows {
   const float* q;
   float* sums;
-  float *most, *total;  // [kFewRows]
+  float *most, *total;  // [kRowSlots]
   int64_t rows;
 };
 
@@ -106,24 +107,51 @@ class Ahead {
   }
 };
 
-// Scores [row][key] become weights, which `bits` scales up by a power of two; decay is what a row's sums shrink by. Row by
-// row three times over, so that the horizontal operations of one row do not wait for those of another.
-static void few_soften(const Attention& a, const Panel& p, FewRows& few, int64_t key, int64_t keys, int bits, float* scores,
-                       float* decay) {
+// Lanes with the same place among R come to those of one x[i], pair by pair.
+template <int Step, int R, class F>
+INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
+  if constexpr (R == 1) {
+    return x[0];
+  } else {
+    Vec half[R / 2];
+#pragma GCC unroll 4
+    for (int i = 0; i < R / 2; i++)
+      half[i] = f(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+    return fold_pairs<2 * Step>(half, f);
+  }
+}
+// Lane i is the fold of all lanes of x[i % R].
+template <int R, class F>
+INLINE Vec fold(const Vec (&x)[R], F f) {
+  Vec all = fold_pairs<1>(x, f);
+  if constexpr (R <= 1) all = f(all, turned<1>(all, Lanes{}));
+  if constexpr (R <= 2) all = f(all, turned<2>(all, Lanes{}));
+  if constexpr (R <= 4 && kLanes > 4) all = f(all, turned<4 % kLanes>(all, Lanes{}));
+  if constexpr (kLanes > 8) all = f(all, turned<8 % kLanes>(all, Lanes{}));
+  return all;
+}
+
+// Scores [row][key] of R rows from `first` on become weights, which `bits` scales up by a power of two; decay is what a row's
+// sums shrink by.
+template <int R>
+static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t first, int64_t key, int64_t keys, int bits,
+                       float* scores, float* decay) {
   const float factor = (float)(a.scale * (double)kLog2E), cap = (float)a.softcap;
   const bool covered = keys % kLanes == 0 && p.covered[0][0] <= key && key + keys <= p.covered[0][1];
   IVec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = i;
-  Vec high[kFewRows];
-  for (int64_t r = 0; r < few.rows; r++) {
+  Vec high[R], total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
     float* s = scores + r * kStep;
     high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec x = load(s + j);
       x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * (cap * kLog2E) : x * factor;
       if (!covered) {
+        const int64_t row = first + r;
         IVec at = lane + (int32_t)(key + j);
-        IVec allowed = ((at >= p.start[0][r]) & (at < p.stop[0][r])) | ((at >= p.start[1][r]) & (at < p.stop[1][r]));
+        IVec allowed = ((at >= p.start[0][row]) & (at < p.stop[0][row])) | ((at >= p.start[1][row]) & (at < p.stop[1][row]));
         allowed &= at < (int32_t)(key + keys);
         x = allowed ? x : splat(-kInfinity);
       }
@@ -131,23 +159,23 @@ static void few_soften(const Attention& a, const Panel& p, FewRows& few, int64_t
       high[r] = larger(x, high[r]);
     }
   }
-  float base[kFewRows];
-  for (int64_t r = 0; r < few.rows; r++) {
-    const float now = max(high[r]) - (float)bits, grown = now > few.most[r] ? now : few.most[r];
-    base[r] = grown == -kInfinity ? 0 : grown;
-    decay[r] = few.most[r] == base[r] ? 1 : exp2_or_zero(splat(few.most[r] - base[r]))[0];  // 2^0 is not quite 1 there
-    few.most[r] = grown;
-  }
-  for (int64_t r = 0; r < few.rows; r++) {
+  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }) - (float)bits, most = load(few.most + first);
+  const Vec grown = now > most ? now : most, base = grown == -kInfinity ? Vec{} : grown;
+  const Vec shrink = most == base ? splat(1) : exp2_or_zero(most - base);  // 2^0 is not quite 1 there
+  store(few.most + first, grown);
+  store(decay + first, shrink);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
     float* s = scores + r * kStep;
-    Vec total = {};
+    total[r] = Vec{};
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec w = exp2_or_zero(load(s + j) - base[r]);
-      total += w;
+      total[r] += w;
       store(s + j, w);
     }
-    few.total[r] = few.total[r] * decay[r] + sum(total);
   }
+  const Vec added = fold(total, [](Vec x, Vec y) { return x + y; });
+  store(few.total + first, load(few.total + first) * shrink + added);
 }
 
 }  // namespace

@@ -31,12 +31,19 @@ struct Is {
   typedef T type;
 };
 
+#if defined(UNDIVIDED_AMX)
+template <class T, class F>
+INLINE auto with_tiles(const Attention& a, F f) {
+  return a.heads / a.kv_heads * a.q_len <= 4 ? f(Is<Tiles<T, 4>>()) : f(Is<Tiles<T, 8>>());
+}
+#endif
+
 // Call `f` with what decodes this problem.
 template <class F>
 INLINE auto with_engine(const Attention& a, F f) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kBFloat16 && Tiles<BFloat16>::fits(a)) return f(Is<Tiles<BFloat16>>());
-  if (a.dtype == kFloat16 && Tiles<Float16>::fits(a) && has_fp16_tiles()) return f(Is<Tiles<Float16>>());
+  if (a.dtype == kBFloat16 && Tiles<BFloat16, 4>::fits(a)) return with_tiles<BFloat16>(a, f);
+  if (a.dtype == kFloat16 && Tiles<Float16, 4>::fits(a) && has_fp16_tiles()) return with_tiles<Float16>(a, f);
 #endif
   if (a.dtype == kBFloat16) return f(Is<Vectors<BFloat16>>());
   if (a.dtype == kFloat16) return f(Is<Vectors<Float16>>());
