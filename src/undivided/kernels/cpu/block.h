@@ -225,7 +225,8 @@ template <class Mode>
 static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
 #if defined(UNDIVIDED_AMX)
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
-  (void)tiles;
+  std::conditional_t<Mode::kTiled, FlushToZero, char> flush{};
+  (void)tiles, (void)flush;
   if constexpr (Mode::kTiled)
     if (block.few) return ShortBlock<Mode>(a, block, scratch).run();
 #endif

@@ -230,8 +230,8 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
     for (int64_t t = first / 2; 2 * t < last; t++) {
       upcoming.step_rows();
       const float* s = (const float*)(scores + t * kStepScores + r * kPanelBytes);
-      const Vec even = 2 * t >= first ? exp2_or_zero(load(s) * factor - b) : Vec{};
-      const Vec odd = 2 * t + 1 < last ? exp2_or_zero(load(s + kLanes) * factor - b) : Vec{};
+      const Vec even = 2 * t >= first ? weight_of(load(s) * factor - b) : Vec{};
+      const Vec odd = 2 * t + 1 < last ? weight_of(load(s + kLanes) * factor - b) : Vec{};
       x += even + odd;
       store((float*)(scores + t * kStepScores + r * 64), pair_weights(even, odd, T()));  // row r / 2 of the scores: used up
     }

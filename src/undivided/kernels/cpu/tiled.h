@@ -50,8 +50,8 @@ static __attribute__((noinline)) bool soften_block(const float* scores, const Ex
     extra(j, less, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      Vec even = kMasked ? exp2_or_zero(x[2 * v], seen[j * kVectors + v]) : exp2_or_zero(x[2 * v]);
-      Vec odd = kMasked ? exp2_or_zero(x[2 * v + 1], seen[(j + 1) * kVectors + v]) : exp2_or_zero(x[2 * v + 1]);
+      Vec even = weight_of(x[2 * v], kMasked ? seen[j * kVectors + v] : 0xffff);
+      Vec odd = weight_of(x[2 * v + 1], kMasked ? seen[(j + 1) * kVectors + v] : 0xffff);
       sum[v] += even + odd;
       if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
       store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(even, odd, T()));
