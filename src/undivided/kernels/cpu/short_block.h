@@ -227,8 +227,7 @@ class ShortBlock {
     Upcoming upcoming;
     ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (next) ask_for(upcoming, *next);
-    upcoming.pace_rows(((group[0].last - group[0].first) * group[0].rows + (group[1].last - group[1].first) * group[1].rows) / 2 +
-                       kBesideProducts * (steps + (a_.v_dim + kTileDepth - 1) / kTileDepth));
+    upcoming.pace_rows(p.rows + kBesideProducts * (steps + (a_.v_dim + kTileDepth - 1) / kTileDepth));
     Unstored before;
     for (int64_t t = 0; t < steps; t++) {
       int parts = 0;

@@ -227,8 +227,8 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
   for (int64_t r = 0; r < rows; r++) {
     const Vec b = splat(base[r]);
     Vec x = {};
+    upcoming.step_rows();
     for (int64_t t = first / 2; 2 * t < last; t++) {
-      upcoming.step_rows();
       const float* s = (const float*)(scores + t * kStepScores + r * kPanelBytes);
       const Vec even = 2 * t >= first ? weight_of(load(s) * factor - b) : Vec{};
       const Vec odd = 2 * t + 1 < last ? weight_of(load(s + kLanes) * factor - b) : Vec{};
