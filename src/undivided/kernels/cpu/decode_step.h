@@ -56,8 +56,11 @@ struct StepRows {
 
  private:
   void add(const T* at, int64_t count) {
-    stretch[stretches] = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
-    lines += stretch[stretches++].lines;
+    const Stretch added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
+    // one line of each page of memory at once: their translations are looked up side by side, before they are waited for
+    for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
+    stretch[stretches++] = added;
+    lines += added.lines;
   }
 };
 template <class T>
