@@ -102,16 +102,26 @@ def test_pages_change_nothing(size: str, mask: str, dtype: torch.dtype) -> None:
     assert apart(out, want) < ALLOWED[dtype]
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "pools",
+    [*((pool, pool) for pool in POOLS), ("plain", "heads-first"), ("heads-first", "fused")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("size", ["page-of-three", "page-of-a-tile", "chunked-prefill", "prefill"])
-def test_pools_may_lie_in_memory_as_they_like(size: str, pool: str) -> None:
+def test_pools_may_lie_in_memory_as_they_like(size: str, pools: tuple[str, str]) -> None:
     lengths, page_size, q_len, heads, kv_heads, dim = CACHES[size]
     k, v, k_pool, v_pool, table = cache(lengths, page_size, kv_heads, dim, torch.bfloat16)
     table = torch.stack((table, table), 2)[:, :, 0]
     q = torch.randn(len(lengths), q_len, heads, dim).to(torch.bfloat16)
     mask = masks.lengths(torch.tensor(lengths))
     out = undivided.attention(
-        q, POOLS[pool](k_pool), POOLS[pool](v_pool), layout="bshd", mask=mask, pages=table, backend="native"
+        q,
+        POOLS[pools[0]](k_pool),
+        POOLS[pools[1]](v_pool),
+        layout="bshd",
+        mask=mask,
+        pages=table,
+        backend="native",
     )
     want = undivided.attention(
         q.double(), k.double(), v.double(), layout="bshd", mask=mask, backend="reference"

@@ -44,6 +44,14 @@ Chunks cut_into_chunks(const Attention& a, int64_t heads) {
   return chunks;
 }
 
+// Whether the heads of a key lie within its row of memory, and little else does: then they are read together, at every step.
+bool are_side_by_side(const Attention& a) {
+  const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
+  };
+  return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
+}
+
 void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64_t row_size, float* partials) {
   const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, per_chunk = heads * rows * row_size;
   for (int64_t b = 0; b < a.batch; b++) {
@@ -63,8 +71,7 @@ bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes &
 
 int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
-  // heads that lie side by side are read together, at every step
-  const int64_t heads = a.k_h <= a.k_s ? a.kv_heads : 1;
+  const int64_t heads = are_side_by_side(a) ? a.kv_heads : 1;
   const int64_t row_size = partial_size(a), per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
   const Chunks chunks = cut_into_chunks(a, heads);
   const int64_t units = (int64_t)chunks.all.size();
