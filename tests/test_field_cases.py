@@ -37,9 +37,8 @@ def test_packed_half_precision_documents_are_the_same_on_every_backend() -> None
     """TransformerEngine's documented way to keep documents apart: thd, a padding type, int32 cu_seqlens."""
     q, k, v, cu_seqlens = packed_documents()
     mask = masks.documents(cu_seqlens)
-    names = [
-        name for name in able_backends(q, k, v, layout="thd", mask=mask) if name != "flex"
-    ]  # it compiles for minutes
+    slow = ("flex", "triton")  # one compiles for minutes, the other's interpreter runs for minutes
+    names = [name for name in able_backends(q, k, v, layout="thd", mask=mask) if name not in slow]
     assert len(names) >= 2, names
     wide = [t.double() for t in (q, k, v)]
     want = torch.cat(

@@ -205,6 +205,56 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(
+    ("which", "number"),
+    [(which, number) for which in range(3) for number in (1e-35, math.inf, -math.inf, math.nan)]
+    + [(2, 3e38), (2, 1e31)],
+    ids=lambda x: "qkv"[x] if isinstance(x, int) else str(x),
+)
+def test_numbers_of_any_size(which: int, number: float) -> None:
+    """fp32 may be computed from halves; what they cannot hold is as right, for any number of threads."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 300, 64) for _ in range(3)]
+    tensors[which][0, 1, 7, 5] = number
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(undivided.attention(*tensors, layout="bhsd", backend="native"))
+    finally:
+        torch.set_num_threads(before)
+    for out in results[1:]:
+        torch.testing.assert_close(out, results[0], rtol=0, atol=0, equal_nan=True)
+    want = undivided.attention(*tensors, layout="bhsd", backend="reference")
+    torch.testing.assert_close(results[0], want, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("rows", [1, 4, 40, 300], ids="{}-rows".format)
+@pytest.mark.parametrize("mask", [None, masks.causal("bottom_right"), masks.lengths([280])], ids=str)
+def test_nan_is_not_taken_for_no_key(mask: Mask | None, rows: int, dtype: torch.dtype) -> None:
+    """A query that is NaN has no largest score, as one without keys; its result is NaN all the same, and it alone."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((4, rows), (1, 300), (1, 300))
+    )
+    q[0, 2, rows // 2, 9] = math.nan
+    out, lse = undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True)
+    spoiled = torch.zeros(1, 4, rows, dtype=torch.bool)
+    spoiled[0, 2, rows // 2] = True
+    assert torch.equal(out.isnan(), spoiled.unsqueeze(-1).expand_as(out))
+    assert torch.equal(lse.isnan(), spoiled)
+
+
+@needs_library
+def test_small_numbers_keep_their_bits() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
+    check(q * 1e-20, k * 1e20, v * 1e-33, None)
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_a_document_is_the_same_beside_a_longer_one(dtype: torch.dtype) -> None:
     """What a document's rows take is chosen by the document: a long one in the sequence changes nothing for the others."""

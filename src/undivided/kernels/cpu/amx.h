@@ -77,6 +77,7 @@ class TileSetup {
 struct TileRows {
   const char* at;
   int64_t row, step, group;
+  int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of three (see split.h)
 };
 
 constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
@@ -129,8 +130,36 @@ INLINE void store_sums(char* to) {
   if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
 }
 
+// What is left of such a step after the last part of A met the first of B: the other products that fp32 has bits for, small ones
+// first.
+template <int V>
+INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
+  auto load_a = [&](int part) {
+    tile_load<4>(a + part * rows.part, rows.row), tile_load<5>(a + part * rows.part + rows.group, rows.row);
+  };
+  auto load_b = [&](int part) {
+    tile_load<6>(b + part * rows.b_part, kPanelBytes);
+    if constexpr (V == 2) tile_load<7>(b + part * rows.b_part + 64, kPanelBytes);
+  };
+  auto multiply = [&] {
+    tile_multiply<0, 4, 6>(BFloat16()), tile_multiply<2, 5, 6>(BFloat16());
+    if constexpr (V == 2) tile_multiply<1, 4, 7>(BFloat16()), tile_multiply<3, 5, 7>(BFloat16());
+  };
+  load_a(1), multiply();
+  load_b(1), multiply();
+  load_a(0), multiply();
+  load_b(2), multiply();
+  load_b(0), multiply();
+}
+
+// Where parts are multiplied, a step begins with the last of A.
+template <int P>
+INLINE const char* first_part(const char* a, const TileRows& rows) {
+  return P == 1 ? a : a + (P - 1) * rows.part;
+}
+
 // C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing>
+template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing, int P = 1>
 static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
                                                      float* sums, Besides* besides = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
@@ -139,10 +168,12 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
   for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
-    multiply_first<T, kFromZero, V>(a, rows, b, c, done);
+    multiply_first<T, kFromZero, V>(first_part<P>(a, rows), rows, b, c, done);
+    if constexpr (P > 1) multiply_parts<V>(a, rows, b);
     for (int64_t s = 1; s < steps; s++) {
       if (besides) besides->step();
-      multiply_step<T, V>(a + s * rows.step, rows, b + s * kBelow);
+      multiply_step<T, V>(first_part<P>(a, rows) + s * rows.step, rows, b + s * kBelow);
+      if constexpr (P > 1) multiply_parts<V>(a + s * rows.step, rows, b + s * kBelow);
     }
     done = c;
   }
@@ -150,8 +181,12 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   if (g == groups) return;
   begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
-    tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row), tile_load<7>(b + 64, kPanelBytes);
-    tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    constexpr int of_a[] = {P - 1, 1, 1, 0, 0, 0}, of_b[] = {0, 0, 1, 1, 2, 0};
+    for (int i = 0; i < (P > 1 ? 6 : 1); i++) {
+      const char *x = a + of_a[i] * rows.part, *y = b + of_b[i] * rows.b_part;
+      tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);
+      tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    }
   }
   tile_store<0>(c, kPanelBytes), tile_store<1>(c + 64, kPanelBytes);
 }

@@ -83,8 +83,8 @@ struct Gradients {
 };
 
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-// kExceeded: of the backward alone. Some gradient of a score, scaled for fp16, does not fit it: what was written is of no use,
-// buffers of sums included, and the problem has to be done again with `precise`.
+// kExceeded: callers get it of the backward alone. Some gradient of a score, scaled for fp16, does not fit it: what was written is of
+// no use, buffers of sums included, and the problem has to be done again with `precise`.
 enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3 };
 }
 
@@ -133,16 +133,17 @@ struct KeyBlock {
 // What a file compiled for one instruction set offers.
 struct Kernels {
   const char* name;
-  const Kernels* (*prefill)(int64_t dtype);  // who does prefill: this one, or a lower one that is faster
-  int64_t rows16;       // query rows of a block, 16-bit types
-  int64_t short_rows;   // the same where no row sees more than few_keys of more
+  // who does prefill: this one, or a lower one that is faster or takes `any` numbers
+  const Kernels* (*prefill)(const Attention&, bool any);
+  int64_t rows32, rows16;  // query rows of a block, fp32 and 16-bit types
+  int64_t short_rows32, short_rows16;  // the same where no row sees more than few_keys of more
   int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
   int64_t block_bytes;  // of Qt and Ot, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
   int64_t row_panels;   // panels of a block of rows in the backward
   int64_t (*block_scratch)(const Attention&, int64_t rows);
-  void (*block)(const Attention&, const RowBlock&, char* scratch);
+  bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are not for it
   bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // `following` is the chunk that the thread is likely to take next, or null: its first keys are prefetched

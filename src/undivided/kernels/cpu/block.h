@@ -29,8 +29,9 @@ constexpr int64_t kLongestRowBytes = 1 << 20;
 #else
 constexpr int64_t kLongestRowBytes = 512 << 10;
 #endif
+template <class Mode>
 INLINE int64_t most_narrow_keys(const Attention& a) {
-  return kNarrowBytes / (2 * larger_of(a.qk_dim + a.v_dim, 1)) / kTile * kTile;
+  return kNarrowBytes / (2 * kParts<Mode> * larger_of(a.qk_dim + a.v_dim, 1)) / kTile * kTile;
 }
 
 template <class Mode>
@@ -43,8 +44,8 @@ class Block {
     const Segment reach = reach_of(a, block);
     from_ = larger_of(reach.start, block.key), to_ = smaller_of(reach.stop, block.key_stop);
     first_tile_ = from_ / kTile * kTile;
-    narrow_ = to_ - first_tile_ <= most_narrow_keys(a) &&
-              longest_row(a, block) * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T) <= kLongestRowBytes;
+    narrow_ = to_ - first_tile_ <= most_narrow_keys<Mode>(a) &&
+              longest_row(a, block) * (a.qk_dim + a.v_dim) * (Mode::kTiled ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <= kLongestRowBytes;
     by_rows_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);
     w_ = carve<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_tile_) : kEveryKey, scratch);
     count_ = 0;
@@ -52,9 +53,11 @@ class Block {
       read_ranges(a, block, first, w_.panels[count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
   }
 
-  void run() {
+  // False if some number has no parts (see split.h): then what was written is of no use.
+  bool run() {
     if (narrow_) run_panels();
     else run_tiles();
+    return kParts<Mode> == 1 || !irregular_.found();
   }
 
  private:
@@ -78,7 +81,7 @@ class Block {
         Tile<Mode>& tile = tile_at(t);
         if (tile.start == kNoTile) lay_out(i, t, tile);
         const int64_t last = round_up(smaller_of(last_key(p), stop), kPackStep);
-        if (tile.packed < smaller_of(last, tile.stop)) pack_keys(a_, block_, smaller_of(last, tile.stop), tile);
+        if (tile.packed < smaller_of(last, tile.stop)) pack_keys(a_, block_, smaller_of(last, tile.stop), tile, irregular_);
         step(p, sums, tile, t, stop, upcoming);
       }
       finish(p, sums);
@@ -99,7 +102,7 @@ class Block {
       if (!met) continue;
       Tile<Mode>& tile = w_.tiles<Mode>()[0];
       lay_out(0, t, tile);
-      pack_keys(a_, block_, tile.stop, tile);
+      pack_keys(a_, block_, tile.stop, tile, irregular_);
       Upcoming upcoming = ask_for_keys(stop, smaller_of(stop + kTile, to_), count_ * work_of(kTile));
       for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), tile, t, stop, upcoming);
     }
@@ -108,7 +111,7 @@ class Block {
 
   void begin(Panel& p, const Sums& sums) {
     if (p.segments) {
-      transpose_q<Mode>(a_, block_, p.first, p.rows, sums.qt);
+      transpose_q<Mode>(a_, block_, p.first, p.rows, sums.qt, irregular_);
       if (a_.dropout) read_drop_rows(a_, block_, p.first, p.rows, *sums.drops);
     }
     p.summed = false, p.by_rows = by_rows_;
@@ -159,7 +162,7 @@ class Block {
       int64_t stop = round_up(smaller_of(p.segment[s].stop, tile_stop), kKeyStep<Mode>);
       while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, tile_stop))  // in the same step
         stop = round_up(smaller_of(p.segment[++s].stop, tile_stop), kKeyStep<Mode>);
-      if constexpr (Mode::kTiled) tiled_step<Mode>(a_, block_, p, sums, tile, start, stop, w_, upcoming);
+      if constexpr (Mode::kTiled) tiled_step<Mode>(a_, block_, p, sums, tile, start, stop, w_, upcoming, irregular_);
       else panel_step<Mode>(a_, block_, p, sums, tile, start, stop, w_, upcoming);
     }
   }
@@ -216,30 +219,32 @@ class Block {
   const RowBlock& block_;
   const Rows<T> k_, v_;
   Workspace w_;
+  Irregular irregular_;
   int64_t from_, to_, first_tile_;  // keys that some row sees
   int64_t count_, fetched_ = 0;     // panels; keys before it have been asked for
   bool narrow_, by_rows_;
 };
 
+// False if some numbers are not for this mode.
 template <class Mode>
-static void run_block(const Attention& a, const RowBlock& block, char* scratch) {
+static bool run_block(const Attention& a, const RowBlock& block, char* scratch) {
 #if defined(UNDIVIDED_AMX)
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
-  std::conditional_t<Mode::kTiled, FlushToZero, char> flush{};
+  std::conditional_t<Mode::kTiled && kParts<Mode> == 1, FlushToZero, char> flush{};
   (void)tiles, (void)flush;
-  if constexpr (Mode::kTiled)
-    if (block.few) return ShortBlock<Mode>(a, block, scratch).run();
+  if constexpr (Mode::kTiled && kParts<Mode> == 1)
+    if (block.few) return ShortBlock<Mode>(a, block, scratch).run(), true;
 #endif
-  Block<Mode>(a, block, scratch).run();
+  return Block<Mode>(a, block, scratch).run();
 }
 
 // Scratch of a block of so many rows, narrow or not.
 template <class Mode>
 static int64_t block_bytes(const Attention& a, int64_t rows) {
-  const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys(a), round_up(a.kv_len, kTile)), nullptr).bytes;
+  const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
   int64_t bytes = larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
 #if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
+  if constexpr (Mode::kTiled && kParts<Mode> == 1) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
 #endif
   return bytes;
 }

@@ -181,11 +181,11 @@ template <class T>
 static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                       int64_t stride) {
   const float *mosts = partials + a.v_dim, *totals = mosts + 1;
-  float most = -kInfinity;
-  for (int64_t c = 0; c < count; c++) most = mosts[c * stride] > most ? mosts[c * stride] : most;
+  float most = -kInfinity, all = 0;
+  for (int64_t c = 0; c < count; c++) most = mosts[c * stride] > most ? mosts[c * stride] : most, all += totals[c * stride];
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
-  if (most == -kInfinity) {
+  if (is_empty(most, all)) {
     if (lse) *lse = most;
     memset(out, 0, (size_t)a.v_dim * sizeof(T));
     return;
@@ -194,7 +194,7 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   for (int64_t c = 0; c < count; c++) {
     const float weight = exp2f(mosts[c * stride] - most);
     const bool first = c == 0;
-    if (weight == 0 && !first) continue;
+    if (weight == 0 && !first && all == all) continue;  // NaN is not left out
     total += totals[c * stride] * weight;
     const float* from = partials + c * stride;
     for (int64_t d = 0; d < a.v_dim; d += kLanes)

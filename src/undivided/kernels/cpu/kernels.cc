@@ -3,7 +3,17 @@
 #include "decode.h"
 #include "tiled.h"
 
+#if defined(UNDIVIDED_AMX)
+namespace undivided {
+extern const Kernels kernels_avx512_bf16;  // who does what tiles do not
+}
+#endif
+
 namespace {
+
+#if defined(UNDIVIDED_AMX)
+using undivided::kernels_avx512_bf16;
+#endif
 
 // Call `f` with the mode for a.dtype.
 template <class F>
@@ -51,11 +61,29 @@ INLINE auto with_engine(const Attention& a, F f) {
 }
 
 int64_t block_scratch(const Attention& a, int64_t rows) {
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kFloat32) return larger_of(block_bytes<Split>(a, rows), kernels_avx512_bf16.block_scratch(a, rows));
+#endif
   return with_block_mode(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows); });
 }
-int64_t few_keys(const Attention& a) { return kHasTiles ? most_short_keys(a) : 0; }
-void block(const Attention& a, const RowBlock& b, char* scratch) {
-  with_block_mode(a.dtype, [&](auto mode) { run_block<decltype(mode)>(a, b, scratch); });
+int64_t few_keys(const Attention& a) {
+  if (!kHasTiles) return 0;
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kFloat32) return most_unsplit_keys(a);
+#endif
+  return most_short_keys(a);
+}
+#if defined(UNDIVIDED_AMX)
+// fp32: in tiles, but for documents that see few keys.
+bool split_block(const Attention& a, const RowBlock& b, char* scratch) {
+  return b.few > 0 ? kernels_avx512_bf16.block(a, b, scratch) : run_block<Split>(a, b, scratch);
+}
+#endif
+bool block(const Attention& a, const RowBlock& b, char* scratch) {
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kFloat32) return split_block(a, b, scratch);
+#endif
+  return with_block_mode(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
 bool decodes(const Attention& a) {
   return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine(a, [&](auto e) { return decltype(e)::type::fits(a); });
@@ -143,13 +171,16 @@ double peak(int64_t dtype, int64_t repeats) {
   return peak_of<Fma>(repeats);
 }
 
-// Larger heads get fewer rows than this. AMX packs K and V once a block, an eighth of its time at 512 rows; 1024 of D = 128
-// take 770 KiB, and processors that have it have 2 MiB of L2 (Granite Rapids: 1024 rows 4 % faster than 512). Where rows see few
-// keys there is less to share, and the heads of 256 tokens are still in L2 when the next head's lines come with them (14 %).
+// Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take 384 KiB of an
+// L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger; larger heads get fewer rows.
+// AMX packs K and V once a block, an eighth of its time at 512 rows; 1024 of D = 128 take 770 KiB (fp32: 1.3 MB), and processors
+// that have it have 2 MiB of L2 (Granite Rapids: 1024 rows 4 % faster than 512). Where rows see few keys there is less to share,
+// and the heads of 256 tokens are still in L2 when the next head's lines come with them (14 %).
+constexpr int64_t kVectorRows = 384;
 #if defined(UNDIVIDED_AMX)
-constexpr int64_t kRows16 = 1024, kShortRows16 = 256, kBlockBytes = 1100 << 10;
+constexpr int64_t kRows32 = 1024, kRows16 = 1024, kShortRows16 = 256, kBlockBytes = 1100 << 10;
 #else
-constexpr int64_t kRows16 = 512, kShortRows16 = 512, kBlockBytes = 640 << 10;
+constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kShortRows16 = 512, kBlockBytes = 640 << 10;
 #endif
 
 }  // namespace
@@ -161,14 +192,11 @@ constexpr int64_t kRows16 = 512, kShortRows16 = 512, kBlockBytes = 640 << 10;
 
 namespace undivided {
 extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+static const Kernels* prefill(const Attention& a, bool any) {
 #if defined(UNDIVIDED_AMX)
-extern const Kernels kernels_avx512_bf16;
+  if (a.dtype == kFloat32 ? any || !splits(a) : a.dtype == kFloat16 && !has_fp16_tiles()) return &kernels_avx512_bf16;
 #endif
-static const Kernels* prefill(int64_t dtype) {
-#if defined(UNDIVIDED_AMX)
-  if (dtype == kFloat32 || (dtype == kFloat16 && !has_fp16_tiles())) return &kernels_avx512_bf16;
-#endif
-  (void)dtype;
+  (void)a, (void)any;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 static const Kernels* gradients(int64_t dtype, bool precise) {
@@ -179,7 +207,7 @@ static const Kernels* gradients(int64_t dtype, bool precise) {
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows16, kShortRows16, few_keys, kBlockBytes, kPanel, kTile,
+    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile,
     kRowPanels, block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1,
     key_scratch, rows_before, key_block, rows_after, peak,
 };

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "amx.h"
+#include "split.h"
 #include "modes.h"
 #include "rows.h"
 
@@ -67,12 +68,12 @@ template <class Mode>
 static TileSpace carve_tile(const Attention& a, char* base) {
   TileSpace w;
   Carving at{base};
-  const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = sizeof(typename Mode::T) == 2;
-  w.k = at.take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2
+  const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = Mode::kTiled || sizeof(typename Mode::T) == 2;
+  w.k = at.take(Mode::kTiled              ? kTile * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>
                 : Mode::kConvertsK || odd ? kTile * (a.qk_dim + 1) * 4
                 : copies                  ? 0
                                           : kTile * row_apart(a.qk_dim) * 4);
-  w.v = at.take(copies ? kTile * o_depth<Mode>(a) * 4 : groups_of(a.v_dim) * kColumnGroup * 4);
+  w.v = at.take(copies ? kTile * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>) : groups_of(a.v_dim) * kColumnGroup * 4);
   w.k_rows = at.take(a.pages ? kTile * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = at.take(a.pages ? kTile * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.bytes = at.bytes;
@@ -125,10 +126,21 @@ static void begin_tile(const Attention& a, const RowBlock& block, int64_t start,
   tile.k_stride = Mode::kConvertsK ? a.qk_dim : Mode::Arith::kPairs ? a.qk_dim + 1 : row_apart(a.qk_dim);
 }
 
+#if defined(UNDIVIDED_AMX)
+// V of `keys` keys as the second product takes it.
+template <class Mode>
+static void put_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, char* to,
+                  [[maybe_unused]] Irregular& irregular) {
+  if constexpr (kParts<Mode> == 3) split_v(v, stride, keys, columns, seen, kTile / kTileDepth, to, irregular);
+  else transpose_v(v, stride, keys, columns, seen, kTile / kTileDepth, to);
+}
+#endif
+
 // The keys of a tile from those that are packed up to `stop`: a multiple of kPackStep, or the tile's last.
 constexpr int64_t kPackStep = 32;
 template <class Mode>
-static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, Tile<Mode>& tile) {
+static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, Tile<Mode>& tile,
+                      [[maybe_unused]] Irregular& irregular) {
   typedef typename Mode::T T;
   const int64_t start = tile.packed, first = start - tile.start, count = stop - start;
   const uint8_t* seen = tile.seen + first;
@@ -142,8 +154,10 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, T
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled) {
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
-    pack_k(k, k_s, keys, count, a.qk_dim, tile.space.k + first * round_up(a.qk_dim, kDkStep<Mode>) * 2);
-    transpose_v(v, v_s, keys, a.v_dim, seen, kTile / kTileDepth, tile.space.v + first / kTileDepth * kTileBytes);
+    char* packed = tile.space.k + first * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>;
+    if constexpr (kParts<Mode> == 3) split_k(k, k_s, keys, count, a.qk_dim, seen, packed, irregular);
+    else pack_k(k, k_s, keys, count, a.qk_dim, packed);
+    put_v<Mode>(v, v_s, keys, a.v_dim, seen, tile.space.v + first / kTileDepth * kTileBytes, irregular);
     return;
   } else
 #endif

@@ -41,7 +41,17 @@ struct Tiled {  // AMX: K and V packed into tiles
   typedef char Tile;
   static constexpr bool kConvertsK = false, kTiled = true;
 };
+struct Split {  // AMX: fp32 as sums of three bf16, see split.h
+  typedef float T;
+  typedef TilePairs Arith;
+  typedef char Tile;
+  static constexpr bool kConvertsK = false, kTiled = true;
+};
 #endif
+
+// How many 16-bit numbers stand for one of Q, K, V and the weights, side by side in whatever holds them.
+template <class Mode>
+constexpr int kParts = Mode::kTiled && sizeof(typename Mode::T) == 4 ? 3 : 1;
 
 // Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
 template <class Mode>
@@ -55,6 +65,9 @@ INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
+
+// Whether a row saw no key, by its largest score and its total: scores that are NaN are not the largest, but count in the total.
+INLINE bool is_empty(float most, float total) { return most == -kInfinity && total == 0; }
 
 // Memory cut into pieces that start at a line each; from null it only counts.
 struct Carving {
@@ -72,7 +85,7 @@ struct Carving {
 template <class Mode>
 INLINE int64_t q_depth(const Attention& a) {
   const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>);
-  return Mode::Arith::kPairs ? (dim + 1) / 2 : dim;
+  return Mode::Arith::kPairs ? (dim + 1) / 2 * kParts<Mode> : dim;
 }
 // Elements along Dv of Ot.
 template <class Mode>

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -13,9 +14,6 @@
 namespace undivided {
 namespace {
 
-// Query rows of a block, fp32. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take
-// 384 KiB of an L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger.
-constexpr int64_t kBlockRows = 384;
 // Below so many query rows the heads of a group share a block, so that lanes are not idle.
 constexpr int64_t kShareHeadsBelow = 64;
 // Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
@@ -42,8 +40,7 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
 struct KeyParts {
   int64_t start = 0, size = 0, count = 0;
 };
-KeyParts parts_of(const Attention& a, int64_t batch, int64_t parts) {
-  const int64_t tile = kernels().prefill(a.dtype)->tile;
+KeyParts parts_of(const Attention& a, int64_t tile, int64_t batch, int64_t parts) {
   const Reach reach = reach_of(a, batch);
   if (reach.stop <= reach.start) return {};
   const int64_t start = reach.start / tile * tile, tiles = (reach.stop - start + tile - 1) / tile;
@@ -108,7 +105,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   const int64_t panel = k.panel;
   // where the heads of a token lie side by side, those of few tokens come together
   const bool together = a.k_h < a.k_s && few > 0 && few < a.kv_len;
-  int64_t rows = a.dtype == kFloat32 ? kBlockRows : together ? k.short_rows : k.rows16;
+  int64_t rows = a.dtype == kFloat32 ? (few > 0 ? k.short_rows32 : k.rows32) : together ? k.short_rows16 : k.rows16;
   rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
   int64_t wanted = a.threads * kUnitsPerThread;
   if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * d.heads * d.rows / wanted));
@@ -124,7 +121,7 @@ class Cutting {
   std::vector<RowBlock> blocks() {
     for (int64_t b = 0; b < a_.batch; b++) {
       if (b == 0 || a_.ranges_b > 0) spans_ = spans_of(a_, d_, b, most_);
-      const KeyParts keys = d_.parts > 1 ? parts_of(a_, b, d_.parts) : KeyParts();
+      const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.tile, b, d_.parts) : KeyParts();
       for (const Span& span : spans_) add(b, span, keys);
     }
     if (threads_ > 1)
@@ -161,10 +158,10 @@ class Cutting {
   std::vector<RowBlock> blocks_;
 };
 
-void merge_parts(const Attention& a, const Division& d, float* partials) {
+void merge_parts(const Attention& a, const Kernels& k, const Division& d, float* partials) {
   const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
   for (int64_t b = 0; b < a.batch; b++) {
-    const int64_t count = parts_of(a, b, d.parts).count;
+    const int64_t count = parts_of(a, k.tile, b, d.parts).count;
     for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
       for (int64_t r = 0; r < d.rows; r++)
         kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count, d.rows * size);
@@ -186,11 +183,8 @@ void advise_huge_pages(const Attention& a) {
 #endif
 }
 
-}  // namespace
-
-int run_blocks(const Attention& a) {
-  advise_huge_pages(a);
-  const Kernels& k = *kernels().prefill(a.dtype);
+// On these kernels; kExceeded where some numbers are not for them.
+int run_blocks_on(const Kernels& k, const Attention& a) {
   const Division d = divide(a);
   const int64_t threads = threads_for(a);
   float* partials = nullptr;
@@ -202,9 +196,22 @@ int run_blocks(const Attention& a) {
   int64_t rows = 0;
   for (const RowBlock& block : blocks) rows = std::max(rows, block.rows);
   const int64_t bytes = k.block_scratch(a, rows);
-  int status = run_units((int64_t)blocks.size(), bytes, threads,
-                         [&](int64_t i, char* scratch) { k.block(a, blocks[(size_t)i], scratch); });
-  if (d.parts > 1 && status == kOk) merge_parts(a, d, partials);
+  std::atomic<bool> exceeded{false};
+  const int status = run_units((int64_t)blocks.size(), bytes, threads, [&](int64_t i, char* scratch) {
+    if (!exceeded && !k.block(a, blocks[(size_t)i], scratch)) exceeded = true;
+  });
+  if (status == kOk && exceeded) return kExceeded;
+  if (d.parts > 1 && status == kOk) merge_parts(a, k, d, partials);
+  return status;
+}
+
+}  // namespace
+
+int run_blocks(const Attention& a) {
+  advise_huge_pages(a);
+  int status = run_blocks_on(*kernels().prefill(a, false), a);
+  // all of the problem once more, so that what a row computes is not a question of its block
+  if (status == kExceeded) status = run_blocks_on(*kernels().prefill(a, true), a);
   caller_scratch.shrink();
   return status;
 }

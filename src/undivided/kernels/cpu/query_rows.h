@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "modes.h"
+#include "split.h"
 
 namespace {
 
@@ -38,7 +39,8 @@ static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t
 }
 
 template <class Mode>
-static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt) {
+static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt,
+                        [[maybe_unused]] Irregular& irregular) {
   typedef typename Mode::T T;
   for (int v = 0; v * kLanes < rows; v++) {
     const T* row[kLanes] = {};
@@ -47,7 +49,11 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
       int64_t head = block.first_head + virtual_row / a.q_len;
       row[i] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + virtual_row % a.q_len * a.q_s;
     }
-    transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
+#if defined(UNDIVIDED_AMX)
+    if constexpr (kParts<Mode> == 3) split_rows(row, a.qk_dim, q_depth<Mode>(a) / 3, qt + v * kLanes, irregular);
+    else
+#endif
+      transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
   }
 }
 
@@ -73,7 +79,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
       row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
       float m = most[v * kLanes + i], l = total[v * kLanes + i] / unit_weight<Mode>();
-      bool empty = m == -kInfinity;
+      bool empty = is_empty(m, l);
       if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
       float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
       inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / (l + sink);

@@ -100,7 +100,7 @@ static inline void write_row_sums(const Attention& a, const RowBlock& block, int
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
     float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
     const float m = most[r], l = total[r];
-    const bool empty = m == -kInfinity;
+    const bool empty = is_empty(m, l);
     if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
     const float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivors : 1.0f);

@@ -275,7 +275,7 @@ class ShortBlock {
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
       const Vec high = load(most + r), l = load(total + r) / unit;
-      store(lse + r, high == -kInfinity ? high : high * kLn2 + log_of(l));
+      store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * kLn2 + log_of(l));
       Vec sink = {};
       for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = exp2f(a_.sinks[p.head[r + i]] * kLog2E - high[i]);
       store(inverse + r, 1.0f / unit / (l + sink));
@@ -283,7 +283,7 @@ class ShortBlock {
     for (int64_t r = 0; r < p.rows; r++) {
       const int64_t head = p.head[r], at = p.at[r];
       T* to = (T*)a_.out + block_.batch * a_.out_b + head * a_.out_h + at * a_.out_s;
-      const bool empty = most[r] == -kInfinity;
+      const bool empty = is_empty(most[r], total[r]);
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;
       for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += kStepScores) {

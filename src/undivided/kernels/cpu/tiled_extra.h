@@ -29,7 +29,7 @@ class Scaled {
 };
 
 struct NoBias {};
-template <class B, bool kCapped>
+template <class B, bool kCapped, bool kRough>
 class Added;
 
 class TiledExtra {
@@ -62,14 +62,14 @@ class TiledExtra {
     return smaller(larger(slope_[v] * distance, Vec{}), splat(most));
   }
 
-  // Call `f` with what is added to block i.
-  template <class F>
+  // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types.
+  template <bool kRough, class F>
   void with_block(int64_t i, F f) const {
     if (!a_.bias && !a_.slopes && a_.softcap == 0) f(Scaled(a_));
     else
       with_bias([&](auto b) {
-        if (a_.softcap != 0) f(Added<decltype(b), true>(*this, i * kKeyBlock));
-        else f(Added<decltype(b), false>(*this, i * kKeyBlock));
+        if (a_.softcap != 0) f(Added<decltype(b), true, kRough>(*this, i * kKeyBlock));
+        else f(Added<decltype(b), false, kRough>(*this, i * kKeyBlock));
         return true;
       });
   }
@@ -113,7 +113,7 @@ class TiledExtra {
     }
   }
 
-  template <class, bool>
+  template <class, bool, bool>
   friend class Added;
 
   const Attention& a_;
@@ -153,7 +153,7 @@ INLINE void tanh_each(Vec (&x)[N]) {
 }
 
 // The same as Scaled, with a bias of type B, ALiBi and softcap.
-template <class B, bool kCapped>
+template <class B, bool kCapped, bool kRough>
 class Added {
  public:
   Added(const TiledExtra& of, int64_t first)
@@ -179,7 +179,9 @@ class Added {
     if (positions_)
 #pragma GCC unroll 4
       for (int i = 0; i < 2 * V; i++) rest[i] -= slope_[i / 2] * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
-    if constexpr (kCapped) tanh_each(x);
+    if constexpr (kCapped && kRough) tanh_each(x);
+    if constexpr (kCapped && !kRough)
+      for (int i = 0; i < 2 * V; i++) x[i] = tanh_of(x[i]);
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * V; i++) x[i] = kCapped ? x[i] * cap_ + rest[i] : x[i] + rest[i];
   }

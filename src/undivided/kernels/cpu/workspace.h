@@ -15,7 +15,7 @@ struct Sums {
 
 struct Workspace {
   Panel* panels;
-  float *scores, *extra;
+  float *scores, *extra, *tile_sums;
   char *v_own, *sums, *tile_list, *tile_copies;
   Kept *kept, *seen;
   int64_t sums_bytes, bytes;
@@ -50,9 +50,11 @@ static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* bas
   w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropRows) : 0);
   w.sums_bytes = round_up(w.sums_bytes, 64);
   w.sums = at.take((narrow ? 1 : whole) * w.sums_bytes);
-  w.scores = (float*)at.take((kTile + 2) * kPanel * 4);
+  // of AMX two blocks of scores, then weights
+  w.scores = (float*)at.take((kTile + 2) * kPanel * 4 + (kParts<Mode> - 1) * kTile / 4 * kPanel * 4);
+  w.tile_sums = (float*)at.take(kParts<Mode> > 1 ? o_depth<Mode>(a) * kPanel * 4 : 0);
   w.extra = (float*)at.take(extras ? kTile * kPanel * 4 : 0);
-  w.v_own = at.take(extras ? kTile * o_depth<Mode>(a) * 4 : 0);
+  w.v_own = at.take(extras ? kTile * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>) : 0);
   w.kept = (Kept*)at.take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
   w.seen = (Kept*)at.take(Mode::kTiled ? (kTile + 64) * kVectors * (int64_t)sizeof(Kept) : 0);
   w.tile_list = at.take(tiles * (int64_t)sizeof(Tile<Mode>));
