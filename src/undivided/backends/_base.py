@@ -72,7 +72,7 @@ class Limits:
 
 
 class Backend:
-    """The protocol of a backend. Subclasses set the class attributes and the three methods at the end."""
+    """The protocol of a backend. Subclasses set the class attributes and say `rank`, `forward` and `backward`."""
 
     name: ClassVar[str]
     family: ClassVar[str]
@@ -113,20 +113,6 @@ class Backend:
         """Attention. Called without autograd recording."""
         raise NotImplementedError
 
-    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """`forward` as (out, lse) with out in the caller's layout, for a backend that comes by it without a view."""
-        out_BSHD, lse = self.forward(problem, operands)
-        return _layout.restore(out_BSHD, problem.layout), lse
-
-    def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
-        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is recorded.
-
-        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The node
-        must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd` reads
-        them for the second derivative.
-        """
-        return None
-
     def backward(
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
@@ -136,12 +122,26 @@ class Backend:
         """
         raise NotImplementedError
 
+    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """`forward` as (out, lse) with out in the caller's layout, for a backend that comes by it without a view."""
+        out_BSHD, lse = self.forward(problem, operands)
+        return _layout.restore(out_BSHD, problem.layout), lse
+
     def gradients(
         self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:  # fmt: skip
         """`backward` from what `answer` returned."""
         result = Result(_layout.canonical(out, problem.layout), lse)
         return self.backward(problem, operands, result, grad_out, grad_lse)
+
+    def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
+        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is recorded.
+
+        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The node
+        must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd` reads
+        them for the second derivative.
+        """
+        return None
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
