@@ -110,7 +110,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 
 # One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn,
 # C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose; so does a measurement: of
-# these machines only `amx` was measured (benchmarks/2026-11-21-ranks-granite-rapids-amx.json).
+# these machines only `amx` was measured (benchmarks/2026-11-21-ranks-*-amx.json).
 NAMES = {
     "R": "reference", "F": "torch_flash", "E": "torch_efficient", "T": "torch_cudnn", "A": "flash_attn", "C": "cudnn",
     "X": "flex", "N": "native", "G": "triton",
@@ -123,7 +123,7 @@ plain-fp32              N    N    E   E          E     E     E     G
 plain-fp64              F    F    R   R          R     R     R     R
 train-causal            N    N    R   F          A     C     C     G
 train-causal-fp32       N    N    E   E          E     E     E     G
-short-fp32              N    F    E   E          E     E     E     G
+short-fp32              N    N    E   E          E     E     E     G
 train-short-fp32        F    F    E   E          E     E     E     G
 train-4-tokens          F    F    R   F          A     C     C     G
 train-gqa               N    N    R   F          A     C     C     G
