@@ -46,10 +46,10 @@ struct StepRows {
       const T* at = rows(key + j);
       if (j % kAligned) apart |= 1u << j / kAligned;
       if (rows.stride == span) add(at, count * span);
-      for (int64_t stop = j + count; j < stop; j++, at += rows.stride) {
-        row[j] = at;
-        if (rows.stride != span) add(at, span);
-      }
+      else
+        for (int64_t i = 0; i < count; i++) add(at + i * rows.stride, span);
+      for (int64_t i = 0; i < count; i++) row[j + i] = at + i * rows.stride;
+      j += count;
     }
     for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
   }
