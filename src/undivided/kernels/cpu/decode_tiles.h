@@ -4,7 +4,7 @@
 //     O[row][d]   += P[row][key, 0] * V[key][d, d + 1]       A: weights, B: 16 keys of V
 //
 // The second product contracts pairs of neighbours along d, of which one is wanted: a weight beside a zero gives the even
-// columns, a zero beside it the odd ones, in 2 x kFewRows rows of one tile. That is half of AMX's rate, and no shuffle:
+// columns, a zero beside it the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate, and no shuffle:
 // memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is NaN): sums that are not finite
 // are computed again in vectors (see run_chunk). Groups of 16 keys that do not lie at one
 // stride (a cache's small pages, a sequence's end) are copied first.
