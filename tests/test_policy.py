@@ -13,6 +13,7 @@ import undivided
 from undivided import InputError, NoBackendError, _policy, masks, use_backends
 from undivided import _selection as selection
 from undivided.backends import reference, torch_flash
+from undivided.masks import Mask
 
 # fp64, which our own kernel refuses: so nothing here depends on whether it was built
 Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
@@ -298,8 +299,15 @@ def test_statements_without_end_do_not_pile_up() -> None:
     assert len(_policy._statements) <= 2
 
 
-def test_the_forward_and_the_backward_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [(masks.lengths([7]), ["torch_flash"]), (None, [])],  # without a mask PyTorch's operator records itself
+    ids=["lengths", "plain"],
+)
+def test_the_forward_and_the_backward_are_chosen_together(
+    mask: Mask | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
     for backend in (reference.BACKEND, torch_flash.BACKEND):
         backward = type(backend).backward
         monkeypatch.setattr(
@@ -309,10 +317,10 @@ def test_the_forward_and_the_backward_are_chosen_together(monkeypatch: pytest.Mo
         )
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     with use_backends("torch_flash"):
-        out = undivided.attention(q, q, q, layout="bshd")
+        out = undivided.attention(q, q, q, layout="bshd", mask=mask)
     with use_backends("reference"):
         out.sum().backward()
-    assert ran == ["torch_flash"]
+    assert ran == expected
 
 
 # Precedence

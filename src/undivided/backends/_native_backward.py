@@ -36,7 +36,7 @@ def backward(
     library = cpu.load()
     assert isinstance(library, cpu.Library)
     out, lse = _unit_last(out), _unit_last(lse)
-    if is_plain(problem, operands):
+    if operands.pages is None and is_plain(problem, operands):
         given = plain_record(problem, operands, out, STRIDES[layout](out.stride()), lse)
         return _plain(library, problem, operands, given, grad_out, grad_lse)
     call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
