@@ -132,8 +132,12 @@ class TorchFlash(Backend):
         return _layout.from_heads_first(out, problem.layout).contiguous(), lse
 
     def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
-        """The CPU kernel where one call of it is exact."""
-        if problem.device != "cpu" or (causal := _one_call(problem, operands)) is None:
+        """The CPU kernel where one call of it is exact, on the caller's own tensors."""
+        if (
+            problem.device != "cpu"
+            or operands.pages is not None
+            or (causal := _one_call(problem, operands)) is None
+        ):
             return None
         return _forward(*operands.heads_first(), 0.0, causal, scale=operands.scale)[0]
 
