@@ -11,7 +11,11 @@ from torch import Tensor
 from undivided import _layout, masks
 from undivided._problem import Operands, Problem, normalise
 from undivided._result import Result
+from undivided.backends import reference
+from undivided.backends._base import Backend
 from undivided.masks import Mask
+from undivided.verification.cases import Case
+from undivided.verification.inputs import Inputs, build
 
 MASKS: dict[str, Callable[[], Mask | None]] = {
     "full": lambda: None,
@@ -117,3 +121,30 @@ def check(
         if want is not None and have is not None:
             assert have.shape == want.shape
             torch.testing.assert_close(have, want)
+
+
+def asked(case: Case) -> tuple[Problem, Operands, Inputs]:
+    """A case of the catalogue in fp64, which the stand-ins compute in, with NaN wherever nothing may look."""
+    built = build(case, torch.float64, poison=True)
+    return *normalise(**built.arguments, device="cuda"), built
+
+
+def check_against_reference(backend: Backend, case: Case) -> None:
+    """Output, log-sum-exp, and gradients where the case has some."""
+    problem, operands, built = asked(case)
+    operands = operands.with_differentiable(
+        [None if t is None else t.detach() for t in operands.differentiable]
+    )
+    backends = (reference.BACKEND, backend)
+    with torch.no_grad():
+        want, have = (each.forward(problem, operands) for each in backends)
+    torch.testing.assert_close(have.out, want.out)
+    torch.testing.assert_close(have.lse, want.lse)
+    if "backward" in problem.features:
+        wanted, found = (
+            each.backward(problem, operands, result, built.grad_out, None)
+            for each, result in zip(backends, (want, have), strict=True)
+        )
+        for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):
+            if one is not None:  # the reference computes what is needed, kernels all or nothing
+                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")

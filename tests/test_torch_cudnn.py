@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 import fake_gpu_kernels as fake
-from adapter_check import Recorder, check, tensors
+from adapter_check import Recorder, asked, check, check_against_reference, tensors
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import normalise
 from undivided._selection import decide
-from undivided.backends import reference, torch_cudnn
+from undivided.backends import torch_cudnn
 from undivided.verification.cases import CASES, Case
-from undivided.verification.inputs import build
 
 
 def are_aligned(*given: Tensor) -> bool:
@@ -138,12 +137,6 @@ def test_queries_without_keys_where_documents_fill_every_token(kernel: Recorder)
 MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100", "9.20.0")}
 
 
-def asked(case: Case) -> tuple[Any, Any, Any]:
-    """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
-    built = build(case, torch.float64, poison=True)
-    return *normalise(**built.arguments, device="cuda"), built
-
-
 def allowed(case: Case) -> bool:
     """Whether cuDNN may run the case on one of the machines, in bf16."""
     problem = asked(case)[0]._replace(dtype=torch.bfloat16)
@@ -161,23 +154,7 @@ CATALOGUE = [
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
 def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> None:
-    problem, operands, built = asked(case)
-    operands = operands.with_differentiable(
-        [None if t is None else t.detach() for t in operands.differentiable]
-    )
-    backends = (reference.BACKEND, torch_cudnn.BACKEND)
-    with torch.no_grad():
-        want, have = (backend.forward(problem, operands) for backend in backends)
-    torch.testing.assert_close(have.out, want.out)
-    torch.testing.assert_close(have.lse, want.lse)
-    if "backward" in problem.features:
-        wanted, found = (
-            backend.backward(problem, operands, result, built.grad_out, None)
-            for backend, result in zip(backends, (want, have), strict=True)
-        )
-        for name, one, other in zip("qkv", wanted, found, strict=False):
-            if one is not None:  # the reference computes what is needed, cuDNN all or nothing
-                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+    check_against_reference(torch_cudnn.BACKEND, case)
 
 
 def test_the_catalogue_has_packed_documents() -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import types
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import fake_gpu_kernels as fake
-from adapter_check import Recorder, check, tensors
+from adapter_check import Recorder, asked, check, check_against_reference, tensors
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import normalise
 from undivided._selection import decide
-from undivided.backends import reference, torch_efficient
+from undivided.backends import torch_efficient
 from undivided.verification.cases import CASES, Case
-from undivided.verification.inputs import build
 
 
 @pytest.fixture
@@ -148,12 +146,6 @@ def test_the_longest_document_is_at_most_all_tokens(kernel: Recorder) -> None:
 MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100", "9.20.0")}
 
 
-def asked(case: Case) -> tuple[Any, Any, Any]:
-    """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
-    built = build(case, torch.float64, poison=True)
-    return *normalise(**built.arguments, device="cuda"), built
-
-
 def allowed(case: Case) -> bool:
     """Whether the kernel may run the case on one of the machines, in fp32."""
     problem, *_ = asked(case)
@@ -170,23 +162,7 @@ CATALOGUE = [case for case in TRIED if allowed(case)]
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
 def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> None:
-    problem, operands, built = asked(case)
-    operands = operands.with_differentiable(
-        [None if t is None else t.detach() for t in operands.differentiable]
-    )
-    backends = (reference.BACKEND, torch_efficient.BACKEND)
-    with torch.no_grad():
-        want, have = (backend.forward(problem, operands) for backend in backends)
-    torch.testing.assert_close(have.out, want.out)
-    torch.testing.assert_close(have.lse, want.lse)
-    if "backward" in problem.features:
-        wanted, found = (
-            backend.backward(problem, operands, result, built.grad_out, None)
-            for backend, result in zip(backends, (want, have), strict=True)
-        )
-        for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):
-            if one is not None:  # the reference computes what is needed, the kernel all or nothing
-                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+    check_against_reference(torch_efficient.BACKEND, case)
 
 
 def test_the_catalogue_has_packed_documents() -> None:

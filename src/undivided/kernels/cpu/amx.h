@@ -89,49 +89,8 @@ INLINE void begin_sum(const char* c) {
   else tile_load<N>(c, kPanelBytes);
 }
 
-// One step of the contracted axis for 2 groups of A and the first V vectors of rows.
-template <class T, int V = kVectors>
-INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
-  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row);
-  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
-  tile_multiply<0, 4, 6>(T());
-  if constexpr (V == 2) tile_multiply<1, 4, 7>(T());
-  tile_load<5>(a + rows.group, rows.row);
-  tile_multiply<2, 5, 6>(T());
-  if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
-}
-
-constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
-
-// The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
-// stores would hold up the multiplications for a third of their time.
-template <class T, bool kFromZero, int V = kVectors>
-INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
-  tile_load<6>(b, kPanelBytes), tile_load<4>(a, rows.row);
-  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
-  tile_load<5>(a + rows.group, rows.row);
-  if (done) tile_store<0>(done, kPanelBytes);
-  begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
-  if constexpr (V == 2) {
-    if (done) tile_store<1>(done + 64, kPanelBytes);
-    begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
-  }
-  if (done) tile_store<2>(done + kBelow, kPanelBytes);
-  begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
-  if constexpr (V == 2) {
-    if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
-    begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
-  }
-}
-// The sums of two groups.
-template <int V = kVectors>
-INLINE void store_sums(char* to) {
-  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kBelow, kPanelBytes);
-  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
-}
-
-// What is left of such a step after the last part of A met the first of B: the other products that fp32 has bits for, small ones
-// first.
+// Where numbers are sums of three: what is left of a step after the last part of A met the first of B, the other products that fp32
+// has bits for, small ones first.
 template <int V>
 INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
   auto load_a = [&](int part) {
@@ -152,10 +111,49 @@ INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
   load_b(0), multiply();
 }
 
-// Where parts are multiplied, a step begins with the last of A.
-template <int P>
-INLINE const char* first_part(const char* a, const TileRows& rows) {
-  return P == 1 ? a : a + (P - 1) * rows.part;
+// One step of the contracted axis for 2 groups of A and the first V vectors of rows.
+template <class T, int V = kVectors, int P = 1>
+INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
+  const char* last = a + (P - 1) * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(last, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
+  tile_multiply<0, 4, 6>(T());
+  if constexpr (V == 2) tile_multiply<1, 4, 7>(T());
+  tile_load<5>(last + rows.group, rows.row);
+  tile_multiply<2, 5, 6>(T());
+  if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
+  if constexpr (P > 1) multiply_parts<V>(a, rows, b);
+}
+
+constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
+
+// The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
+// stores would hold up the multiplications for a third of their time.
+template <class T, bool kFromZero, int V = kVectors, int P = 1>
+INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
+  const char* last = a + (P - 1) * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(last, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
+  tile_load<5>(last + rows.group, rows.row);
+  if (done) tile_store<0>(done, kPanelBytes);
+  begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<1>(done + 64, kPanelBytes);
+    begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
+  }
+  if (done) tile_store<2>(done + kBelow, kPanelBytes);
+  begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
+    begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+  }
+  if constexpr (P > 1) multiply_parts<V>(a, rows, b);
+}
+// The sums of two groups.
+template <int V = kVectors>
+INLINE void store_sums(char* to) {
+  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kBelow, kPanelBytes);
+  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
 }
 
 // C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
@@ -168,12 +166,10 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
   for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
-    multiply_first<T, kFromZero, V>(first_part<P>(a, rows), rows, b, c, done);
-    if constexpr (P > 1) multiply_parts<V>(a, rows, b);
+    multiply_first<T, kFromZero, V, P>(a, rows, b, c, done);
     for (int64_t s = 1; s < steps; s++) {
       if (besides) besides->step();
-      multiply_step<T, V>(first_part<P>(a, rows) + s * rows.step, rows, b + s * kBelow);
-      if constexpr (P > 1) multiply_parts<V>(a + s * rows.step, rows, b + s * kBelow);
+      multiply_step<T, V, P>(a + s * rows.step, rows, b + s * kBelow);
     }
     done = c;
   }

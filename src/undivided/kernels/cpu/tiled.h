@@ -192,12 +192,10 @@ class TiledStep {
     upcoming_.times = 5;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
     with_vectors(vectors_, [&](auto v) {
-      multiply_first<Half, true, v.value>(first_part<P>(k, k_), k_, q, nullptr, done);
-      if constexpr (P > 1) multiply_parts<v.value>(k, k_, q);
+      multiply_first<Half, true, v.value, P>(k, k_, q, nullptr, done);
       for (int64_t s = 1; s < steps_; s++) {
         upcoming_.step();
-        multiply_step<Half, v.value>(first_part<P>(k, k_) + s * k_.step, k_, q + s * kBelow);
-        if constexpr (P > 1) multiply_parts<v.value>(k + s * k_.step, k_, q + s * kBelow);
+        multiply_step<Half, v.value, P>(k + s * k_.step, k_, q + s * kBelow);
       }
     });
   }
