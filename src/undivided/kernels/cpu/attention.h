@@ -141,7 +141,6 @@ struct Kernels {
   int64_t block_bytes;  // of Qt and Ot, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
-  int64_t row_panels;   // panels of a block of rows in the backward
   int64_t (*block_scratch)(const Attention&, int64_t rows);
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are not for it
   bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
@@ -151,7 +150,8 @@ struct Kernels {
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   // who computes gradients: this one, or a lower one that is faster or has to be `precise`
-  const Kernels* (*gradients)(int64_t dtype, bool precise);
+  const Kernels* (*gradients)(const Attention&, bool precise);
+  int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows
   int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO
   int64_t dq_multiple;                         // of the rows of dqt
   int64_t (*key_scratch)(const Backward&);

@@ -30,8 +30,6 @@ using undivided::KeyBlock;
 
 // ---- a block of rows against the keys of a unit
 
-INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
-
 static void wait_for(const Backward& p, const int64_t* turn, int64_t index) {
   for (int64_t tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != index && !was_exceeded(p); tries++) {
 #if defined(__x86_64__)
@@ -116,6 +114,13 @@ static Derive inputs_of(const Visit<Mode>& s, int64_t index, int64_t tile, int64
           panel.vectors(), !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, s.slope, s.unit, s.p.exceeded};
 }
 
+// P or dS of keys [from, to) of a panel's becomes 0.
+template <class Mode>
+static void clear_keys(Weight<Mode>* of_slot, int64_t from, int64_t to) {
+  for (int p = 0; p < kParts<Mode> && from < to; p++)
+    memset(of_slot + p * kTile * kPanel + from * kPanel, 0, (size_t)((to - from) * kPanel) * sizeof *of_slot);
+}
+
 template <class Mode>
 static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, int64_t start, int64_t stop) {
   typedef typename Mode::Arith Arith;
@@ -125,11 +130,9 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   const bool extras = a.bias || a.dense || a.slopes, general = extras || a.softcap != 0;
   const int vectors = w.panels[index].vectors();
   uint8_t seen[kTile];
-  auto* weights = (Weight<Mode>*)w.weights + slot * kTile * kPanel;
-  auto* scores = (Weight<Mode>*)w.scores + slot * kTile * kPanel;
+  auto *weights = (Weight<Mode>*)w.weights + slot * kSlot<Mode>, *scores = (Weight<Mode>*)w.scores + slot * kSlot<Mode>;
   if (!describe_piece(s, index, tile, start, stop, seen)) {
-    memset(weights + start * kPanel, 0, (size_t)(keys * kPanel) * sizeof *weights);
-    memset(scores + start * kPanel, 0, (size_t)(keys * kPanel) * sizeof *scores);
+    clear_keys<Mode>(weights, start, stop), clear_keys<Mode>(scores, start, stop);
     return;
   }
   float *st = Arith::kPairs ? w.st : (float*)weights, *dpt = Arith::kPairs ? w.dpt : (float*)scores;
@@ -163,33 +166,34 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
 // The same on AMX; start and stop are multiples of kKeyBlock.
 template <class Mode>
 static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, int64_t start, int64_t stop) {
-  typedef typename Mode::T T;
+  typedef Weight<Mode> Half;
+  constexpr int P = kParts<Mode>;
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const bool extras = a.bias || a.dense || a.slopes, general = extras || a.softcap != 0;
-  T *weights = (T*)w.weights + slot * kTile * kPanel, *scores = (T*)w.scores + slot * kTile * kPanel;
+  Half *weights = (Half*)w.weights + slot * kSlot<Mode>, *scores = (Half*)w.scores + slot * kSlot<Mode>;
   uint8_t seen[kTile];
   if (!describe_piece(s, index, tile, start, stop, seen)) {
-    memset(weights + start * kPanel, 0, (size_t)((stop - start) * kPanel) * 2);
-    memset(scores + start * kPanel, 0, (size_t)((stop - start) * kPanel) * 2);
+    clear_keys<Mode>(weights, start, stop), clear_keys<Mode>(scores, start, stop);
     return;
   }
   const PackedRows<Mode> rows = s.packed(index);
-  const int64_t qk_steps = depth_of<Mode>(a.qk_dim) * 2 / kTileDepth, v_steps = depth_of<Mode>(a.v_dim) * 2 / kTileDepth;
+  const int64_t group = (tile - s.keys.first) / kTileRows;
   for (int64_t j = start; j < stop; j += kKeyBlock) {
-    const int64_t group = (tile + j - s.keys.first) / kTileRows;
-    multiply_block<T>((const char*)s.keys.k + group * qk_steps * kTileBytes, qk_steps * kTileBytes, rows.qt, qk_steps, w.st);
-    multiply_block<T>((const char*)s.keys.v + group * v_steps * kTileBytes, v_steps * kTileBytes, rows.dot, v_steps, w.dpt);
+    multiply_block<Half, P>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), w.st);
+    multiply_block<Half, P>((const char*)s.keys.v, group + j / kTileRows, rows.dot, depth_of<Mode>(a.v_dim), w.dpt);
     const Derive d = inputs_of(s, index, tile, j, j + kKeyBlock, w.st - j * kPanel, w.dpt - j * kPanel);
-    derive_blocks<T>(d, general, j, weights, scores, w.pairs);
+    derive_blocks<typename Mode::T>(d, general, j, weights, scores, w.pairs);
   }
   s.take_turn();
   const int64_t real = smaller_of(stop, a.kv_len - tile);
   if (s.p.g.bias || s.p.g.slopes) add_extras(s.p, s.block, index * kPanel, w.panels[index], w.extra, tile, start, real);
   if (!s.p.dqt) return;
-  const char* kt = w.k_pairs + (tile + start - s.keys.first) / kTileDepth * kTileBytes;
-  multiply_tiles<T>({kt, 64, kTileBytes, s.p.key_block / kTileDepth * kTileBytes}, w.pairs + start / 2 * kPanel,
-                    (stop - start) / kTileDepth, dq_depth<Mode>(s.p) / kTileRows, s.dqt(index));
+  const int64_t part = s.p.key_block / kTileDepth * kTileBytes, depth = dq_depth<Mode>(s.p);
+  const TileRows kt = {w.k_pairs + (tile + start - s.keys.first) / kTileDepth * kTileBytes, 64, kTileBytes, P * part, part, kPairsPart * 4};
+  multiply_tiles<Half, kVectors, P != 1, Nothing, P>(kt, w.pairs + start / 2 * kPanel, (stop - start) / kTileDepth, depth / kTileRows,
+                                                     P == 1 ? s.dqt(index) : w.sums);
+  if (P > 1) add_sums<kVectors>(w.sums, depth, s.dqt(index));
 }
 #endif
 
@@ -203,11 +207,9 @@ static Slots panel_pieces(Visit<Mode>& s, int64_t tile, int64_t keys) {
   for (int64_t i = 0; i < (s.block.rows + kPanel - 1) / kPanel; i++) {
     const Panel& panel = w.panels[i];
     int64_t done = -1, first = 0;
-    const int64_t at = slots.count * kTile * kPanel;
+    const int64_t at = slots.count * kSlot<Mode>;
     auto clear = [&](int64_t from, int64_t to) {
-      if (from >= to) return;
-      memset((Weight<Mode>*)w.weights + at + from * kPanel, 0, (size_t)((to - from) * kPanel) * sizeof(Weight<Mode>));
-      memset((Weight<Mode>*)w.scores + at + from * kPanel, 0, (size_t)((to - from) * kPanel) * sizeof(Weight<Mode>));
+      clear_keys<Mode>((Weight<Mode>*)w.weights + at, from, to), clear_keys<Mode>((Weight<Mode>*)w.scores + at, from, to);
     };
     for (int n = 0; n < panel.segments; n++) {
       int64_t start = larger_of(panel.segment[n].start - tile, 0), stop = smaller_of(panel.segment[n].stop - tile, keys);
@@ -235,13 +237,14 @@ static Slots panel_pieces(Visit<Mode>& s, int64_t tile, int64_t keys) {
 template <class Mode>
 static void add_block(Visit<Mode>& s, const Slots& slots, int64_t tile, int64_t keys, const char* a, const float* rows,
                       int64_t dim, float* sums) {
-  constexpr int64_t slot = kTile * kPanel, column = PackedRows<Mode>::kColumns;
+  constexpr int64_t slot = kSlot<Mode>, column = PackedRows<Mode>::kColumns;
   const int64_t panel = PackedRows<Mode>(s.p.a, nullptr).bytes / 4, out_column = s.p.key_block * kPanel;
   const Columns columns(dim);
   sums += (tile - s.keys.first) * kPanel;
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled)
-    return add_tile_blocks((const typename Mode::T*)a, slot, rows, panel, column, slots, keys, columns.panels, sums, out_column);
+    return add_tile_blocks<Weight<Mode>, kParts<Mode>>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys, columns.panels, sums,
+                                                       out_column, s.w.sums);
   else
 #endif
     for (int64_t c = 0; c < columns.panels; c++)
@@ -328,7 +331,7 @@ static void run_head(const Backward& p, const Head& head, const BackwardSpace& w
     if (w.is_small && run_small_head(p, head, w.head)) return;
   int64_t bytes;
   const Backward own = own_rows<Mode>(p, w.head, &bytes);
-  const bool alone = p.key_blocks == 1 && !kScaled<Mode>;  // scales are those of all rows
+  const bool alone = p.key_blocks == 1 && !kScaled<Mode> && kParts<Mode> == 1;  // scales, and the keys seen, are those of all rows
   for (int64_t r = 0; !alone && r < p.row_blocks; r++) before_rows<Mode>(own, head, r);
   for (int64_t index = 0; index < p.key_blocks; index++) visit_rows<Mode>(own, head, index, w, alone);
   for (int64_t r = 0; !alone && p.g.dq && r < p.row_blocks; r++) after_rows<Mode>(own, head, r);

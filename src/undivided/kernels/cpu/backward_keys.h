@@ -15,9 +15,10 @@ struct BackwardSpace {
   char* rows;                     // PackedRows of the block's panels, where not packed beforehand
   float *st, *dpt;                // where they are not turned into weights in place
   char *weights, *scores;         // P and dS: [slot][key][kPanel]
-  float *pairs, *extra;
+  float *pairs, *extra, *sums;    // sums: of dQt or of dK and dV, where they are added up before they are added
   float *dk, *dv;  // [column panel][key][kPanel]
   char* head;      // what is kept of a head's rows, where the unit has all of its keys: see own_rows, or SmallSpace
+  uint8_t* seen;   // which keys of the block
   bool is_small;
   int64_t bytes;
 };
@@ -29,7 +30,7 @@ INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
 // Bytes of the copies of K, V and K for dQ.
 template <class Mode>
 INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
-  if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2;
+  if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
   if (!Mode::Arith::kPairs) return p.key_block * padded_row(dim) * 4;
   return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
 }
@@ -57,18 +58,20 @@ static BackwardSpace carve_backward(const Backward& p, char* base) {
   constexpr bool pairs = Mode::Arith::kPairs;
   constexpr int64_t tile = kTile * kPanel;
   const int64_t st = Mode::kTiled ? kKeyStep<Mode> * kPanel * 4 : pairs ? tile * 4 : 0;
+  constexpr int64_t panels = kRowPanels<Mode>, slots = panels * kSlot<Mode> * (int64_t)sizeof(Weight<Mode>);
   const bool extras = a.bias || a.dense || a.slopes;
-  w.panels = (Panel*)at.take(kRowPanels * (int64_t)sizeof(Panel));
-  w.drops = (DropRows*)at.take(a.dropout ? kRowPanels * (int64_t)sizeof(DropRows) : 0);
+  w.panels = (Panel*)at.take(panels * (int64_t)sizeof(Panel));
+  w.drops = (DropRows*)at.take(a.dropout ? panels * (int64_t)sizeof(DropRows) : 0);
   w.kept = (Kept*)at.take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
   w.st = (float*)at.take(st), w.dpt = (float*)at.take(st);
-  w.pairs = (float*)at.take(pairs ? tile / 2 * 4 : 0);
+  w.pairs = (float*)at.take(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
+  w.sums = (float*)at.take(kParts<Mode> > 1 ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
   w.k = at.take(copy_bytes<Mode>(p, a.qk_dim)), w.v = at.take(copy_bytes<Mode>(p, a.v_dim));
-  w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 : 0);
+  w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
   w.k_own = at.take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
-  w.rows = at.take(p.packed || p.whole ? 0 : kRowPanels * PackedRows<Mode>(a, nullptr).bytes);
-  w.weights = at.take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
-  w.scores = at.take(kRowPanels * tile * (int64_t)sizeof(Weight<Mode>));
+  w.rows = at.take(p.packed || p.whole ? 0 : panels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = at.take(slots), w.scores = at.take(slots);
+  w.seen = (uint8_t*)at.take(kParts<Mode> > 1 ? p.key_block : 0);
   w.extra = (float*)at.take(extras ? tile * 4 : 0);
   w.dk = (float*)at.take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
   w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
@@ -113,6 +116,18 @@ static void zero_what_is_not_finite(Half* x, int64_t count) {
 }
 #endif
 
+#if defined(UNDIVIDED_AMX)
+// The keys [key, key + count) that lie between some panel's first and last.
+static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
+  memset(seen, 0, (size_t)count);
+  for (int64_t i = 0; i < p.panels; i++) {
+    const int32_t* hull = p.hull + 2 * (head.index * p.panels + i);
+    const int64_t start = larger_of(hull[0] - key, 0), stop = smaller_of(hull[1] - key, count);
+    if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
+  }
+}
+#endif
+
 template <class Mode>
 static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
   typedef typename Mode::T T;
@@ -121,7 +136,17 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
   const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
   const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
 #if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled) {
+  if constexpr (kParts<Mode> == 3) {
+    uint8_t* const seen = w.seen;
+    find_seen_keys(p, head, key, count, seen);
+    const int64_t padded = round_up(count, kKeyBlock);
+    Irregular irregular;
+    split_k(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
+    split_k(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
+    split_v(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
+    if (irregular.found()) exceed(p);
+    return {key, count, (const BFloat16*)w.k, (const BFloat16*)w.v, 0, 0};
+  } else if constexpr (Mode::kTiled) {
     uint8_t every[kTile];
     memset(every, 1, kTile);
     const int64_t padded = round_up(count, kKeyBlock);

@@ -8,8 +8,10 @@ namespace {
 using undivided::Backward;
 
 constexpr bool kHasTiles = kTile != 128;
-constexpr int kRowPanels = ((kHasTiles ? 256 : 128) + kPanel - 1) / kPanel;  // of a block: about so many query rows
-static_assert(kRowPanels <= kMostSlots);
+// Of a block: 128 query rows, or 256 where these take little memory.
+template <class Mode>
+constexpr int kRowPanels = ((kHasTiles && kParts<Mode> == 1 ? 256 : 128) + kPanel - 1) / kPanel;
+static_assert(kHasTiles ? 256 / kPanel <= kMostSlots : true);
 
 // Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.
 struct Columns {
@@ -37,7 +39,6 @@ INLINE int64_t dq_depth(const Backward& p) {
 // 2^8 to 2^9: they fit where rows of V have norms below some 2^7. Where they do not the problem is computed in fp32 instead.
 template <class Mode>
 constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>::value;
-constexpr float kMostFloat16 = 65504;
 
 template <class Mode>
 INLINE int weight_bits(const Attention& a) {
@@ -52,10 +53,11 @@ INLINE int score_bits(const Backward& p, int64_t head) {
   return most > 0 ? 8 - (ilogbf(most) < -100 ? -100 : ilogbf(most)) : 0;
 }
 
-// Q and dO of a panel: transposed, [depth][kPanel], and with lanes along d, [column panel][row or pair of rows][kPanel].
+// Q and dO of a panel: transposed, [part][depth][kPanel], and with lanes along d, [column panel][part][row or pair of rows][kPanel].
 template <class Mode>
 struct PackedRows {
-  static constexpr int64_t kColumns = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;  // floats of a column panel
+  static constexpr int64_t kPart = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;  // floats of a column panel, of each part
+  static constexpr int64_t kColumns = kPart * kParts<Mode>;
   float *qt, *dot, *q, *grad;
   int64_t bytes;
   PackedRows(const Attention& a, char* at) {
@@ -65,7 +67,7 @@ struct PackedRows {
       return start;
     };
     char* first = at;
-    qt = take(depth_of<Mode>(a.qk_dim) * kPanel), dot = take(depth_of<Mode>(a.v_dim) * kPanel);
+    qt = take(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel), dot = take(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
     q = take(Columns(a.qk_dim).panels * kColumns), grad = take(Columns(a.v_dim).panels * kColumns);
     bytes = round_up(at - first, 64);
   }
@@ -107,6 +109,14 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
   for (int64_t r = 0; r < rows; r += step)
     for (int64_t d = 0; d < dim; d += kLanes) {
       float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
+#if defined(UNDIVIDED_AMX)
+      if constexpr (kParts<Mode> == 3) {
+        Vec parts[3];
+        split_pairs(row[r] ? load_some(row[r] + d, dim - d) : Vec{}, row[r + 1] ? load_some(row[r + 1] + d, dim - d) : Vec{}, parts);
+        for (int p = 0; p < 3; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
+        continue;
+      } else
+#endif
 #if defined(__AVX512BF16__)
       if constexpr (Mode::Arith::kPairs) {
         UVec low = row[r] ? load_bits(row[r] + d, dim - d) : UVec{};
@@ -125,6 +135,20 @@ INLINE int64_t packed_lanes(int64_t rows) {
   return Mode::kTiled ? kPanel : round_up(rows, kLanes);
 }
 
+// kLanes rows into lanes.
+template <class Mode>
+static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, float* to, [[maybe_unused]] Irregular& irregular) {
+#if defined(UNDIVIDED_AMX)
+  if constexpr (kParts<Mode> == 3) split_rows(row, dim, depth_of<Mode>(dim), to, irregular);
+  else
+#endif
+    transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
+}
+
+// The problem has to be done again, see kExceeded.
+INLINE void exceed(const Backward& p) { __atomic_store_n(p.exceeded, 1, __ATOMIC_RELAXED); }
+INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
+
 // A panel's rows; those without a key are not read.
 template <class Mode>
 static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, const float* base, char* memory) {
@@ -140,10 +164,12 @@ static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, 
     q[r] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s;
     grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   }
+  Irregular irregular;
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    transpose_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, depth_of<Mode>(a.qk_dim), to.qt + lane);
-    transpose_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, depth_of<Mode>(a.v_dim), to.dot + lane);
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, to.qt + lane, irregular);
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, to.dot + lane, irregular);
   }
+  if (kParts<Mode> > 1 && irregular.found()) exceed(p);
   pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, to.q);
   pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, to.grad);
 }

@@ -5,9 +5,14 @@
 
 namespace {
 
-// What the micro-kernels broadcast: float, or pairs of halves.
+// What the micro-kernels take as P and dS: float, or halves; where numbers are sums of three, parts of them.
 template <class Mode>
-using Weight = typename std::conditional<Mode::Arith::kPairs, typename Mode::T, float>::type;
+using Weight = std::conditional_t<Mode::Arith::kPairs, std::conditional_t<kParts<Mode> == 1, typename Mode::T, BFloat16>, float>;
+// Elements of a panel's P or dS: [part][key of the tile][kPanel].
+template <class Mode>
+constexpr int64_t kSlot = kParts<Mode> * kTile * kPanel;
+// Floats of each part of dS in pairs of keys.
+constexpr int64_t kPairsPart = kTile / 2 * kPanel;
 
 // What a panel's entries are worked out from.
 struct Derive {

@@ -30,6 +30,7 @@ INLINE auto with_mode(int64_t dtype, F f) {
 template <class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
+  if (dtype == kFloat32) return f(Split());
   return dtype == kBFloat16 ? f(Tiled<BFloat16>()) : f(Tiled<Float16>());
 #else
   return with_mode(dtype, f);
@@ -62,9 +63,11 @@ INLINE auto with_engine(const Attention& a, F f) {
 
 int64_t block_scratch(const Attention& a, int64_t rows) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32) return larger_of(block_bytes<Split>(a, rows), kernels_avx512_bf16.block_scratch(a, rows));
+  const int64_t besides = a.dtype == kFloat32 ? kernels_avx512_bf16.block_scratch(a, rows) : 0;
+#else
+  const int64_t besides = 0;
 #endif
-  return with_block_mode(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows); });
+  return with_block_mode(a.dtype, [&](auto mode) { return larger_of(block_bytes<decltype(mode)>(a, rows), besides); });
 }
 int64_t few_keys(const Attention& a) {
   if (!kHasTiles) return 0;
@@ -73,15 +76,9 @@ int64_t few_keys(const Attention& a) {
 #endif
   return most_short_keys(a);
 }
-#if defined(UNDIVIDED_AMX)
-// fp32: in tiles, but for documents that see few keys.
-bool split_block(const Attention& a, const RowBlock& b, char* scratch) {
-  return b.few > 0 ? kernels_avx512_bf16.block(a, b, scratch) : run_block<Split>(a, b, scratch);
-}
-#endif
 bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32) return split_block(a, b, scratch);
+  if (a.dtype == kFloat32 && b.few > 0) return kernels_avx512_bf16.block(a, b, scratch);  // in vectors
 #endif
   return with_block_mode(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
@@ -103,6 +100,9 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
   });
 }
 
+int64_t row_panels(int64_t dtype) {
+  return with_block_mode(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
+}
 int64_t packed_bytes(const Attention& a) {
   return with_block_mode(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
 }
@@ -199,16 +199,17 @@ static const Kernels* prefill(const Attention& a, bool any) {
   (void)a, (void)any;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
-static const Kernels* gradients(int64_t dtype, bool precise) {
+static const Kernels* gradients(const Attention& a, bool precise) {
 #if defined(UNDIVIDED_AMX)
-  if (dtype == kFloat32 || (dtype == kFloat16 && (precise || !has_fp16_tiles()))) return &kernels_avx512_bf16;
+  if (a.dtype == kFloat32 ? precise || !splits(a) || getenv("UNDIVIDED_BK") : a.dtype == kFloat16 && (precise || !has_fp16_tiles()))
+    return &kernels_avx512_bf16;
 #endif
-  (void)dtype, (void)precise;
+  (void)a, (void)precise;
   return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
     UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile,
-    kRowPanels, block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, packed_bytes, kHasTiles ? 16 : 1,
-    key_scratch, rows_before, key_block, rows_after, peak,
+    block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, row_panels, packed_bytes, kHasTiles ? 16 : 1, key_scratch,
+    rows_before, key_block, rows_after, peak,
 };
 }  // namespace undivided

@@ -75,6 +75,13 @@ INLINE void split_pairs(Vec even, Vec odd, Vec (&parts)[3]) {
   parts[2] = join_parts((UVec)even, (UVec)odd);
 }
 
+// The upper halves of all lanes, one vector's behind the other's.
+INLINE __m512i upper_halves(UVec low, UVec high) {
+  alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                               33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
+}
+
 INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
 }
@@ -99,9 +106,6 @@ static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t d
 static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
                     Irregular& irregular) {
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
-  alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                               33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  const __m512i halves = _mm512_load_si512(upper);
   for (int64_t j = 0; j < padded; j++, k += stride) {
     char* row = to + j / kTileRows * 3 * part + j % kTileRows * 64;
     const bool is_seen = j < keys && seen[j];
@@ -111,7 +115,7 @@ static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded
       irregular.see(low), irregular.see(high);
       for (int p = 0; p < 3; p++) {
         const UVec l = p < 2 ? take_part(low) : (UVec)low, h = p < 2 ? take_part(high) : (UVec)high;
-        _mm512_store_si512(row + p * part, _mm512_permutex2var_epi16((__m512i)l, halves, (__m512i)h));
+        _mm512_store_si512(row + p * part, upper_halves(l, h));
       }
     }
   }

@@ -12,15 +12,14 @@
 
 namespace {
 
-// to[32][kPanel] = A * B
-template <class T>
-INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t steps, float* to) {
-  const TileRows rows = {a, 64, kTileBytes, group};
-  multiply_first<T, true>(a, rows, (const char*)b, nullptr, nullptr);
-  for (int64_t s = 1; s < steps; s++) multiply_step<T>(a + s * kTileBytes, rows, (const char*)b + s * kBelow);
-  char* c = (char*)to;
-  tile_store<0>(c, kPanelBytes), tile_store<1>(c + 64, kPanelBytes);
-  tile_store<2>(c + kBelow, kPanelBytes), tile_store<3>(c + kBelow + 64, kPanelBytes);
+// to[32][kPanel] = A * B, from group `group` of A on; `depth` pairs are contracted.
+template <class T, int P>
+INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t depth, float* to) {
+  const int64_t steps = depth * 2 / kTileDepth, part = steps * kTileBytes;
+  const TileRows rows = {a + group * P * part, 64, kTileBytes, P * part, part, depth * kPanelBytes};
+  multiply_first<T, true, kVectors, P>(rows.at, rows, (const char*)b, nullptr, nullptr);
+  for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, P>(rows.at + s * kTileBytes, rows, (const char*)b + s * kBelow);
+  store_sums((char*)to);
 }
 
 // 32 halves of a row of A.
@@ -33,32 +32,65 @@ INLINE void store_halves(Float16* to, Vec low, Vec high) {
   store_from_float(to + kLanes, high);
 }
 
-// Weights and gradients of scores of kKeyBlock keys from j on: as rows of A, and the latter as pairs of keys besides.
-template <class T, Kind kKind, bool kDrops>
-static __attribute__((noinline)) void derive_block(const Derive& d, int64_t first, T* weights, T* scores, float* pairs) {
-  constexpr bool checked = std::is_same<T, Float16>::value;
-  Vec most = {};
+// The same in three parts, which x and y become.
+INLINE void store_parts(BFloat16* to, int64_t part, Vec low, Vec high, UVec (&x)[3], UVec (&y)[3]) {
+#pragma GCC unroll 2
+  for (int p = 0; p < 2; p++) x[p] = take_part(low), y[p] = take_part(high);
+  x[2] = (UVec)low, y[2] = (UVec)high;
+#pragma GCC unroll 3
+  for (int p = 0; p < 3; p++) *(__m512i_u*)(to + p * part) = upper_halves(x[p], y[p]);
+}
+
+// P and dS of two keys: as rows of A, dS as pairs of keys besides.
+template <class Half>
+INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* scores, float* pairs, Half) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    store_halves(weights + i * kPanel, x[i][0].weight, x[i][1].weight);
+    store_halves(scores + i * kPanel, x[i][0].score, x[i][1].score);
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; v++) store(pairs + v * kLanes, pair_weights(x[0][v].score, x[1][v].score, Half()));
+}
+INLINE void store_derived(const Derived (&x)[2][kVectors], BFloat16* weights, BFloat16* scores, float* pairs, float) {
+  constexpr int64_t part = kTile * kPanel;
+  UVec of_key[2][2][3];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    store_parts(weights + i * kPanel, part, x[i][0].weight, x[i][1].weight, of_key[i][0], of_key[i][1]);
+    store_parts(scores + i * kPanel, part, x[i][0].score, x[i][1].score, of_key[i][0], of_key[i][1]);
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; v++)
+#pragma GCC unroll 3
+    for (int p = 0; p < 3; p++) store(pairs + p * kPairsPart + v * kLanes, join_parts(of_key[0][v][p], of_key[1][v][p]));
+}
+
+// The largest gradient of a score that halves, or sums of three, have.
+template <class T>
+constexpr float kMostScore = std::is_same<T, Float16>::value ? 65504 : 0x1p100f;
+
+// Weights and gradients of scores of kKeyBlock keys from j on.
+template <class T, Kind kKind, bool kDrops, class Half>
+static __attribute__((noinline)) void derive_block(const Derive& d, int64_t first, Half* weights, Half* scores, float* pairs) {
+  constexpr bool checked = !std::is_same<T, BFloat16>::value;
+  UVec most = {};
   for (int64_t j = first; j < first + kKeyBlock; j += 2) {
     Derived x[2][kVectors];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; v++) x[i][v] = derive<kKind, kDrops>(d, j + i, v);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      store_halves(weights + (j + i) * kPanel, x[i][0].weight, x[i][1].weight);
-      store_halves(scores + (j + i) * kPanel, x[i][0].score, x[i][1].score);
-      for (int v = 0; checked && v < kVectors; v++) most = larger((Vec)((UVec)x[i][v].score & 0x7fffffffu), most);
-    }
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; v++)
-      store(pairs + j / 2 * kPanel + v * kLanes, pair_weights(x[0][v].score, x[1][v].score, T()));
+    store_derived(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel, T());
+    for (int i = 0; checked && i < 2; i++)  // NaN, as a number without a sign, is larger than all others
+      for (int v = 0; v < kVectors; v++) most = (UVec)_mm512_max_epu32((__m512i)most, (__m512i)((UVec)x[i][v].score << 1));
   }
-  if (checked && any(most > kMostFloat16)) __atomic_store_n(d.exceeded, 1, __ATOMIC_RELAXED);
+  const UVec limit = (UVec)splat(kMostScore<T>) << 1;
+  if (checked && _mm512_cmpgt_epu32_mask((__m512i)most, (__m512i)limit)) __atomic_store_n(d.exceeded, 1, __ATOMIC_RELAXED);
 }
 
-template <class T>
-static void derive_blocks(const Derive& d, bool general, int64_t first, T* weights, T* scores, float* pairs) {
+template <class T, class Half>
+static void derive_blocks(const Derive& d, bool general, int64_t first, Half* weights, Half* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
   auto with = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
@@ -71,11 +103,11 @@ static void derive_blocks(const Derive& d, bool general, int64_t first, T* weigh
 }
 
 // add_tile's sums, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], keys in blocks of kKeyBlock.
-template <class T>
-static __attribute__((noinline)) void add_tile_blocks(const T* a, int64_t a_slot, const float* b, int64_t b_panel,
-                                                      int64_t b_column, const Slots& slots, int64_t keys, int64_t columns,
-                                                      float* out, int64_t out_column) {
-  const TileRows rows = {nullptr, 64, 0, kTileBytes};
+template <class T, int P>
+static __attribute__((noinline)) void add_tile_blocks(const T* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
+                                                      const Slots& slots, int64_t keys, int64_t columns, float* out,
+                                                      int64_t out_column, float* sums) {
+  const TileRows rows = {nullptr, 64, 0, kTileBytes, kTile * kPanel * 2, b_column / P * 4};
   char* done = nullptr;
   for (int64_t j = 0; j < keys; j += kKeyBlock) {
     const char *from[kMostSlots], *with[kMostSlots];
@@ -87,14 +119,15 @@ static __attribute__((noinline)) void add_tile_blocks(const T* a, int64_t a_slot
       }
     for (int64_t c = 0; count && c < columns; c++) {
       char* to = (char*)(out + c * out_column + j * kPanel);
-      multiply_first<T, false>(from[0], rows, with[0] + c * b_column * 4, to, done);
-      for (int n = 1; n < count; n++) multiply_step<T>(from[n], rows, with[n] + c * b_column * 4);
+      multiply_first<T, P != 1, kVectors, P>(from[0], rows, with[0] + c * b_column * 4, to, P == 1 || !done ? done : (char*)sums);
+      if (P > 1 && done) add_sums<kVectors>(sums, kKeyBlock, (float*)done);
+      for (int n = 1; n < count; n++) multiply_step<T, kVectors, P>(from[n], rows, with[n] + c * b_column * 4);
       done = to;
     }
   }
   if (!done) return;
-  tile_store<0>(done, kPanelBytes), tile_store<1>(done + 64, kPanelBytes);
-  tile_store<2>(done + kBelow, kPanelBytes), tile_store<3>(done + kBelow + 64, kPanelBytes);
+  store_sums(P == 1 ? done : (char*)sums);
+  if (P > 1) add_sums<kVectors>(sums, kKeyBlock, (float*)done);
 }
 
 }  // namespace
