@@ -77,7 +77,7 @@ class TileSetup {
 struct TileRows {
   const char* at;
   int64_t row, step, group;
-  int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of three (see split.h)
+  int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of parts (see split.h)
 };
 
 constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
@@ -89,9 +89,9 @@ INLINE void begin_sum(const char* c) {
   else tile_load<N>(c, kPanelBytes);
 }
 
-// Where numbers are sums of three: what is left of a step after the last part of A met the first of B, the other products that fp32
-// has bits for, small ones first.
-template <int V>
+// Where numbers are sums of parts: what is left of a step after the last part of A met the first of B, the other products that fp32
+// has bits for.
+template <class T, int V, int P>
 INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
   auto load_a = [&](int part) {
     tile_load<4>(a + part * rows.part, rows.row), tile_load<5>(a + part * rows.part + rows.group, rows.row);
@@ -101,9 +101,14 @@ INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
     if constexpr (V == 2) tile_load<7>(b + part * rows.b_part + 64, kPanelBytes);
   };
   auto multiply = [&] {
-    tile_multiply<0, 4, 6>(BFloat16()), tile_multiply<2, 5, 6>(BFloat16());
-    if constexpr (V == 2) tile_multiply<1, 4, 7>(BFloat16()), tile_multiply<3, 5, 7>(BFloat16());
+    tile_multiply<0, 4, 6>(T()), tile_multiply<2, 5, 6>(T());
+    if constexpr (V == 2) tile_multiply<1, 4, 7>(T()), tile_multiply<3, 5, 7>(T());
   };
+  if constexpr (P == 2) {
+    load_a(0), multiply();
+    load_b(1), multiply();
+    return;
+  }
   load_a(1), multiply();
   load_b(1), multiply();
   load_a(0), multiply();
@@ -122,7 +127,7 @@ INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
   tile_load<5>(last + rows.group, rows.row);
   tile_multiply<2, 5, 6>(T());
   if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
-  if constexpr (P > 1) multiply_parts<V>(a, rows, b);
+  if constexpr (P > 1) multiply_parts<T, V, P>(a, rows, b);
 }
 
 constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
@@ -147,7 +152,7 @@ INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, c
     if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
     begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
   }
-  if constexpr (P > 1) multiply_parts<V>(a, rows, b);
+  if constexpr (P > 1) multiply_parts<T, V, P>(a, rows, b);
 }
 // The sums of two groups.
 template <int V = kVectors>
@@ -177,9 +182,9 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   if (g == groups) return;
   begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
-    constexpr int of_a[] = {P - 1, 1, 1, 0, 0, 0}, of_b[] = {0, 0, 1, 1, 2, 0};
-    for (int i = 0; i < (P > 1 ? 6 : 1); i++) {
-      const char *x = a + of_a[i] * rows.part, *y = b + of_b[i] * rows.b_part;
+    constexpr int of_a[][6] = {{0}, {1, 0, 0}, {2, 1, 1, 0, 0, 0}}, of_b[][6] = {{0}, {0, 0, 1}, {0, 0, 1, 1, 2, 0}};
+    for (int i = 0; i < P * (P + 1) / 2; i++) {
+      const char *x = a + of_a[P - 1][i] * rows.part, *y = b + of_b[P - 1][i] * rows.b_part;
       tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);
       tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
     }

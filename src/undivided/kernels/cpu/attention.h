@@ -64,7 +64,7 @@ struct Gradients {
   int64_t size;  // sizeof(Gradients)
   // of dq, dk, dv: kFloat32, or the problem's own; where accumulate is not 0 (kFloat32 only) dk and dv are added to
   int64_t type, accumulate;
-  int64_t precise;       // not 0: gradients of scores stay in fp32, see kExceeded
+  int64_t attempt;       // 0, and one more after each kExceeded
   const void* grad_out;  // of the problem's type, last axis of stride 1
   int64_t grad_out_b, grad_out_h, grad_out_s;
   const float* grad_lse;  // [B, H, Sq] or null
@@ -133,8 +133,9 @@ struct KeyBlock {
 // What a file compiled for one instruction set offers.
 struct Kernels {
   const char* name;
-  // who does prefill: this one, or a lower one that is faster or takes `any` numbers
-  const Kernels* (*prefill)(const Attention&, bool any);
+  // who does prefill: this one, or a lower one that is faster. It may find that some numbers are not for it; what is tried next takes
+  // more of them, and what is tried third takes any
+  const Kernels* (*prefill)(const Attention&, int attempt);
   int64_t rows32, rows16;  // query rows of a block, fp32 and 16-bit types
   int64_t short_rows32, short_rows16;  // the same where no row sees more than few_keys of more
   int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
@@ -149,8 +150,7 @@ struct Kernels {
   void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
-  // who computes gradients: this one, or a lower one that is faster or has to be `precise`
-  const Kernels* (*gradients)(const Attention&, bool precise);
+  const Kernels* (*gradients)(const Attention&, int attempt);  // the same for gradients
   int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows
   int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO
   int64_t dq_multiple;                         // of the rows of dqt

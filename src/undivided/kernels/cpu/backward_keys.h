@@ -136,16 +136,16 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
   const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
   const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
 #if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> == 3) {
+  if constexpr (kParts<Mode> > 1) {
     uint8_t* const seen = w.seen;
     find_seen_keys(p, head, key, count, seen);
     const int64_t padded = round_up(count, kKeyBlock);
-    Irregular irregular;
-    split_k(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
-    split_k(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
-    split_v(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
+    Irregular irregular = Irregular::of<Mode>();
+    split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
+    split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
+    split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
     if (irregular.found()) exceed(p);
-    return {key, count, (const BFloat16*)w.k, (const BFloat16*)w.v, 0, 0};
+    return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
   } else if constexpr (Mode::kTiled) {
     uint8_t every[kTile];
     memset(every, 1, kTile);

@@ -110,10 +110,11 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
     for (int64_t d = 0; d < dim; d += kLanes) {
       float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
 #if defined(UNDIVIDED_AMX)
-      if constexpr (kParts<Mode> == 3) {
-        Vec parts[3];
-        split_pairs(row[r] ? load_some(row[r] + d, dim - d) : Vec{}, row[r + 1] ? load_some(row[r + 1] + d, dim - d) : Vec{}, parts);
-        for (int p = 0; p < 3; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
+      if constexpr (kParts<Mode> > 1) {
+        Vec parts[kParts<Mode>];
+        split_pairs<Part<Mode>>(row[r] ? load_some(row[r] + d, dim - d) : Vec{}, row[r + 1] ? load_some(row[r + 1] + d, dim - d) : Vec{},
+                                parts);
+        for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;
       } else
 #endif
@@ -139,7 +140,7 @@ INLINE int64_t packed_lanes(int64_t rows) {
 template <class Mode>
 static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, float* to, [[maybe_unused]] Irregular& irregular) {
 #if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> == 3) split_rows(row, dim, depth_of<Mode>(dim), to, irregular);
+  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, irregular);
   else
 #endif
     transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
@@ -164,7 +165,7 @@ static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, 
     q[r] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s;
     grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   }
-  Irregular irregular;
+  Irregular irregular = Irregular::of<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, to.qt + lane, irregular);
     lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, to.dot + lane, irregular);

@@ -53,7 +53,7 @@ class Block {
       read_ranges(a, block, first, w_.panels[count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
   }
 
-  // False if some number has no parts (see split.h): then what was written is of no use.
+  // False if some numbers are not for these parts (see split.h): then what was written is of no use.
   bool run() {
     if (narrow_) run_panels();
     else run_tiles();
@@ -219,7 +219,7 @@ class Block {
   const RowBlock& block_;
   const Rows<T> k_, v_;
   Workspace w_;
-  Irregular irregular_;
+  Irregular irregular_ = Irregular::of<Mode>();
   int64_t from_, to_, first_tile_;  // keys that some row sees
   int64_t count_, fetched_ = 0;     // panels; keys before it have been asked for
   bool narrow_, by_rows_;

@@ -7,7 +7,7 @@ namespace {
 
 // What the micro-kernels take as P and dS: float, or halves; where numbers are sums of three, parts of them.
 template <class Mode>
-using Weight = std::conditional_t<Mode::Arith::kPairs, std::conditional_t<kParts<Mode> == 1, typename Mode::T, BFloat16>, float>;
+using Weight = std::conditional_t<Mode::Arith::kPairs, Part<Mode>, float>;
 // Elements of a panel's P or dS: [part][key of the tile][kPanel].
 template <class Mode>
 constexpr int64_t kSlot = kParts<Mode> * kTile * kPanel;

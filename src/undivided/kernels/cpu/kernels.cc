@@ -26,11 +26,11 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill and gradients.
-template <class F>
+// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`.
+template <class Half, class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
-  if (dtype == kFloat32) return f(Split());
+  if (dtype == kFloat32) return f(Split<Half>());
   return dtype == kBFloat16 ? f(Tiled<BFloat16>()) : f(Tiled<Float16>());
 #else
   return with_mode(dtype, f);
@@ -61,13 +61,14 @@ INLINE auto with_engine(const Attention& a, F f) {
   return f(Is<Vectors<float>>());
 }
 
+template <class Half>
 int64_t block_scratch(const Attention& a, int64_t rows) {
 #if defined(UNDIVIDED_AMX)
   const int64_t besides = a.dtype == kFloat32 ? kernels_avx512_bf16.block_scratch(a, rows) : 0;
 #else
   const int64_t besides = 0;
 #endif
-  return with_block_mode(a.dtype, [&](auto mode) { return larger_of(block_bytes<decltype(mode)>(a, rows), besides); });
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return larger_of(block_bytes<decltype(mode)>(a, rows), besides); });
 }
 int64_t few_keys(const Attention& a) {
   if (!kHasTiles) return 0;
@@ -76,11 +77,12 @@ int64_t few_keys(const Attention& a) {
 #endif
   return most_short_keys(a);
 }
+template <class Half>
 bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #if defined(UNDIVIDED_AMX)
   if (a.dtype == kFloat32 && b.few > 0) return kernels_avx512_bf16.block(a, b, scratch);  // in vectors
 #endif
-  return with_block_mode(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
 bool decodes(const Attention& a) {
   return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine(a, [&](auto e) { return decltype(e)::type::fits(a); });
@@ -100,23 +102,29 @@ void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* 
   });
 }
 
+template <class Half>
 int64_t row_panels(int64_t dtype) {
-  return with_block_mode(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
+  return with_block_mode<Half>(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
 }
+template <class Half>
 int64_t packed_bytes(const Attention& a) {
-  return with_block_mode(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
 }
+template <class Half>
 int64_t key_scratch(const Backward& p) {
-  return with_block_mode(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
 }
+template <class Half>
 void rows_before(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head_of(p, head), row_block); });
 }
+template <class Half>
 void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
-  with_block_mode(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
 }
+template <class Half>
 void rows_after(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
 // Let the compiler believe that x is needed.
@@ -183,6 +191,15 @@ constexpr int64_t kRows32 = 1024, kRows16 = 1024, kShortRows16 = 256, kBlockByte
 constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kShortRows16 = 512, kBlockBytes = 640 << 10;
 #endif
 
+// What a level offers; on AMX fp32 is taken apart into `Half`.
+template <class Half>
+constexpr undivided::Kernels kernels_with(const char* name, const undivided::Kernels* (*prefill)(const Attention&, int),
+                                          const undivided::Kernels* (*gradients)(const Attention&, int)) {
+  return {name, prefill, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile, block_scratch<Half>,
+          block<Half>, decodes, chunk_scratch, chunk, merge, gradients, row_panels<Half>, packed_bytes<Half>, kHasTiles ? 16 : 1,
+          key_scratch<Half>, rows_before<Half>, key_block<Half>, rows_after<Half>, peak};
+}
+
 }  // namespace
 
 #define UNDIVIDED_JOIN2(a, b) a##b
@@ -192,24 +209,21 @@ constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kShortRows16 = 512, kBlo
 
 namespace undivided {
 extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
-static const Kernels* prefill(const Attention& a, bool any) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32 ? any || !splits(a) : a.dtype == kFloat16 && !has_fp16_tiles()) return &kernels_avx512_bf16;
-#endif
-  (void)a, (void)any;
-  return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+// fp32 with two fp16, with three bf16 where these do not do, or in vectors.
+static const Kernels wider = kernels_with<BFloat16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL), nullptr, nullptr);
+static const Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
+  if (a.dtype == kBFloat16) return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+  const bool fp16 = has_fp16_tiles();
+  if (a.dtype == kFloat16) return attempt == 0 && fp16 ? &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) : &kernels_avx512_bf16;
+  const int way = wanted ? attempt + !fp16 : 2;
+  return way == 0 ? &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) : way == 1 ? &wider : &kernels_avx512_bf16;
 }
-static const Kernels* gradients(const Attention& a, bool precise) {
-#if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32 ? precise || !splits(a) || getenv("UNDIVIDED_BK") : a.dtype == kFloat16 && (precise || !has_fp16_tiles()))
-    return &kernels_avx512_bf16;
+static const Kernels* prefill(const Attention& a, int attempt) { return on_tiles(a, splits(a), attempt); }
+static const Kernels* gradients(const Attention& a, int attempt) { return on_tiles(a, splits(a), attempt + (a.dtype == kFloat32)); }
+#else
+static const Kernels* prefill(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }
+static const Kernels* gradients(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }
 #endif
-  (void)a, (void)precise;
-  return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
-}
-const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = {
-    UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile,
-    block_scratch, block, decodes, chunk_scratch, chunk, merge, gradients, row_panels, packed_bytes, kHasTiles ? 16 : 1, key_scratch,
-    rows_before, key_block, rows_after, peak,
-};
+const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = kernels_with<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, gradients);
 }  // namespace undivided

@@ -131,7 +131,7 @@ static void begin_tile(const Attention& a, const RowBlock& block, int64_t start,
 template <class Mode>
 static void put_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, char* to,
                   [[maybe_unused]] Irregular& irregular) {
-  if constexpr (kParts<Mode> == 3) split_v(v, stride, keys, columns, seen, kTile / kTileDepth, to, irregular);
+  if constexpr (kParts<Mode> > 1) split_v<Mode>(v, stride, keys, columns, seen, kTile / kTileDepth, to, irregular);
   else transpose_v(v, stride, keys, columns, seen, kTile / kTileDepth, to);
 }
 #endif
@@ -155,7 +155,7 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, T
   if constexpr (Mode::kTiled) {
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
     char* packed = tile.space.k + first * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>;
-    if constexpr (kParts<Mode> == 3) split_k(k, k_s, keys, count, a.qk_dim, seen, packed, irregular);
+    if constexpr (kParts<Mode> > 1) split_k<Mode>(k, k_s, keys, count, a.qk_dim, seen, packed, irregular);
     else pack_k(k, k_s, keys, count, a.qk_dim, packed);
     put_v<Mode>(v, v_s, keys, a.v_dim, seen, tile.space.v + first / kTileDepth * kTileBytes, irregular);
     return;

@@ -41,17 +41,40 @@ struct Tiled {  // AMX: K and V packed into tiles
   typedef char Tile;
   static constexpr bool kConvertsK = false, kTiled = true;
 };
-struct Split {  // AMX: fp32 as sums of three bf16, see split.h
+template <class Half>
+struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, see split.h
   typedef float T;
+  typedef Half Part;
   typedef TilePairs Arith;
   typedef char Tile;
   static constexpr bool kConvertsK = false, kTiled = true;
 };
 #endif
 
-// How many 16-bit numbers stand for one of Q, K, V and the weights, side by side in whatever holds them.
+// How many 16-bit numbers stand for one of Q, K, V and the weights, side by side in whatever holds them, of which type, and by how
+// many powers of two Q, K and V are scaled up.
 template <class Mode>
-constexpr int kParts = Mode::kTiled && sizeof(typename Mode::T) == 4 ? 3 : 1;
+constexpr int kParts = 1;
+template <class Mode>
+constexpr int kInputBits = 0;
+template <class Mode>
+struct PartOf {
+  typedef typename Mode::T type;
+};
+#if defined(UNDIVIDED_AMX)
+template <>
+constexpr int kParts<Split<Float16>> = 2;
+template <>
+constexpr int kParts<Split<BFloat16>> = 3;
+template <>
+constexpr int kInputBits<Split<Float16>> = 8;
+template <class Half>
+struct PartOf<Split<Half>> {
+  typedef Half type;
+};
+#endif
+template <class Mode>
+using Part = typename PartOf<Mode>::type;
 
 // Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
 template <class Mode>

@@ -209,9 +209,9 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
 
 int run_blocks(const Attention& a) {
   advise_huge_pages(a);
-  int status = run_blocks_on(*kernels().prefill(a, false), a);
-  // all of the problem once more, so that what a row computes is not a question of its block
-  if (status == kExceeded) status = run_blocks_on(*kernels().prefill(a, true), a);
+  int status = kExceeded;
+  // each time all of the problem, so that what a row computes is not a question of its block
+  for (int attempt = 0; status == kExceeded; attempt++) status = run_blocks_on(*kernels().prefill(a, attempt), a);
   caller_scratch.shrink();
   return status;
 }

@@ -50,20 +50,24 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
       row[i] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + virtual_row % a.q_len * a.q_s;
     }
 #if defined(UNDIVIDED_AMX)
-    if constexpr (kParts<Mode> == 3) split_rows(row, a.qk_dim, q_depth<Mode>(a) / 3, qt + v * kLanes, irregular);
+    if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a) / kParts<Mode>, qt + v * kLanes, irregular);
     else
 #endif
       transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
   }
 }
 
-// What a weight of 1 is scaled to.
+// What a weight of 1 is scaled to, and a number of V.
 template <class Mode>
 constexpr float unit_weight() {
 #if defined(UNDIVIDED_AMX)
-  if (Mode::kTiled) return (float)(1 << kWeightBits<typename Mode::T>);
+  if (Mode::kTiled) return (float)(1 << kWeightBits<Part<Mode>>);
 #endif
   return 1;
+}
+template <class Mode>
+constexpr float unit_input() {
+  return (float)(1 << kInputBits<Mode>);
 }
 
 template <class Mode>
@@ -82,7 +86,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       bool empty = is_empty(m, l);
       if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
       float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
-      inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / (l + sink);
+      inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
     }
     if (a.dropout) inverse *= (float)a.survivors;
     IVec used = inverse != 0.0f;  // NaN is used
@@ -116,7 +120,7 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
                            const float* most, const float* total) {
   const int64_t size = round_up(a.v_dim + 2, 16);
   float* to = block.partials + first * size;
-  const float unit = (a.dropout ? (float)a.survivors : 1.0f) / unit_weight<Mode>();
+  const float unit = (a.dropout ? (float)a.survivors : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
   for (int64_t d = 0; d < a.v_dim; d++)
     for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
   for (int64_t r = 0; r < rows; r++)

@@ -1,15 +1,19 @@
-// fp32 on bf16 tiles: each number is a sum of three bf16, and a product of two numbers six products of theirs.
+// fp32 on tiles of 16-bit numbers: each number is a sum of two fp16 or of three bf16, and a product of two numbers three or six
+// products of theirs.
 //
-//     x = x0 + x1 + x2,  |x1| <= 2^-9 |x|,  |x2| <= 2^-17 |x|          exact: 3 x 8 bits are the 24 that fp32 has
-//     x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0              what is left out is below 2^-25 |x y|
+//     fp16   x = x0 + x1,       |x1| <= 2^-11 |x|                           x y = x1 y0 + x0 y0 + x0 y1
+//     bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|, |x2| <= 2^-17 |x|         x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
 //
-// Each product is exact in fp32, where tiles add them up: 32 to one sum first, and that to the sum so far, so that there are fewer
-// roundings than in a chain of multiply-adds. A tile instruction does 8192 products of halves in 16 cycles; six of them are
-// 8192 products of fp32 in 96, for which vectors take 256.
+// Three bf16 hold the 24 bits of fp32, and what is left out is below 2^-25 |x y|. Two fp16 hold 23 or 24 (what is lost is at most
+// 2^-24 |x|, half of fp32's last bit), and what is left out is below 2^-22 |x y|, 2^-25 on average: less than sums of fp32 lose by
+// rounding. Each product is exact in fp32, where tiles add them up: 32 to one sum first, and that to the sum so far, so that there are
+// fewer roundings than in a chain of multiply-adds. A tile instruction does 8192 products of halves in 16 cycles; six of them are
+// 8192 products of fp32 in 96, three in 48, for which vectors take 256.
 //
-// Tiles take what is below 2^-126 as 0, which the parts of small numbers are, and infinite numbers have no parts. So `Irregular`
-// watches: where a problem has a number of 2^100 or more (weights go up to 2^15), one below 2^-100 other than 0, or NaN, all of it is
-// done again in vectors.
+// Range. fp16 has 40 powers of two, subnormal numbers included. Q, K and V are scaled up by 2^kInputBits, after which one number is
+// lost by 2^-25 at most; that is below 2^-24 of its row's largest as long as that is 2^-9 or more, and it has to stay below 255. Tiles take
+// bf16 below 2^-126 as 0, and infinite numbers have no parts. So `Irregular` watches the largest number of each row: a problem for which
+// fp16 does not do is computed again with bf16, all of it, and one for which bf16 does not do in vectors.
 #pragma once
 
 #include "amx.h"
@@ -27,27 +31,36 @@ INLINE bool splits(const Attention& a) {
 // Documents whose rows see no more are left to vectors.
 INLINE int64_t most_unsplit_keys(const Attention& a) { return a.ranges && a.columns != 2 ? 0 : kFewestSplitKeys - 1; }
 
-// Whether some number seen so far has no parts.
+// Whether some row seen so far has numbers that are not for the parts.
 class Irregular {
  public:
+  template <class Mode>
+  static Irregular of() {
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0x1p-9f, 255.0f) : Irregular(0x1p-80f, 0x1p100f);
+  }
+  bool found() const { return found_; }
+
 #if defined(UNDIVIDED_AMX)
-  inline __attribute__((always_inline)) void see(Vec x) {
-    const UVec size = (UVec)x << 1;  // in the order of |x|
-    most_ = (UVec)_mm512_max_epu32((__m512i)most_, (__m512i)size);
-    least_ = (UVec)_mm512_min_epu32((__m512i)least_, (__m512i)(size - 1));  // of zero the largest
+  // The largest number of a row, without its sign: as an integer, which NaN is the largest of.
+  typedef UVec Largest;
+  INLINE void see(Vec x, Largest& largest) {
+    largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x << 1));
   }
-  bool found() const {
-    return (_mm512_cmpge_epu32_mask((__m512i)most_, _mm512_set1_epi32((int)size_of(kLargest))) |
-            _mm512_cmplt_epu32_mask((__m512i)least_, _mm512_set1_epi32((int)size_of(kSmallest) - 1))) != 0;
+  inline __attribute__((always_inline)) void end_row(Largest largest) {
+    const uint32_t size = _mm512_reduce_max_epu32((__m512i)largest);
+    found_ |= size >= high_ || (size != 0 && size < low_);
   }
+#endif
 
  private:
-  static constexpr int kLargest = 100, kSmallest = -100;  // as powers of two
-  static constexpr uint32_t size_of(int power) { return (uint32_t)(127 + power) << 24; }
-  UVec most_ = {}, least_ = ~UVec{};
-#else
-  bool found() const { return false; }
-#endif
+  Irregular(float low, float high) : low_(bits_of(low) << 1), high_(bits_of(high) << 1) {}
+  static uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+  }
+  uint32_t low_, high_;
+  bool found_ = false;
 };
 
 }  // namespace
@@ -56,94 +69,145 @@ class Irregular {
 
 namespace {
 
-// The next part of x, in the upper halves and with something below them; x loses it.
-INLINE UVec take_part(Vec& x) {
-  const UVec rounded = (UVec)x + 0x8000;
-  x -= (Vec)(rounded & 0xffff0000u);
-  return rounded;
-}
-INLINE Vec join_parts(UVec even, UVec odd) {
-  return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(even >> 16), (__m512i)odd);
+// How numbers are taken apart: x loses a part; the last part is all of x. Parts of two numbers in each lane side by side, and of two
+// vectors one behind the other.
+template <class Half>
+struct Parts;
+
+template <>
+struct Parts<BFloat16> {  // in the upper halves, with something below them
+  typedef UVec Some;
+  INLINE Some take(Vec& x) {
+    const UVec rounded = (UVec)x + 0x8000;
+    x -= (Vec)(rounded & 0xffff0000u);
+    return rounded;
+  }
+  INLINE Some last(Vec x) { return (UVec)x; }
+  INLINE Vec pairs(Some even, Some odd) {
+    return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(even >> 16), (__m512i)odd);
+  }
+  INLINE __m512i together(Some low, Some high) {
+    alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
+  }
+};
+
+template <>
+struct Parts<Float16> {
+  typedef __m256i Some;
+  INLINE Some take(Vec& x) {
+    const Some part = last(x);
+    x -= (Vec)_mm512_cvtph_ps(part);
+    return part;
+  }
+  INLINE Some last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+  INLINE Vec pairs(Some even, Some odd) {
+    return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+  }
+  INLINE __m512i together(Some low, Some high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+};
+
+template <class Half>
+constexpr int kPartsOf = kParts<Split<Half>>;
+template <class Half>
+using SomeParts = typename Parts<Half>::Some[kPartsOf<Half>];
+
+// All parts of x.
+template <class Half>
+INLINE void take_parts(Vec x, SomeParts<Half>& parts) {
+#pragma GCC unroll 2
+  for (int p = 0; p < kPartsOf<Half> - 1; p++) parts[p] = Parts<Half>::take(x);
+  parts[kPartsOf<Half> - 1] = Parts<Half>::last(x);
 }
 // Pairs of the parts of two numbers in each lane.
-INLINE void split_pairs(Vec even, Vec odd, Vec (&parts)[3]) {
-#pragma GCC unroll 2
-  for (int p = 0; p < 2; p++) {
-    const UVec e = take_part(even), o = take_part(odd);
-    parts[p] = join_parts(e, o);
-  }
-  parts[2] = join_parts((UVec)even, (UVec)odd);
-}
-
-// The upper halves of all lanes, one vector's behind the other's.
-INLINE __m512i upper_halves(UVec low, UVec high) {
-  alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                               33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
+template <class Half>
+INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[kPartsOf<Half>]) {
+  SomeParts<Half> e, o;
+  take_parts<Half>(even, e), take_parts<Half>(odd, o);
+#pragma GCC unroll 3
+  for (int p = 0; p < kPartsOf<Half>; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
 }
 
 INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
 }
 
+// A number of Q, K or V as it is split.
+template <class Mode>
+INLINE Vec scaled_up(Vec x) {
+  return kInputBits<Mode> == 0 ? x : x * (float)(1 << kInputBits<Mode>);
+}
+
 // kLanes rows, or null pointers for rows of zeros, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
+template <class Mode>
 static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular) {
+  Irregular::Largest largest[kLanes] = {};
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
-    Vec x[kLanes], parts[3];
+    Vec x[kLanes], parts[kParts<Mode>];
     for (int i = 0; i < kLanes; i++) {
       x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) : Vec{};
-      irregular.see(x[i]);
+      Irregular::see(x[i], largest[i]);
+      x[i] = scaled_up<Mode>(x[i]);
     }
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
-      split_pairs(x[i], x[i + 1], parts);
-      for (int p = 0; p < 3; p++) store(to + (p * depth + (d + i) / 2) * kPanel, parts[p]);
+      split_pairs<Part<Mode>>(x[i], x[i + 1], parts);
+      for (int p = 0; p < kParts<Mode>; p++) store(to + (p * depth + (d + i) / 2) * kPanel, parts[p]);
     }
   }
+  for (int i = 0; i < kLanes; i++) irregular.end_row(largest[i]);
 }
 
-// pack_k: groups of kTileRows keys, each of three parts. Unseen keys give zeros.
+// pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
+template <class Mode>
 static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
                     Irregular& irregular) {
+  typedef Part<Mode> Half;
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
   for (int64_t j = 0; j < padded; j++, k += stride) {
-    char* row = to + j / kTileRows * 3 * part + j % kTileRows * 64;
+    char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
     const bool is_seen = j < keys && seen[j];
+    Irregular::Largest largest = {};
     for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
-      Vec low = is_seen ? load_some(k + d, columns - d) : Vec{};
-      Vec high = is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{};
-      irregular.see(low), irregular.see(high);
-      for (int p = 0; p < 3; p++) {
-        const UVec l = p < 2 ? take_part(low) : (UVec)low, h = p < 2 ? take_part(high) : (UVec)high;
-        _mm512_store_si512(row + p * part, upper_halves(l, h));
-      }
+      const Vec low = is_seen ? load_some(k + d, columns - d) : Vec{};
+      const Vec high = is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{};
+      Irregular::see(low, largest), Irregular::see(high, largest);
+      SomeParts<Half> l, h;
+      take_parts<Half>(scaled_up<Mode>(low), l), take_parts<Half>(scaled_up<Mode>(high), h);
+      for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(row + p * part, Parts<Half>::together(l[p], h[p]));
     }
+    irregular.end_row(largest);
   }
 }
 
-// transpose_v: groups of kTileRows columns, each of three parts of `capacity` steps.
+// transpose_v: groups of kTileRows columns, each of all parts of `capacity` steps.
+template <class Mode>
 static void split_v(const float* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity, char* to,
                     Irregular& irregular) {
   const int64_t part = capacity * kTileBytes;
-  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes)
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+    Irregular::Largest largest[kTileDepth] = {};
     for (int64_t d = 0; d < columns; d += kTileRows) {
-      Vec x[3][kLanes];
+      Vec x[kParts<Mode>][kLanes];
       for (int i = 0; i < kLanes; i++) {
-        Vec pair[2], parts[3];
+        Vec pair[2], parts[kParts<Mode>];
         for (int odd = 0; odd < 2; odd++) {
           const int64_t key = 2 * i + odd;
           pair[odd] = j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{};
-          irregular.see(pair[odd]);
+          Irregular::see(pair[odd], largest[key]);
         }
-        split_pairs(pair[0], pair[1], parts);
-        for (int p = 0; p < 3; p++) x[p][i] = parts[p];
+        split_pairs<Part<Mode>>(scaled_up<Mode>(pair[0]), scaled_up<Mode>(pair[1]), parts);
+        for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];
       }
-      for (int p = 0; p < 3; p++) {
+      for (int p = 0; p < kParts<Mode>; p++) {
         transpose(x[p]);
-        char* tile = to + d / kTileRows * 3 * part + p * part;
+        char* tile = to + d / kTileRows * kParts<Mode> * part + p * part;
         for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[p][i]);
       }
     }
+    for (const auto& of_key : largest) irregular.end_row(of_key);
+  }
 }
 
 }  // namespace

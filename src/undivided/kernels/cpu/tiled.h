@@ -28,8 +28,8 @@ namespace {
 constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
 // How far a base may lie above all scores so far where ALiBi makes later ones larger. Their weights, as small as they are, keep
 // their precision in bf16; fp16 has not the range.
-template <class T>
-constexpr float kMostRise = std::is_same<T, Float16>::value ? 0 : 48;
+template <class Half>
+constexpr float kMostRise = std::is_same<Half, Float16>::value ? 0 : 48;
 
 // Blocks of weights that await the second product: a tile's in halves, 12 KiB; of fp32, in three parts, half a tile's, 18 KiB
 // (8 % faster than the whole).
@@ -38,32 +38,29 @@ constexpr int64_t kMostBlocks = kTile / kKeyBlock / (P > 1 ? 2 : 1);
 constexpr int64_t kWeightsPart = kMostBlocks<3> * kKeyBlock / 2 * kPanel;
 
 // Pairs of weights: of halves, or of the parts of fp32, one part after another.
-template <class T>
-INLINE void store_weights(Vec even, Vec odd, float* to, T) {
-  store(to, pair_weights(even, odd, T()));
-}
-INLINE void store_weights(Vec even, Vec odd, float* to, float) {
-  Vec parts[3];
-  split_pairs(even, odd, parts);
+template <class Mode>
+INLINE void store_weights(Vec even, Vec odd, float* to) {
+  constexpr int P = kParts<Mode>;
+  if constexpr (P == 1) {
+    store(to, pair_weights(even, odd, Part<Mode>()));
+  } else {
+    Vec parts[P];
+    split_pairs<Part<Mode>>(even, odd, parts);
 #pragma GCC unroll 3
-  for (int p = 0; p < 3; p++) store(to + p * kWeightsPart, parts[p]);
-}
-
-template <class T>
-INLINE Vec weight_of(Vec x, __mmask16 where, T) {
-  return std::is_same<T, float>::value ? exp2_or_zero(x, where) : weight_of(x, where);
+    for (int p = 0; p < P; p++) store(to + p * kWeightsPart, parts[p]);
+  }
 }
 
 // Weights of a block of scores in pairs, 0 where unseen or dropped, and their sums, which see those that are dropped. Where it
 // is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false.
-template <class T, bool kMasked, bool kDrops, int V, class Extra, class Besides>
+template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Besides>
 static __attribute__((noinline)) bool soften_block(const float* scores, const Extra& extra, const Kept* seen, const float* most,
                                                    float* total, const Kept* kept, float* pairs, uint16_t* large,
                                                    Besides* besides) {
   Vec sum[V] = {}, less[V];
   for (int v = 0; v < V; v++) {
     Vec x = load(most + v * kLanes);
-    less[v] = (float)kWeightBits<T> - (x == -kInfinity ? Vec{} : x);  // -inf - -inf is NaN
+    less[v] = (float)kWeightBits<Part<Mode>> - (x == -kInfinity ? Vec{} : x);  // -inf - -inf is NaN
   }
   for (int64_t j = 0; j < kKeyBlock; j += 2) {
     besides->step();
@@ -73,11 +70,12 @@ static __attribute__((noinline)) bool soften_block(const float* scores, const Ex
     extra(j, less, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      Vec even = weight_of(x[2 * v], kMasked ? seen[j * kVectors + v] : 0xffff, T());
-      Vec odd = weight_of(x[2 * v + 1], kMasked ? seen[(j + 1) * kVectors + v] : 0xffff, T());
+      const __mmask16 of_even = kMasked ? seen[j * kVectors + v] : 0xffff, of_odd = kMasked ? seen[(j + 1) * kVectors + v] : 0xffff;
+      Vec even = kParts<Mode> > 1 ? exp2_or_zero(x[2 * v], of_even) : weight_of(x[2 * v], of_even);
+      Vec odd = kParts<Mode> > 1 ? exp2_or_zero(x[2 * v + 1], of_odd) : weight_of(x[2 * v + 1], of_odd);
       sum[v] += even + odd;
       if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
-      store_weights(even, odd, pairs + j / 2 * kPanel + v * kLanes, T());
+      store_weights<Mode>(even, odd, pairs + j / 2 * kPanel + v * kLanes);
     }
   }
   bool some = false;
@@ -152,9 +150,8 @@ struct BothUpcoming {
 template <class Mode>
 class TiledStep {
  public:
-  typedef typename Mode::T T;
+  typedef Part<Mode> Half;
   static constexpr int P = kParts<Mode>;
-  typedef std::conditional_t<P == 1, T, BFloat16> Half;
   TiledStep(const Attention& a, int64_t batch, Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
             int64_t stop, const char* v, const TiledExtra& extra, const Kept* seen, const Workspace& w, BothUpcoming& upcoming)
       : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra), seen_(seen),
@@ -224,8 +221,8 @@ class TiledStep {
   }
   template <int V, class Extra>
   bool weights(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
-    auto drops = seen ? soften_block<T, true, true, V, Extra, BothUpcoming> : soften_block<T, false, true, V, Extra, BothUpcoming>;
-    auto keeps = seen ? soften_block<T, true, false, V, Extra, BothUpcoming> : soften_block<T, false, false, V, Extra, BothUpcoming>;
+    auto drops = seen ? soften_block<Mode, true, true, V, Extra, BothUpcoming> : soften_block<Mode, false, true, V, Extra, BothUpcoming>;
+    auto keeps = seen ? soften_block<Mode, true, false, V, Extra, BothUpcoming> : soften_block<Mode, false, false, V, Extra, BothUpcoming>;
     upcoming_.times = 0;
     return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, total_, kept_, pairs_of(i), large, &upcoming_);
   }
@@ -233,7 +230,7 @@ class TiledStep {
   template <int V, class Extra>
   void rebase(int64_t i, const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted) {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
-    for (int v = 0; v < kVectors; v++) rise[v] = extra_.rise(i, v, kMostRise<T>);
+    for (int v = 0; v < kVectors; v++) rise[v] = extra_.rise(i, v, kMostRise<Half>);
     if (!find_base<V>(scores, extra, seen, wanted, rise, most_, decay)) return;
     if (i + 1 < blocks_) land(i + 1);
     weigh(i);
@@ -281,7 +278,7 @@ template <class Mode>
 static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
                        int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming, Irregular& irregular) {
   const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
-  TiledExtra extra(a, block, p, start, w.extra);
+  TiledExtra extra(a, block, p, start, ldexp(a.scale, -2 * kInputBits<Mode>), w.extra);
   const Kept* seen = nullptr;
   if (a.dense || a.bias || !p.covers(start, stop)) {
     uint8_t keys_seen[kTile];

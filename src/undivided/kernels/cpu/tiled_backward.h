@@ -34,13 +34,11 @@ INLINE void store_halves(Float16* to, Vec low, Vec high) {
   store_from_float(to + kLanes, high);
 }
 
-// The same in three parts, which x and y become.
-INLINE void store_parts(BFloat16* to, int64_t part, Vec low, Vec high, UVec (&x)[3], UVec (&y)[3]) {
-#pragma GCC unroll 2
-  for (int p = 0; p < 2; p++) x[p] = take_part(low), y[p] = take_part(high);
-  x[2] = (UVec)low, y[2] = (UVec)high;
+// The same of numbers in parts.
+template <class Half>
+INLINE void store_parts(Half* to, const SomeParts<Half>& low, const SomeParts<Half>& high) {
 #pragma GCC unroll 3
-  for (int p = 0; p < 3; p++) *(__m512i_u*)(to + p * part) = upper_halves(x[p], y[p]);
+  for (int p = 0; p < kPartsOf<Half>; p++) *(__m512i_u*)(to + p * kTile * kPanel) = Parts<Half>::together(low[p], high[p]);
 }
 
 // P and dS of two keys: as rows of A, dS as pairs of keys besides.
@@ -54,23 +52,28 @@ INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* 
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; v++) store(pairs + v * kLanes, pair_weights(x[0][v].score, x[1][v].score, Half()));
 }
-INLINE void store_derived(const Derived (&x)[2][kVectors], BFloat16* weights, BFloat16* scores, float* pairs, float) {
-  constexpr int64_t part = kTile * kPanel;
-  UVec of_key[2][2][3];
+template <class Half>
+INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* scores, float* pairs, float) {
+  SomeParts<Half> parts[2][kVectors];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
-    store_parts(weights + i * kPanel, part, x[i][0].weight, x[i][1].weight, of_key[i][0], of_key[i][1]);
-    store_parts(scores + i * kPanel, part, x[i][0].score, x[i][1].score, of_key[i][0], of_key[i][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) take_parts<Half>(x[i][v].weight, parts[i][v]);
+    store_parts<Half>(weights + i * kPanel, parts[i][0], parts[i][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) take_parts<Half>(x[i][v].score, parts[i][v]);
+    store_parts<Half>(scores + i * kPanel, parts[i][0], parts[i][1]);
   }
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; v++)
 #pragma GCC unroll 3
-    for (int p = 0; p < 3; p++) store(pairs + p * kPairsPart + v * kLanes, join_parts(of_key[0][v][p], of_key[1][v][p]));
+    for (int p = 0; p < kPartsOf<Half>; p++)
+      store(pairs + p * kPairsPart + v * kLanes, Parts<Half>::pairs(parts[0][v][p], parts[1][v][p]));
 }
 
-// The largest gradient of a score that halves, or sums of three, have.
-template <class T>
-constexpr float kMostScore = std::is_same<T, Float16>::value ? 65504 : 0x1p100f;
+// The largest gradient of a score that halves, or sums of bf16, have.
+template <class Half>
+constexpr float kMostScore = std::is_same<Half, Float16>::value ? 65504 : 0x1p100f;
 
 // Weights and gradients of scores of kKeyBlock keys from j on.
 template <class T, Kind kKind, bool kDrops, class Half>
@@ -87,7 +90,7 @@ static __attribute__((noinline)) void derive_block(const Derive& d, int64_t firs
     for (int i = 0; checked && i < 2; i++)  // NaN, as a number without a sign, is larger than all others
       for (int v = 0; v < kVectors; v++) most = (UVec)_mm512_max_epu32((__m512i)most, (__m512i)((UVec)x[i][v].score << 1));
   }
-  const UVec limit = (UVec)splat(kMostScore<T>) << 1;
+  const UVec limit = (UVec)splat(kMostScore<Half>) << 1;
   if (checked && _mm512_cmpgt_epu32_mask((__m512i)most, (__m512i)limit)) __atomic_store_n(d.exceeded, 1, __ATOMIC_RELAXED);
 }
 

@@ -17,7 +17,7 @@ constexpr int64_t kKeyBlock = 2 * kTileRows;  // whose scores are softened at on
 // x[2 v + 1]; less[v] is minus the base of the rows.
 class Scaled {
  public:
-  explicit Scaled(const Attention& a) : factor_((float)(a.scale * (double)kLog2E)) {}
+  explicit Scaled(double scale) : factor_((float)(scale * (double)kLog2E)) {}
   template <int V>
   INLINE_MEMBER void operator()(int64_t, const Vec (&less)[V], Vec (&x)[2 * V]) const {
 #pragma GCC unroll 4
@@ -34,9 +34,9 @@ class Added;
 
 class TiledExtra {
  public:
-  // For a panel and the keys [start, stop); words: of the bias, kTile x kPanel at most.
-  TiledExtra(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, float* words)
-      : a_(a), batch_(block.batch), start_(start), words_(words) {
+  // For a panel and the keys from `start` on; scale: of scores as they are computed; words: of the bias, kTile x kPanel at most.
+  TiledExtra(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, double scale, float* words)
+      : a_(a), batch_(block.batch), start_(start), scale_(scale), words_(words) {
     if (!a.bias && !a.slopes) return;
     for (int v = 0; v < p.vectors(); v++) {
       at_[v] = LaneRows(a, block, block.row + p.first + v * kLanes, block.row + p.first + p.rows - 1);
@@ -65,7 +65,7 @@ class TiledExtra {
   // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types.
   template <bool kRough, class F>
   void with_block(int64_t i, F f) const {
-    if (!a_.bias && !a_.slopes && a_.softcap == 0) f(Scaled(a_));
+    if (!a_.bias && !a_.slopes && a_.softcap == 0) f(Scaled(scale_));
     else
       with_bias([&](auto b) {
         if (a_.softcap != 0) f(Added<decltype(b), true, kRough>(*this, i * kKeyBlock));
@@ -118,6 +118,7 @@ class TiledExtra {
 
   const Attention& a_;
   const int64_t batch_, start_;
+  const double scale_;
   float* words_;
   LaneRows at_[kVectors];
   Vec slope_[kVectors] = {};
@@ -158,7 +159,7 @@ class Added {
  public:
   Added(const TiledExtra& of, int64_t first)
       : positions_(of.a_.slopes != nullptr),
-        factor_((float)(kCapped ? of.a_.scale / of.a_.softcap : of.a_.scale * (double)kLog2E)),
+        factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_ * (double)kLog2E)),
         cap_((float)(of.a_.softcap * (double)kLog2E)), words_(of.words_ + first / kEach * kPanel) {
     if (!positions_) return;
     // both relative to the block's first key, so that they are exact
