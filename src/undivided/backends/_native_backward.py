@@ -41,9 +41,9 @@ def backward(
         return _plain(library, problem, operands, given, grad_out, grad_lse)
     call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
     slices = call.slices()
-    for precise in (False, True):
+    for attempt in cpu.ATTEMPTS:
         gradients = _Gradients(
-            problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, precise=precise
+            problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt
         )
         if all(library.backward(call.record(rows), gradients.record(rows)) for rows in slices):
             break
@@ -62,19 +62,19 @@ def _plain(
     strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
     of_grad = (grad.data_ptr(), *strides(grad.stride()))
     places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
-    for precise in (False, True):
-        if library.backward(given, _record(problem, dtype, False, precise, of_grad, lse, places)):
+    for attempt in cpu.ATTEMPTS:
+        if library.backward(given, _record(problem, dtype, False, attempt, of_grad, lse, places)):
             break
     return [*found, None, None, None]
 
 
 def _record(
-    problem: Problem, dtype: int, in_parts: bool, precise: bool, grad: tuple[int, ...], lse: Tensor | None,
+    problem: Problem, dtype: int, in_parts: bool, attempt: int, grad: tuple[int, ...], lse: Tensor | None,
     places: Sequence[tuple[int, ...]], rows: tuple[int, int] = (0, 0), bias: tuple[int, ...] = _NO_BIAS,
 ) -> bytes:  # fmt: skip
     """The C record. grad, places of dq, dk, dv: `_place`; rows: where sinks and slopes go."""
     return _PACK(
-        _SIZE, dtype, in_parts, precise, *grad, *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        _SIZE, dtype, in_parts, attempt, *grad, *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
         *places[0], *places[1], *places[2], *rows, problem.heads * problem.q_len, problem.q_len, *bias,
     )  # fmt: skip
 
@@ -96,9 +96,9 @@ class _Gradients:
 
     def __init__(
         self, problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool,
-        precise: bool,
+        attempt: int,
     ) -> None:  # fmt: skip
-        self._problem, self._operands, self._in_parts, self._precise = problem, operands, in_parts, precise
+        self._problem, self._operands, self._in_parts, self._attempt = problem, operands, in_parts, attempt
         self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
         needs, layout = operands.needs, problem.layout
@@ -135,7 +135,7 @@ class _Gradients:
             bias = (part.data_ptr(), *strides)
         return _record(
             self._problem, DTYPES[torch.float32 if self._in_parts else self._problem.dtype], self._in_parts,
-            self._precise, _place(self._grad_out[:, :, rows]), None if lse is None else lse[:, :, rows],
+            self._attempt, _place(self._grad_out[:, :, rows]), None if lse is None else lse[:, :, rows],
             (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)), (sinks, slopes), bias,
         )  # fmt: skip
 

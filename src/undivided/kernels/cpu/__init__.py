@@ -28,12 +28,14 @@ FIELDS = (
 RECORD = struct.Struct("".join("d" if name in ("scale", "softcap", "survivors") else "q" for name in FIELDS))
 # struct Gradients, all integers
 GRADIENT_FIELDS = (
-    "size type accumulate precise grad_out grad_out_b grad_out_h grad_out_s grad_lse grad_lse_b grad_lse_h "
+    "size type accumulate attempt grad_out grad_out_b grad_out_h grad_out_s grad_lse grad_lse_b grad_lse_h "
     "dq dq_b dq_h dq_s dk dk_b dk_h dk_s dv dv_b dv_h dv_s sinks slopes rows_b rows_h "
     "bias bias_b bias_h bias_q bias_k"
 ).split()
 GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
 _EXCEEDED = 3
+ATTEMPTS = range(3)
+"""How often gradients may have to be computed: the first that finds numbers it has no range for is followed by one that has more."""
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
 _forked = False
@@ -73,7 +75,7 @@ class Library:
         _check(self._forward(record))
 
     def backward(self, record: bytes, gradients: bytes) -> bool:
-        """The gradients of one problem; False where they have to be computed again, with `precise` and fresh buffers.
+        """The gradients of one problem; False where they have to be computed again, by the next attempt and in fresh buffers.
 
         Raises:
             RuntimeError: it could not.

@@ -107,6 +107,11 @@ struct KeyChunk {
   int64_t batch, kv_head, kv_heads, key, keys;
 };
 
+// Powers of two by which a block of rows has dO and, where it is the least of its rows, gradients of scores: see kFitted.
+struct Fit {
+  int32_t grad, score;
+};
+
 // A backward: the problem, what all its units share, and how it is cut. Rows are virtual rows of a key/value head, those of
 // its whole group one after another, cut into panels and blocks of `row_panels` panels; keys into blocks of `key_block`.
 struct Backward {
@@ -122,6 +127,8 @@ struct Backward {
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
   float* norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
   int64_t* exceeded;    // becomes 1: see kExceeded
+  float *slope, *undo;  // [B, N, panels, panel] and [B, N, row_blocks]: see kFitted
+  struct Fit* fits;
 };
 
 // A block of the keys of some batch elements and key/value heads, one after another, against every query row; where the

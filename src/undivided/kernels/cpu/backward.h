@@ -71,11 +71,18 @@ struct Visit {
   int64_t index;  // of the key block
   RowBlock block;
   const float *base, *delta;
-  char* rows;   // PackedRows of the block's first panel
-  float slope, unit;  // see Derive
+  char* rows;  // PackedRows of the block's first panel
+  float unit;  // see Derive
   bool has_turn;
   NextRows next;
+  alignas(64) float every_slope[kPanel];  // see Derive: where rows have the same
 
+  // Of a panel: see Derive, and what undoes the scales of its dQ.
+  const float* slope(int64_t panel) const {
+    return kFitted<Mode> ? p.slope + (head.index * p.panels * kPanel + block.row + panel * kPanel) : every_slope;
+  }
+  const float* undo(int64_t panel) const { return p.undo + (head.index * p.panels * kPanel + block.row + panel * kPanel); }
+  undivided::Fit fit() const { return p.fits[head.index * p.row_blocks + block.row / (p.row_panels * kPanel)]; }
   PackedRows<Mode> packed(int64_t panel) const {
     return PackedRows<Mode>(p.a, rows + panel * PackedRows<Mode>(p.a, nullptr).bytes);
   }
@@ -111,7 +118,8 @@ static Derive inputs_of(const Visit<Mode>& s, int64_t index, int64_t tile, int64
   const bool extras = a.bias || a.dense || a.slopes, covered = (panel.covered[0][0] <= key && tile + stop <= panel.covered[0][1]) ||
                                                               (panel.covered[1][0] <= key && tile + stop <= panel.covered[1][1]);
   return {a,        panel, s.base + first,      s.delta + first, st, dpt, s.w.extra, s.w.kept, tile,
-          panel.vectors(), !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, s.slope, s.unit, s.p.exceeded};
+          panel.vectors(), !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, ldexp(a.scale, -2 * kInputBits<Mode>),
+          s.slope(index), s.unit, s.p.exceeded};
 }
 
 // P or dS of keys [from, to) of a panel's becomes 0.
@@ -199,7 +207,11 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   const TileRows kt = {w.k_pairs + (tile + start - s.keys.first) / kTileDepth * kTileBytes, 64, kTileBytes, P * part, part, kPairsPart * 4};
   multiply_tiles<Half, kVectors, P != 1, Nothing, P>(kt, w.pairs + start / 2 * kPanel, (stop - start) / kTileDepth, depth / kTileRows,
                                                      P == 1 ? s.dqt(index) : w.sums);
-  if (P > 1) add_sums<kVectors>(w.sums, depth, s.dqt(index));
+  if constexpr (P > 1) {
+    Vec unit[kVectors];
+    for (int v = 0; v < kVectors; v++) unit[v] = kFitted<Mode> ? load(s.undo(index) + v * kLanes) : splat(1);
+    add_scaled(w.sums, depth, unit, s.dqt(index));
+  }
 }
 #endif
 
@@ -239,10 +251,10 @@ static Slots panel_pieces(Visit<Mode>& s, int64_t tile, int64_t keys) {
   return slots;
 }
 
-// What the tile's keys get from all panels of the block together: sums += A * rows.
+// What the tile's keys get from all panels of the block together: sums += A * rows / 2^bits.
 template <class Mode>
 static void add_block(Visit<Mode>& s, const Slots& slots, int64_t tile, int64_t keys, const char* a, const float* rows,
-                      int64_t dim, float* sums) {
+                      int64_t dim, int bits, float* sums) {
   constexpr int64_t slot = kSlot<Mode>, column = PackedRows<Mode>::kColumns;
   const int64_t panel = PackedRows<Mode>(s.p.a, nullptr).bytes / 4, out_column = s.p.key_block * kPanel;
   const Columns columns(dim);
@@ -250,7 +262,7 @@ static void add_block(Visit<Mode>& s, const Slots& slots, int64_t tile, int64_t 
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled)
     return add_tile_blocks<Weight<Mode>, kParts<Mode>>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys, columns.panels, sums,
-                                                       out_column, s.w.sums);
+                                                       out_column, ldexpf(1, -bits), s.w.sums);
   else
 #endif
     for (int64_t c = 0; c < columns.panels; c++)
@@ -264,8 +276,10 @@ static void tile_step(Visit<Mode>& s, int64_t tile, int64_t tile_stop) {
   if (slots.count == 0) return;
   const PackedRows<Mode> rows = s.packed(0);
   const Attention& a = s.p.a;
-  if (s.p.g.dv) add_block(s, slots, tile, tile_stop - tile, s.w.weights, rows.grad, a.v_dim, s.w.dv);
-  if (s.p.g.dk) add_block(s, slots, tile, tile_stop - tile, s.w.scores, rows.q, a.qk_dim, s.w.dk);
+  int of_v = 0, of_k = 0;  // powers of two in the sums of what follows
+  if constexpr (kFitted<Mode>) of_v = weight_bits<Mode>(a) + s.fit().grad, of_k = kInputBits<Mode> + s.fit().score;
+  if (s.p.g.dv) add_block(s, slots, tile, tile_stop - tile, s.w.weights, rows.grad, a.v_dim, of_v, s.w.dv);
+  if (s.p.g.dk) add_block(s, slots, tile, tile_stop - tile, s.w.scores, rows.q, a.qk_dim, of_k, s.w.dk);
 }
 
 template <class Mode>
@@ -303,7 +317,8 @@ static void row_block_step(Visit<Mode>& s, int64_t row_block) {
   const int64_t bytes = PackedRows<Mode>(p.a, nullptr).bytes;
   s.rows = p.packed ? p.packed + at * bytes : w.rows;
   for (int64_t i = 0; !p.packed && i < panels; i++)
-    pack_panel<Mode>(p, s.block, i * kPanel, s.base + i * kPanel, s.rows + i * bytes);
+    pack_panel<Mode>(p, s.head, s.block, i * kPanel, s.base + i * kPanel, s.rows + i * bytes);
+  if constexpr (kFitted<Mode>) s.unit = ldexpf(1, -weight_bits<Mode>(p.a) - s.fit().grad - kInputBits<Mode>);
   s.next = next_rows<Mode>(p, s.head, row_block + 1);
   const int64_t stop = s.keys.first + s.keys.count;
   for (int64_t tile = s.keys.first; tile < stop; tile += kTile) tile_step(s, tile, smaller_of(tile + kTile, stop));
@@ -320,8 +335,8 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
   const KeyRows<Mode> keys = prepare_keys<Mode>(p, head, index * p.key_block, w);
   clear_sums<Mode>(p, a.qk_dim, keys.count, w.dk), clear_sums<Mode>(p, a.v_dim, keys.count, w.dv);
   const int scores = score_bits<Mode>(p, head.index), weights = weight_bits<Mode>(a);
-  const float slope = ldexpf((float)a.scale, scores - weights);
-  Visit<Mode> visit = {p, w, keys, head, index, {}, nullptr, nullptr, nullptr, slope, ldexpf(1, -weights), false, {}};
+  Visit<Mode> visit = {p, w, keys, head, index, {}, nullptr, nullptr, nullptr, ldexpf(1, -weights), false, {}, {}};
+  for (float& slope : visit.every_slope) slope = ldexpf((float)a.scale, scores - weights);
   for (int64_t r = 0; r < p.row_blocks; r++) {
     if (alone) before_rows<Mode>(p, head, r);
     row_block_step(visit, r);
@@ -329,7 +344,7 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
   }
   const int64_t b = head.batch, n = head.kv_head;
   if (g.dk) write_keys<Mode>(p, keys, g.dk, b * g.dk_b + n * g.dk_h, g.dk_s, a.qk_dim, w.dk, scores);
-  if (g.dv) write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, weights);
+  if (g.dv) write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, kScaled<Mode> ? weights : 0);
 }
 
 template <class Mode>

@@ -45,6 +45,8 @@ static Backward own_rows(const Backward& p, char* base, int64_t* bytes) {
   own.dqt = p.g.dq ? (float*)at.take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
   own.hull = (int32_t*)at.take(p.panels * 8), own.turn = (int64_t*)at.take(p.row_blocks * 8);
   own.norm = (float*)at.take(p.panels * 4);
+  own.slope = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0), own.undo = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0);
+  own.fits = (undivided::Fit*)at.take(kFitted<Mode> ? p.row_blocks * (int64_t)sizeof(undivided::Fit) : 0);
   own.packed = at.take(p.panels * PackedRows<Mode>(p.a, nullptr).bytes);
   *bytes = at.bytes;
   return own;

@@ -40,9 +40,24 @@ INLINE int64_t dq_depth(const Backward& p) {
 template <class Mode>
 constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>::value;
 
+// The same where fp32 is two fp16 (see split.h), whose range is that of one, but for scales: by what a block of rows has, so that
+// documents do not count for each other, and nothing can exceed. dO of a block is scaled to 2^15 and less. Gradients of a row's scores are
+// by what they can be at most, |scale| (|dO| |V| + |delta|), so that what is lost is a question of that row; Q, where it meets several rows'
+// gradients at once, undoes the differences.
+template <class Mode>
+constexpr bool kFitted = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
+constexpr int kFittedBits = 15, kMostFittedBits = 100;
+
+// The power of two that makes `most` 2^14 to 2^15.
+INLINE int fitted_bits(float most) {
+  if (!(most > 0 && most < kInfinity)) return 0;
+  const int bits = kFittedBits - 1 - ilogbf(most);
+  return bits > kMostFittedBits ? kMostFittedBits : bits < -kMostFittedBits ? -kMostFittedBits : bits;
+}
+
 template <class Mode>
 INLINE int weight_bits(const Attention& a) {
-  return kScaled<Mode> ? 14 - (a.dropout && a.survivors > 0 ? ilogbf((float)a.survivors * 1.9999f) : 0) : 0;
+  return kScaled<Mode> || kFitted<Mode> ? 14 - (a.dropout && a.survivors > 0 ? ilogbf((float)a.survivors * 1.9999f) : 0) : 0;
 }
 template <class Mode>
 INLINE int score_bits(const Backward& p, int64_t head) {
@@ -101,9 +116,9 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 }
 #endif
 
-// Rows with lanes along d, up to `rows`; a null pointer gives zeros.
+// Rows with lanes along d, up to `rows`, scaled by `unit` of each where they are split; a null pointer gives zeros.
 template <class Mode>
-static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, float* to) {
+static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
   const int64_t width = Columns(dim).width;
   for (int64_t r = 0; r < rows; r += step)
@@ -112,8 +127,8 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
 #if defined(UNDIVIDED_AMX)
       if constexpr (kParts<Mode> > 1) {
         Vec parts[kParts<Mode>];
-        split_pairs<Part<Mode>>(row[r] ? load_some(row[r] + d, dim - d) : Vec{}, row[r + 1] ? load_some(row[r + 1] + d, dim - d) : Vec{},
-                                parts);
+        auto scaled = [&](int64_t of) { return row[of] ? load_some(row[of] + d, dim - d) * unit[of] : Vec{}; };
+        split_pairs<Part<Mode>>(scaled(r), scaled(r + 1), parts);
         for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;
       } else
@@ -136,11 +151,12 @@ INLINE int64_t packed_lanes(int64_t rows) {
   return Mode::kTiled ? kPanel : round_up(rows, kLanes);
 }
 
-// kLanes rows into lanes.
+// kLanes rows, scaled by `unit` where they are split, into lanes.
 template <class Mode>
-static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, float* to, [[maybe_unused]] Irregular& irregular) {
+static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
+                     [[maybe_unused]] Irregular& irregular) {
 #if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, irregular);
+  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, irregular, unit);
   else
 #endif
     transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
@@ -152,7 +168,7 @@ INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded,
 
 // A panel's rows; those without a key are not read.
 template <class Mode>
-static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, const float* base, char* memory) {
+static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
   const Gradients& g = p.g;
@@ -161,18 +177,26 @@ static void pack_panel(const Backward& p, const RowBlock& block, int64_t first, 
   const int64_t rows = smaller_of(block.rows - first, kPanel), lanes = packed_lanes<Mode>(rows);
   for (int64_t r = 0; r < rows; r++) {
     if (base[r] == kInfinity) continue;
-    const int64_t virtual_row = block.row + first + r, head = block.first_head + virtual_row / a.q_len, row = virtual_row % a.q_len;
-    q[r] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s;
-    grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
+    const int64_t virtual_row = block.row + first + r, h = block.first_head + virtual_row / a.q_len, row = virtual_row % a.q_len;
+    q[r] = (const T*)a.q + block.batch * a.q_b + h * a.q_h + row * a.q_s;
+    grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + h * g.grad_out_h + row * g.grad_out_s;
   }
-  Irregular irregular = Irregular::of<Mode>();
+  float of_q[kPanel], of_grad[kPanel];
+  for (int r = 0; r < kPanel; r++) of_q[r] = of_grad[r] = 1;
+  if constexpr (kFitted<Mode>) {
+    const int64_t row = block.row + first, row_block = block.row / (p.row_panels * kPanel);
+    const undivided::Fit fit = p.fits[head.index * p.row_blocks + row_block];
+    const float* undo = p.undo + head.index * p.panels * kPanel + row;
+    for (int r = 0; r < rows; r++) of_grad[r] = ldexpf(1, fit.grad), of_q[r] = ldexpf(undo[r], 2 * kInputBits<Mode> + fit.score);
+  }
+  Irregular irregular = Irregular::of<Mode>(), of_grads = kFitted<Mode> ? Irregular(0.5f, 65504) : irregular;
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, to.qt + lane, irregular);
-    lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, to.dot + lane, irregular);
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);
   }
-  if (kParts<Mode> > 1 && irregular.found()) exceed(p);
-  pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, to.q);
-  pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, to.grad);
+  if (kParts<Mode> > 1 && (irregular.found() || of_grads.found())) exceed(p);
+  pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, of_q, to.q);
+  pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, of_grad, to.grad);
 }
 
 // ---- before and after the keys
@@ -187,9 +211,9 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   return sum(total) + rest;
 }
 
-// A row's log-sum-exp, sink included, and delta. Rows without a key may hold anything and are not read.
+// A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
 template <class T>
-static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* norm) {
+static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* length) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
@@ -201,10 +225,7 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
   const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   const float lost = dot_of(out, grad, a.v_dim);
-  if (norm) {  // rows that are not finite come to nothing at any scale
-    const float length = sqrtf(dot_of(grad, grad, a.v_dim));
-    if (length < kInfinity) *norm = fmaxf(*norm, length);
-  }
+  if (length) *length = sqrtf(dot_of(grad, grad, a.v_dim));
   float total = lse;
   if (a.sinks) {
     const float sink = a.sinks[head];
@@ -216,6 +237,34 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
   if (g.grad_lse) *delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row] * expf(total - lse);
 }
 
+// The scales of a block of rows that see keys [from, to), see kFitted; lengths: |dO| of each. delta is scaled as dP is.
+template <class Mode>
+static void fit_rows(const Backward& p, const Head& head, int64_t row_block, int64_t from, int64_t to, const float* lengths) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const RowBlock block = rows_of(p, head, row_block);
+  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h;
+  float longest_v = 0, longest = 0;
+  for (int64_t j = from; j < to; j++) longest_v = fmaxf(longest_v, dot_of(v + j * a.v_s, v + j * a.v_s, a.v_dim));
+  for (int64_t r = 0; r < block.rows; r++) longest = lengths[r] < kInfinity ? fmaxf(longest, lengths[r]) : longest;
+  longest_v = sqrtf(longest_v) * (a.dropout ? (float)a.survivors : 1.0f);
+  const int64_t first = head.index * p.panels * kPanel + block.row;
+  const int grad = fitted_bits(longest), weights = weight_bits<Mode>(a);
+  int bits[kRowPanels<Mode> * kPanel], least = kMostFittedBits;
+  for (int64_t r = 0; r < block.rows; r++) {
+    const float most = fabsf((float)a.scale) * (lengths[r] * longest_v + fabsf(p.delta[first + r]));
+    if (!(most < kInfinity)) exceed(p);
+    bits[r] = most > 0 ? fitted_bits(most) : kMostFittedBits;
+    if (most > 0 && bits[r] < least) least = bits[r];
+  }
+  for (int64_t r = 0; r < block.rows; r++) {
+    p.undo[first + r] = ldexpf(1, -bits[r] - kInputBits<Mode>);
+    p.slope[first + r] = ldexpf((float)a.scale, bits[r] - weights - grad - kInputBits<Mode>);
+    p.delta[first + r] = ldexpf(p.delta[first + r], grad + kInputBits<Mode>);
+  }
+  p.fits[head.index * p.row_blocks + row_block] = {grad, least};
+}
+
 template <class Mode>
 static void before_rows(const Backward& p, const Head& head, int64_t row_block) {
   const Attention& a = p.a;
@@ -223,6 +272,8 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
   const RowBlock block = rows_of(p, head, row_block);
   int64_t from = a.kv_len, to = 0;
   Panel panel;
+  constexpr bool lengths_wanted = kScaled<Mode> || kFitted<Mode>;
+  float lengths[kRowPanels<Mode> * kPanel] = {};
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
     const int64_t at = index * p.panels + (block.row + first) / kPanel;
@@ -239,10 +290,11 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       base[r] = kInfinity, delta[r] = 0;
       if (r < panel.rows)
         describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, base + r, delta + r,
-                                       kScaled<Mode> ? p.norm + at : nullptr);
+                                       lengths_wanted ? lengths + first + r : nullptr);
       base[r] -= (float)weight_bits<Mode>(a);
+      // rows that are not finite come to nothing at any scale
+      if (lengths_wanted && lengths[first + r] < kInfinity) p.norm[at] = fmaxf(p.norm[at], lengths[first + r]);
     }
-    if (p.packed) pack_panel<Mode>(p, block, first, base, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
     const int64_t depth = dq_depth<Mode>(p), lanes = packed_lanes<Mode>(panel.rows);
     float* sums = p.dqt + at * depth * kPanel;
     if (p.dqt && lanes == kPanel) memset(sums, 0, (size_t)(depth * kPanel) * 4);
@@ -250,6 +302,11 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       for (int64_t d = 0; p.dqt && d < depth; d++) memset(sums + d * kPanel, 0, (size_t)lanes * 4);
   }
   p.turn[index * p.row_blocks + row_block] = from < to ? from / p.key_block : -1;
+  if constexpr (kFitted<Mode>) fit_rows<Mode>(p, head, row_block, from, to, lengths);
+  for (int64_t first = 0; p.packed && first < block.rows; first += kPanel) {
+    const int64_t at = index * p.panels + (block.row + first) / kPanel;
+    pack_panel<Mode>(p, head, block, first, p.base + at * kPanel, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
+  }
 }
 
 // A vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.

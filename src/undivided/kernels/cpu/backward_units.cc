@@ -36,7 +36,8 @@ class Shared {
     const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
     const int64_t all_packed = heads * p.panels * packed <= kMostPackedBytes ? heads * p.panels * packed : 0;
     const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
-                             heads * p.row_blocks * 8, all_packed, heads * p.panels * 4};
+                             heads * p.row_blocks * 8, all_packed, heads * p.panels * 4, lanes * 4, lanes * 4,
+                             heads * p.row_blocks * (int64_t)sizeof(Fit)};
     int64_t bytes = 64;
     for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
     if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
@@ -44,11 +45,11 @@ class Shared {
       return;
     }
     char* at = (char*)memory_;
-    void* parts[7];
-    for (int i = 0; i < 7; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    void* parts[10];
+    for (int i = 0; i < 10; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
     p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
     p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = all_packed ? (char*)parts[5] : nullptr;
-    p.norm = (float*)parts[6];
+    p.norm = (float*)parts[6], p.slope = (float*)parts[7], p.undo = (float*)parts[8], p.fits = (Fit*)parts[9];
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;
@@ -91,7 +92,7 @@ int run_backward(const Attention& a, const Gradients& g) {
   const int64_t row_panels = k.row_panels(a.dtype), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
   const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
   Backward p = {a, g, rows, panels, row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
-                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   p.whole = takes_whole_heads(p, k, threads);
   Shared shared(p, k);
   if (!shared) return kNoMemory;

@@ -25,8 +25,9 @@ struct Derive {
   int64_t first;  // key of the tile's row 0
   int vectors;    // of the panel that hold rows
   bool ranged, added, collects;
-  float slope;  // of a score over what P is multiplied with, scales included
-  float unit;   // what undoes the scale of P
+  double scale;        // of scores, as they are
+  const float* slope;  // of a score over what P is multiplied with, scales included: of each row
+  float unit;          // what undoes the scales of P and dP
   int64_t* exceeded;
 };
 enum Kind { kCovered, kRanged, kGeneral };
@@ -38,7 +39,7 @@ template <Kind kKind, bool kDrops>
 INLINE Derived derive(const Derive& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   const float cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = splat(d.slope), x = s * (float)(d.a.scale * (double)kLog2E);
+  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), x = s * (float)(d.scale * (double)kLog2E);
   IVec allowed = isplat(-1);
   if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
     const Panel& p = d.panel;
@@ -48,7 +49,7 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   }
   if (kKind == kGeneral) {
     if (cap != 0) {
-      Vec t = tanh_of(s * (float)(d.a.scale / d.a.softcap));
+      Vec t = tanh_of(s * (float)(d.scale / d.a.softcap));
       x = t * (cap * kLog2E), slope *= 1 - t * t;
     }
     if (d.added) {

@@ -65,10 +65,6 @@ constexpr float unit_weight() {
 #endif
   return 1;
 }
-template <class Mode>
-constexpr float unit_input() {
-  return (float)(1 << kInputBits<Mode>);
-}
 
 template <class Mode>
 static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,

@@ -31,13 +31,21 @@ INLINE bool splits(const Attention& a) {
 // Documents whose rows see no more are left to vectors.
 INLINE int64_t most_unsplit_keys(const Attention& a) { return a.ranges && a.columns != 2 ? 0 : kFewestSplitKeys - 1; }
 
+// What a number of Q, K and V is scaled to.
+template <class Mode>
+constexpr float unit_input() {
+  return (float)(1 << kInputBits<Mode>);
+}
+
 // Whether some row seen so far has numbers that are not for the parts.
 class Irregular {
  public:
   template <class Mode>
   static Irregular of() {
-    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0x1p-9f, 255.0f) : Irregular(0x1p-80f, 0x1p100f);
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, 65504) : Irregular(0x1p-80f, 0x1p100f);
   }
+  // Between which the largest number of a row may lie, once scaled, if it is not 0.
+  Irregular(float low, float high) : low_(bits_of(low) << 1), high_(bits_of(high) << 1) {}
   bool found() const { return found_; }
 
 #if defined(UNDIVIDED_AMX)
@@ -53,7 +61,6 @@ class Irregular {
 #endif
 
  private:
-  Irregular(float low, float high) : low_(bits_of(low) << 1), high_(bits_of(high) << 1) {}
   static uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -133,22 +140,23 @@ INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
 }
 
-// A number of Q, K or V as it is split.
 template <class Mode>
 INLINE Vec scaled_up(Vec x) {
-  return kInputBits<Mode> == 0 ? x : x * (float)(1 << kInputBits<Mode>);
+  return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
 }
 
-// kLanes rows, or null pointers for rows of zeros, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
+// kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
+// What is irregular is a question of what they are scaled to.
 template <class Mode>
-static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular) {
+static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
+                       float unit = unit_input<Mode>()) {
   Irregular::Largest largest[kLanes] = {};
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
     Vec x[kLanes], parts[kParts<Mode>];
     for (int i = 0; i < kLanes; i++) {
       x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) : Vec{};
+      x[i] *= unit;
       Irregular::see(x[i], largest[i]);
-      x[i] = scaled_up<Mode>(x[i]);
     }
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
@@ -170,11 +178,11 @@ static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded
     const bool is_seen = j < keys && seen[j];
     Irregular::Largest largest = {};
     for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
-      const Vec low = is_seen ? load_some(k + d, columns - d) : Vec{};
-      const Vec high = is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{};
+      const Vec low = scaled_up<Mode>(is_seen ? load_some(k + d, columns - d) : Vec{});
+      const Vec high = scaled_up<Mode>(is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{});
       Irregular::see(low, largest), Irregular::see(high, largest);
       SomeParts<Half> l, h;
-      take_parts<Half>(scaled_up<Mode>(low), l), take_parts<Half>(scaled_up<Mode>(high), h);
+      take_parts<Half>(low, l), take_parts<Half>(high, h);
       for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(row + p * part, Parts<Half>::together(l[p], h[p]));
     }
     irregular.end_row(largest);
@@ -194,10 +202,10 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
         Vec pair[2], parts[kParts<Mode>];
         for (int odd = 0; odd < 2; odd++) {
           const int64_t key = 2 * i + odd;
-          pair[odd] = j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{};
+          pair[odd] = scaled_up<Mode>(j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{});
           Irregular::see(pair[odd], largest[key]);
         }
-        split_pairs<Part<Mode>>(scaled_up<Mode>(pair[0]), scaled_up<Mode>(pair[1]), parts);
+        split_pairs<Part<Mode>>(pair[0], pair[1], parts);
         for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];
       }
       for (int p = 0; p < kParts<Mode>; p++) {

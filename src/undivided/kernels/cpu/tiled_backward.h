@@ -107,11 +107,19 @@ static void derive_blocks(const Derive& d, bool general, int64_t first, Half* we
   else with(std::integral_constant<Kind, kCovered>());
 }
 
-// add_tile's sums, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], keys in blocks of kKeyBlock.
+// to[i][lanes] += sums[i][lanes] * unit[lanes] for i < count.
+static void add_scaled(const float* sums, int64_t count, const Vec (&unit)[kVectors], float* to) {
+  for (int64_t i = 0; i < count * kPanel; i += kPanel)
+    for (int v = 0; v < kVectors; v++) store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unit[v]);
+}
+
+// add_tile's sums, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], keys in blocks of kKeyBlock; where numbers are sums
+// of parts by way of `sums`, and times `unit`.
 template <class T, int P>
 static __attribute__((noinline)) void add_tile_blocks(const T* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
                                                       const Slots& slots, int64_t keys, int64_t columns, float* out,
-                                                      int64_t out_column, float* sums) {
+                                                      int64_t out_column, float unit, float* sums) {
+  const Vec units[kVectors] = {splat(unit), splat(unit)};
   const TileRows rows = {nullptr, 64, 0, kTileBytes, kTile * kPanel * 2, b_column / P * 4};
   char* done = nullptr;
   for (int64_t j = 0; j < keys; j += kKeyBlock) {
@@ -125,14 +133,14 @@ static __attribute__((noinline)) void add_tile_blocks(const T* a, int64_t a_slot
     for (int64_t c = 0; count && c < columns; c++) {
       char* to = (char*)(out + c * out_column + j * kPanel);
       multiply_first<T, P != 1, kVectors, P>(from[0], rows, with[0] + c * b_column * 4, to, P == 1 || !done ? done : (char*)sums);
-      if (P > 1 && done) add_sums<kVectors>(sums, kKeyBlock, (float*)done);
+      if (P > 1 && done) add_scaled(sums, kKeyBlock, units, (float*)done);
       for (int n = 1; n < count; n++) multiply_step<T, kVectors, P>(from[n], rows, with[n] + c * b_column * 4);
       done = to;
     }
   }
   if (!done) return;
   store_sums(P == 1 ? done : (char*)sums);
-  if (P > 1) add_sums<kVectors>(sums, kKeyBlock, (float*)done);
+  if (P > 1) add_scaled(sums, kKeyBlock, units, (float*)done);
 }
 
 }  // namespace
