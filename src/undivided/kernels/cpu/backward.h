@@ -193,9 +193,9 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   };
   for (int64_t j = start; j < stop; j += kKeyBlock) {  // the scores of a block are multiplied before the block before is worked on
     float* dpt = j > start ? w.dpt : nullptr;
-    multiply_block<Half, P>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), dpt, s.next);
+    multiply_block<Half, P>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), dpt);
     if (dpt) derive(j - kKeyBlock);
-    multiply_block<Half, P>((const char*)s.keys.v, group + j / kTileRows, rows.dot, depth_of<Mode>(a.v_dim), w.st, s.next);
+    multiply_block<Half, P>((const char*)s.keys.v, group + j / kTileRows, rows.dot, depth_of<Mode>(a.v_dim), w.st);
   }
   store_sums((char*)w.dpt);
   derive(stop - kKeyBlock);
@@ -288,9 +288,8 @@ static NextRows next_rows(const Backward& p, const Head& head, int64_t row_block
   const int64_t first = row_block * p.row_panels, panels = smaller_of(p.row_panels, p.panels - first);
   const int64_t at = head.index * p.panels + first, rows = PackedRows<Mode>(p.a, nullptr).bytes;
   const int64_t sums = p.dqt ? dq_depth<Mode>(p) * kPanel : 0;
-  const int64_t columns = Columns(p.a.qk_dim).panels + Columns(p.a.v_dim).panels;
-  const int64_t steps = Mode::kTiled ? panels * columns * kTile / kKeyStep<Mode> : (2 * panels + columns) * kTile / kBroadcasts;
-  return {p.packed + at * rows, panels * rows, p.dqt + at * sums, panels * sums * 4, steps};
+  const int64_t steps = 2 * panels + Columns(p.a.qk_dim).panels + Columns(p.a.v_dim).panels;
+  return {p.packed + at * rows, panels * rows, p.dqt + at * sums, panels * sums * 4, steps * kTile / kBroadcasts};
 }
 
 template <class Mode>

@@ -8,9 +8,9 @@ namespace {
 using undivided::Backward;
 
 constexpr bool kHasTiles = kTile != 128;
-// Of a block: 128 query rows, or 256 where these take little memory.
+// Of a block: 128 query rows, or 256 where there is memory for it near by.
 template <class Mode>
-constexpr int kRowPanels = ((kHasTiles && kParts<Mode> == 1 ? 256 : 128) + kPanel - 1) / kPanel;
+constexpr int kRowPanels = ((kHasTiles && kParts<Mode> < 3 ? 256 : 128) + kPanel - 1) / kPanel;
 static_assert(kHasTiles ? 256 / kPanel <= kMostSlots : true);
 
 // Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.

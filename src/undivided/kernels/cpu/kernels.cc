@@ -220,7 +220,7 @@ static const Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
   return way == 0 ? &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) : way == 1 ? &wider : &kernels_avx512_bf16;
 }
 static const Kernels* prefill(const Attention& a, int attempt) { return on_tiles(a, splits(a), attempt); }
-static const Kernels* gradients(const Attention& a, int attempt) { return on_tiles(a, splits(a) && !getenv("UNDIVIDED_BK"), attempt); }
+static const Kernels* gradients(const Attention& a, int attempt) { return on_tiles(a, splits_gradients(a), attempt); }
 #else
 static const Kernels* prefill(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }
 static const Kernels* gradients(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }

@@ -21,15 +21,18 @@
 
 namespace {
 
-// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, full / causal: 192 tokens
-// 1.1 / 1.0, 256 1.1 to 1.3 / 1.05, 512 1.2 to 1.5 / 1.1 to 1.3, 2048 1.5 at D = 64 and 128, 1.2 at 32; documents of 64-512 tokens all in
-// tiles .95.)
-constexpr int64_t kFewestSplitRows = 128, kFewestSplitKeys = 256, kFewestSplitColumns = 32;
+// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, forward / backward, D = 128:
+// 64 tokens 1.3 / 1.1, 128 1.1 / 1.4, 256 1.6 / 1.7, causal 1.3 / 1.4; 48 tokens 1.1 / .8. At D = 16 .8 to 1.)
+constexpr int64_t kFewestSplitRows = 64, kFewestSplitKeys = 64, kFewestSplitColumns = 32;
 INLINE bool splits(const Attention& a) {
   return a.q_len * (a.heads / a.kv_heads) >= kFewestSplitRows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
 }
-// Documents whose rows see no more are left to vectors.
-INLINE int64_t most_unsplit_keys(const Attention& a) { return a.ranges && a.columns != 2 ? 0 : kFewestSplitKeys - 1; }
+INLINE bool splits_gradients(const Attention& a) { return splits(a) && a.kv_len >= kFewestSplitKeys; }
+// Rows that see no more are left to vectors; of documents, which begin and end within tiles, somewhat longer ones.
+INLINE int64_t most_unsplit_keys(const Attention& a) {
+  if (a.ranges && a.columns != 2) return 0;
+  return (a.ranges ? kFewestSplitKeys * 3 / 2 : kFewestSplitKeys) - 1;
+}
 
 // What a number of Q, K and V is scaled to.
 template <class Mode>

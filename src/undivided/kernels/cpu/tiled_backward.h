@@ -13,15 +13,12 @@
 namespace {
 
 // 32 rows of A * B, from group `group` of A on; `depth` pairs are contracted. They stay in the tiles; what was there goes to `done`.
-template <class T, int P, class Besides>
-INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t depth, float* done, Besides& besides) {
+template <class T, int P>
+INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t depth, float* done) {
   const int64_t steps = depth * 2 / kTileDepth, part = steps * kTileBytes;
   const TileRows rows = {a + group * P * part, 64, kTileBytes, P * part, part, depth * kPanelBytes};
   multiply_first<T, true, kVectors, P>(rows.at, rows, (const char*)b, nullptr, (char*)done);
-  for (int64_t s = 1; s < steps; s++) {
-    besides.step();
-    multiply_step<T, kVectors, P>(rows.at + s * kTileBytes, rows, (const char*)b + s * kBelow);
-  }
+  for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, P>(rows.at + s * kTileBytes, rows, (const char*)b + s * kBelow);
 }
 
 // 32 halves of a row of A.
