@@ -25,7 +25,7 @@ from undivided.masks import Mask
 
 LIBRARY = cpu.load()
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
-LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
 
 # Largest relative errors of the norm: fp32 a few roundings; bf16 and fp16 one rounding of the result (2^-9, 2^-12 at most,
 # about 0.6 of that on average), for bf16 dot products one of the weights besides.
@@ -207,8 +207,8 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize(
     ("which", "number"),
-    [(which, number) for which in range(3) for number in (1e-35, math.inf, -math.inf, math.nan)]
-    + [(2, 3e38), (2, 1e31)],
+    [(which, number) for which in range(3) for number in (255.5, 1e-35, math.inf, -math.inf, math.nan)]
+    + [(2, 3e38), (2, 1e31), (2, 1e5)],
     ids=lambda x: "qkv"[x] if isinstance(x, int) else str(x),
 )
 def test_numbers_of_any_size(which: int, number: float) -> None:
@@ -247,11 +247,40 @@ def test_nan_is_not_taken_for_no_key(mask: Mask | None, rows: int, dtype: torch.
     assert torch.equal(lse.isnan(), spoiled)
 
 
+# From what two fp16 have the range for to what only fp32 has.
+SCALES = [
+    (1, 1),
+    (2.0**5, 2.0**5),
+    (2.0**-5, 2.0**-8),
+    (2.0**-7, 2.0**-11),
+    (2.0**30, 2.0**-60),
+    (2.0**-30, 2.0**60),
+    (1e-20, 1e-33),
+]
+
+
 @needs_library
-def test_small_numbers_keep_their_bits() -> None:
+@pytest.mark.parametrize(("of_q", "of_v"), SCALES)
+def test_numbers_keep_their_bits_at_any_scale(of_q: float, of_v: float) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
-    check(q * 1e-20, k * 1e20, v * 1e-33, None)
+    check(q * of_q, k / of_q, v * of_v, None)
+
+
+@needs_library
+@pytest.mark.parametrize("bits", [-3, -7, -10, -14, -40])
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_rows_of_small_numbers_keep_their_bits(which: int, bits: int) -> None:
+    """A document of these is as exact as its neighbours."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 300, 64) for _ in range(3)]
+    tensors[which][:, :, 100:200] *= 2.0**bits
+    q, k, v = tensors
+    mask = masks.causal() & masks.document_ids(torch.arange(300) // 100)
+    out = undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native")
+    want, _ = oracle(q, k, v, mask.to_dense(1, 2, 300, 300))
+    for start in (0, 100, 200):
+        assert apart(out[:, :, start : start + 100], want[:, :, start : start + 100]) < ALLOWED[q.dtype]
 
 
 @needs_library

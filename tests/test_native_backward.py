@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import undivided
-from test_native import LEVELS, MASKS, SIZES, apart, needs_library
+from test_native import LEVELS, MASKS, SCALES, SIZES, apart, needs_library
 from undivided import masks
 from undivided.backends import _native_call
 from undivided.kernels import cpu
@@ -230,6 +230,9 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "for dtype in t.ALLOWED:\n"
         "  t.test_long_values(dtype, 0.25)\n"
         "  t.test_small_gradients_do_not_vanish(dtype)\n"
+        "for mask in ('full', 'causal'):\n"
+        "  t.test_odd_sizes_and_tile_edges('blocks', mask, t.torch.float32)\n"
+        "  t.test_rows_of_small_gradients_keep_their_bits(mask, -12)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
@@ -315,11 +318,11 @@ def test_what_does_not_fit_is_computed_again_from_nothing(
         monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
     tensors, grads = everything(torch.float16, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0) & masks.causal("bottom_right")
-    precise, run, calls = cpu.GRADIENT_FIELDS.index("precise"), cpu.Library.backward, []
+    attempt, run, calls = cpu.GRADIENT_FIELDS.index("attempt"), cpu.Library.backward, []
 
     def fails(self: cpu.Library, record: bytes, gradients: bytes) -> bool:
         run(self, record, gradients)
-        calls.append(cpu.GRADIENT_RECORD.unpack(gradients)[precise])
+        calls.append(cpu.GRADIENT_RECORD.unpack(gradients)[attempt])
         return calls[-1] == 1 or len(calls) < parts
 
     parts, results = 10**6, []
@@ -347,6 +350,91 @@ def test_small_gradients_do_not_vanish(dtype: torch.dtype) -> None:
     want = gradients(tensors, "reference", grads, torch.float64, layout="bhsd")["q"]
     for start in range(64):
         assert apart(got[:, :, start::64], want[:, :, start::64]) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize(("of_q", "of_v"), SCALES)
+@pytest.mark.parametrize("of_grad", [1, 2.0**-60, 2.0**20])
+def test_numbers_keep_their_bits_at_any_scale(of_q: float, of_v: float, of_grad: float) -> None:
+    """fp32 may be computed from halves; what these have no range for is as right."""
+    if of_grad * of_v < 2.0**-126:
+        return  # and what fp32 has none for is 0
+    tensors, (grad, grad_lse) = tensors_of("tiles", torch.float32)
+    scaled = {"q": tensors["q"] * of_q, "k": tensors["k"] / of_q, "v": tensors["v"] * of_v}
+    tensors = {name: t.detach().requires_grad_() for name, t in scaled.items()}
+    grads = grad * of_grad, grad_lse * (of_grad * of_v)
+    got = gradients(tensors, "native", grads, layout="bhsd")
+    want = gradients(tensors, "reference", grads, torch.float64, layout="bhsd")
+    for name, x in got.items():
+        assert apart(x, want[name]) < ALLOWED[torch.float32], name
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize("number", [255.5, 1e-4, 1e-35, 1e20, torch.inf, torch.nan])
+def test_numbers_of_any_size(name: str, number: float) -> None:
+    tensors, (grad, grad_lse) = tensors_of("tiles", torch.float32)
+    given = {**tensors, "grad": grad}
+    if name in "qk" and number == 1e20:
+        return  # a score beyond what any order of sums gets right
+    with torch.no_grad():
+        given[name][0, 1, 7] *= number if number < 1 else 1
+        given[name][0, 1, 7, 5] = number
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(gradients(tensors, "native", (grad, grad_lse), layout="bhsd"))
+    finally:
+        torch.set_num_threads(before)
+    want = gradients(tensors, "reference", (grad, grad_lse), torch.float64, layout="bhsd")
+    for of, x in results[0].items():
+        torch.testing.assert_close(x, results[1][of], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(x.isfinite(), want[of].isfinite()), of
+        fine = want[of].isfinite().all(-1)
+        # scores of 100 and more are known to 100 * 2^-24 and more
+        assert apart(x[fine], want[of][fine]) < 2 * ALLOWED[torch.float32], of
+
+
+@pytest.mark.parametrize("bits", [-6, -12, -18, -30])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_rows_of_small_gradients_keep_their_bits(mask: str, bits: int) -> None:
+    """Rows beside others, and whole documents, whose keys have small gradients too."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(1, 2, 600, 64).requires_grad_() for name in "qkv"}
+    grads = torch.randn(1, 2, 600, 64), torch.zeros(1, 2, 600)
+    documents = masks.document_ids(torch.arange(600) // 150)
+    seen = documents if mask == "full" else documents & masks.causal()
+    grads[0][:, :, 150:300] *= 2.0**bits
+    grads[0][:, :, 303::7] *= 2.0**bits
+    got = gradients(tensors, "native", grads, layout="bhsd", mask=seen)
+    want = gradients(tensors, "reference", grads, torch.float64, layout="bhsd", mask=seen)
+    for start in range(0, 600, 150):
+        for name, x in got.items():
+            document = slice(start, start + 150)
+            assert apart(x[:, :, document], want[name][:, :, document]) < ALLOWED[torch.float32], name
+    small = torch.arange(303, 600, 7)
+    assert apart(got["q"][:, :, small], want["q"][:, :, small]) < ALLOWED[torch.float32]
+
+
+@pytest.mark.skipif(
+    getattr(cpu.load(), "level", None) != "amx", reason="without AMX-FP16 fp32 is not two fp16"
+)
+@pytest.mark.parametrize(
+    ("scale", "attempts"), [(1, [True]), (2**-12, [False, True]), (2**-90, [False, False, True])]
+)
+def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
+    scale: float, attempts: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = cpu.Library.backward, []
+
+    def counts(self: cpu.Library, record: bytes, of: bytes) -> bool:
+        calls.append(run(self, record, of))
+        return calls[-1]
+
+    monkeypatch.setattr(cpu.Library, "backward", counts)
+    tensors, grads = tensors_of("tiles", torch.float32)
+    tensors["v"].detach()[0, 1, 7] *= scale
+    gradients(tensors, "native", grads, layout="bhsd")
+    assert calls == attempts
 
 
 @DTYPES

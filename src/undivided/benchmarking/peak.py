@@ -36,8 +36,8 @@ SIDE = 2048
 GPU_SIDE = 8192
 """The same on a GPU: smaller products do not fill it, and take less than the events around them cost."""
 
-TILES = "amx"
-"""The level of the native library that computes in matrix units."""
+TILES = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
+"""The levels of the native library that compute in matrix units."""
 
 COPIED = 1 << 30
 """Bytes that a copy moves at least: more than twenty times the level-2 cache of a large GPU."""
@@ -68,7 +68,7 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
     if device != "cpu" or isinstance(library, str):
         return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device))
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:
-        if library.level == TILES:
+        if library.level in TILES[dtype]:
             return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype))
         if _products_matter(library, dtype):
 

@@ -35,7 +35,7 @@ GRADIENT_FIELDS = (
 GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
 _EXCEEDED = 3
 ATTEMPTS = range(3)
-"""How often gradients may have to be computed: the first that finds numbers it has no range for is followed by one that has more."""
+"""Of gradients: one that finds numbers it has no range for is followed by one that has more."""
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
 _forked = False
@@ -64,7 +64,7 @@ class Library:
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
         library.undivided_level.restype = ctypes.c_char_p
         self.level: str = library.undivided_level().decode()
-        """The instruction set in use: generic, avx2, avx512, avx512_bf16 or amx."""
+        """The instruction set in use: generic, avx2, avx512, avx512_bf16, amx_bf16 or amx (with fp16)."""
 
     def forward(self, record: bytes) -> None:
         """Run one problem.

@@ -14,8 +14,6 @@
 
 #if defined(UNDIVIDED_AMX)
 
-#include <cpuid.h>
-
 namespace {
 
 constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and halves
@@ -40,14 +38,6 @@ INLINE void tile_multiply(BFloat16) {
 template <int C, int A, int B>
 INLINE void tile_multiply(Float16) {  // tdpfp16ps, which assemblers know later than the others
   __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(3 | (15 - B) << 3), "i"(0xc0 | C << 3 | A));
-}
-
-INLINE bool has_fp16_tiles() {
-  static const bool found = [] {
-    unsigned a = 0, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1);
-  }();
-  return found;
 }
 
 struct TileShape {

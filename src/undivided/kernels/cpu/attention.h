@@ -173,7 +173,7 @@ extern const Kernels kernels_generic;
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 #endif
 #ifdef UNDIVIDED_AMX
-extern const Kernels kernels_amx;
+extern const Kernels kernels_amx_bf16, kernels_amx;
 #endif
 
 // Keys of a tile: 128 rows of scores for one panel are 16 KiB, half of a 32 KiB L1. AMX keeps no scores, only weights in

@@ -119,13 +119,18 @@ static void zero_what_is_not_finite(Half* x, int64_t count) {
 #endif
 
 #if defined(UNDIVIDED_AMX)
-// The keys [key, key + count) that lie between some panel's first and last.
+// Which of the keys [key, key + count) some row may see.
 static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
   memset(seen, 0, (size_t)count);
+  Panel panel;
   for (int64_t i = 0; i < p.panels; i++) {
     const int32_t* hull = p.hull + 2 * (head.index * p.panels + i);
-    const int64_t start = larger_of(hull[0] - key, 0), stop = smaller_of(hull[1] - key, count);
-    if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
+    if (hull[1] <= key || hull[0] >= key + count) continue;
+    read_ranges(p.a, rows_of(p, head, i / p.row_panels), i % p.row_panels * kPanel, panel);
+    for (int s = 0; s < panel.segments; s++) {
+      const int64_t start = larger_of(panel.segment[s].start - key, 0), stop = smaller_of(panel.segment[s].stop - key, count);
+      if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
+    }
   }
 }
 #endif
@@ -142,7 +147,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     uint8_t* const seen = w.seen;
     find_seen_keys(p, head, key, count, seen);
     const int64_t padded = round_up(count, kKeyBlock);
-    Irregular irregular = Irregular::of<Mode>();
+    Irregular irregular = Irregular::of<Mode>(kLeastInput);
     split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
     split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
     split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);

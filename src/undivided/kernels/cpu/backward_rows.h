@@ -151,6 +151,9 @@ INLINE int64_t packed_lanes(int64_t rows) {
   return Mode::kTiled ? kPanel : round_up(rows, kLanes);
 }
 
+// The least number of Q, K and V of which products with dO, and of these with each other, have three parts; see Irregular.
+constexpr float kLeastInput = 0x1p-20f;
+
 // kLanes rows, scaled by `unit` where they are split, into lanes.
 template <class Mode>
 static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
@@ -189,7 +192,7 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     const float* undo = p.undo + head.index * p.panels * kPanel + row;
     for (int r = 0; r < rows; r++) of_grad[r] = ldexpf(1, fit.grad), of_q[r] = ldexpf(undo[r], 2 * kInputBits<Mode> + fit.score);
   }
-  Irregular irregular = Irregular::of<Mode>(), of_grads = kFitted<Mode> ? Irregular(0.5f, 65504) : irregular;
+  Irregular irregular = Irregular::of<Mode>(kLeastInput), of_grads = Irregular::of<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
     lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);

@@ -1,4 +1,5 @@
-// Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills.
+// Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills. With AMX it fills two:
+// `amx_bf16`, where tiles are of bf16 alone, and `amx`, where they are of fp16 too. What differs takes the widest `Half` that there is.
 #include "backward.h"
 #include "decode.h"
 #include "tiled.h"
@@ -8,6 +9,15 @@ namespace undivided {
 extern const Kernels kernels_avx512_bf16;  // who does what tiles do not
 }
 #endif
+
+#define UNDIVIDED_JOIN2(a, b) a##b
+#define UNDIVIDED_JOIN(a, b) UNDIVIDED_JOIN2(a, b)
+#define UNDIVIDED_TEXT2(a) #a
+#define UNDIVIDED_TEXT(a) UNDIVIDED_TEXT2(a)
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
 
 namespace {
 
@@ -26,7 +36,7 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`.
+// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`, and fp16 does not come where that is bf16.
 template <class Half, class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
@@ -50,11 +60,12 @@ INLINE auto with_tiles(const Attention& a, F f) {
 #endif
 
 // Call `f` with what decodes this problem.
-template <class F>
+template <class Half, class F>
 INLINE auto with_engine(const Attention& a, F f) {
 #if defined(UNDIVIDED_AMX)
   if (a.dtype == kBFloat16 && Tiles<BFloat16, 4>::fits(a)) return with_tiles<BFloat16>(a, f);
-  if (a.dtype == kFloat16 && Tiles<Float16, 4>::fits(a) && has_fp16_tiles()) return with_tiles<Float16>(a, f);
+  if constexpr (std::is_same<Half, Float16>::value)
+    if (a.dtype == kFloat16 && Tiles<Float16, 4>::fits(a)) return with_tiles<Float16>(a, f);
 #endif
   if (a.dtype == kBFloat16) return f(Is<Vectors<BFloat16>>());
   if (a.dtype == kFloat16) return f(Is<Vectors<Float16>>());
@@ -84,20 +95,24 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
+template <class Half>
 bool decodes(const Attention& a) {
-  return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
+template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
-  return with_engine(a, [&](auto e) {
+  return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
     return larger_of(carve_few<Engine>(a, kv_heads, nullptr).bytes, carve_few<Vectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
   });
 }
+template <class Half>
 void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* following, float* partials, char* scratch) {
-  with_engine(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
+  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
 }
+template <class Half>
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
-  with_engine(a, [&](auto e) {
+  with_engine<Half>(a, [&](auto e) {
     merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride);
   });
 }
@@ -167,10 +182,11 @@ double tile_peak_of(int64_t repeats) {
 }
 #endif
 
+template <class Half>
 double peak(int64_t dtype, int64_t repeats) {
 #if defined(UNDIVIDED_AMX)
   if (dtype == kBFloat16) return tile_peak_of<BFloat16>(repeats);
-  if (dtype == kFloat16 && has_fp16_tiles()) return tile_peak_of<Float16>(repeats);
+  if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return tile_peak_of<Float16>(repeats);
 #endif
 #if defined(__AVX512BF16__)
   if (dtype == kBFloat16) return peak_of<Dot>(repeats);
@@ -191,39 +207,47 @@ constexpr int64_t kRows32 = 1024, kRows16 = 1024, kShortRows16 = 256, kBlockByte
 constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kShortRows16 = 512, kBlockBytes = 640 << 10;
 #endif
 
-// What a level offers; on AMX fp32 is taken apart into `Half`.
+// Who does prefill and gradients: see Kernels.
+#if defined(UNDIVIDED_AMX)
 template <class Half>
-constexpr undivided::Kernels kernels_with(const char* name, const undivided::Kernels* (*prefill)(const Attention&, int),
-                                          const undivided::Kernels* (*gradients)(const Attention&, int)) {
-  return {name, prefill, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile, block_scratch<Half>,
-          block<Half>, decodes, chunk_scratch, chunk, merge, gradients, row_panels<Half>, packed_bytes<Half>, kHasTiles ? 16 : 1,
-          key_scratch<Half>, rows_before<Half>, key_block<Half>, rows_after<Half>, peak};
+const undivided::Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
+  constexpr bool fp16 = std::is_same<Half, Float16>::value;
+  const bool taken = a.dtype == kFloat32 ? wanted : a.dtype == kBFloat16 || fp16;
+  if (taken && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
+  if (taken && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
+  return &kernels_avx512_bf16;
+}
+template <class Half>
+const undivided::Kernels* prefill(const Attention& a, int attempt) {
+  return on_tiles<Half>(a, splits(a), attempt);
+}
+template <class Half>
+const undivided::Kernels* gradients(const Attention& a, int attempt) {
+  return on_tiles<Half>(a, splits_gradients(a), attempt);
+}
+#else
+template <class>
+const undivided::Kernels* prefill(const Attention&, int) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+template <class>
+const undivided::Kernels* gradients(const Attention&, int) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+#endif
+
+template <class Half>
+constexpr undivided::Kernels kernels_named(const char* name) {
+  return {name, prefill<Half>, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile, block_scratch<Half>,
+          block<Half>, decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>,
+          packed_bytes<Half>, kHasTiles ? 16 : 1, key_scratch<Half>, rows_before<Half>, key_block<Half>, rows_after<Half>, peak<Half>};
 }
 
 }  // namespace
 
-#define UNDIVIDED_JOIN2(a, b) a##b
-#define UNDIVIDED_JOIN(a, b) UNDIVIDED_JOIN2(a, b)
-#define UNDIVIDED_TEXT2(a) #a
-#define UNDIVIDED_TEXT(a) UNDIVIDED_TEXT2(a)
-
 namespace undivided {
-extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
 #if defined(UNDIVIDED_AMX)
-// fp32 with two fp16, with three bf16 where these do not do, or in vectors.
-static const Kernels wider = kernels_with<BFloat16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL), nullptr, nullptr);
-static const Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
-  if (a.dtype == kBFloat16) return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
-  const bool fp16 = has_fp16_tiles();
-  if (a.dtype == kFloat16) return attempt == 0 && fp16 ? &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) : &kernels_avx512_bf16;
-  const int way = wanted ? attempt + !fp16 : 2;
-  return way == 0 ? &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) : way == 1 ? &wider : &kernels_avx512_bf16;
-}
-static const Kernels* prefill(const Attention& a, int attempt) { return on_tiles(a, splits(a), attempt); }
-static const Kernels* gradients(const Attention& a, int attempt) { return on_tiles(a, splits_gradients(a), attempt); }
-#else
-static const Kernels* prefill(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }
-static const Kernels* gradients(const Attention&, int) { return &UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL); }
+extern const Kernels kernels_amx_bf16 = kernels_named<BFloat16>("amx_bf16");
 #endif
-const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = kernels_with<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL), prefill, gradients);
 }  // namespace undivided

@@ -20,13 +20,17 @@ bool has_tiles() {
   const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
+bool has_fp16_tiles() {
+  unsigned a = 0, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1);
+}
 #endif
 
 #ifdef UNDIVIDED_X86
 const Kernels* const kLevels[] = {
     &kernels_generic, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
 #ifdef UNDIVIDED_AMX
-    &kernels_amx,
+    &kernels_amx_bf16, &kernels_amx,
 #endif
 };
 int highest_level() {
@@ -39,7 +43,7 @@ int highest_level() {
     return 1;
   if (!__builtin_cpu_supports("avx512bf16")) return 2;
 #ifdef UNDIVIDED_AMX
-  if (has_tiles()) return 4;
+  if (has_tiles()) return has_fp16_tiles() ? 5 : 4;
 #endif
   return 3;
 }

@@ -43,9 +43,10 @@ constexpr float unit_input() {
 // Whether some row seen so far has numbers that are not for the parts.
 class Irregular {
  public:
+  // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
   template <class Mode>
-  static Irregular of() {
-    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, 65504) : Irregular(0x1p-80f, 0x1p100f);
+  static Irregular of(float low = 0x1p-80f) {
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, 65504) : Irregular(low, 0x1p100f);
   }
   // Between which the largest number of a row may lie, once scaled, if it is not 0.
   Irregular(float low, float high) : low_(bits_of(low) << 1), high_(bits_of(high) << 1) {}
