@@ -11,7 +11,7 @@ constexpr bool kHasTiles = kTile != 128;
 // Of a block: 128 query rows, or 256 where there is memory for it near by.
 template <class Mode>
 constexpr int kRowPanels = ((kHasTiles && kParts<Mode> < 3 ? 256 : 128) + kPanel - 1) / kPanel;
-static_assert(kHasTiles ? 256 / kPanel <= kMostSlots : true);
+static_assert(((kHasTiles ? 256 : 128) + kPanel - 1) / kPanel <= kMostSlots);
 
 // Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.
 struct Columns {
@@ -240,17 +240,44 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
   if (g.grad_lse) *delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row] * expf(total - lse);
 }
 
-// The scales of a block of rows that see keys [from, to), see kFitted; lengths: |dO| of each. delta is scaled as dP is.
+// |V| of the keys that a block of rows sees.
+template <class T>
+class Lengths {
+ public:
+  Lengths(const Attention& a, const Head& head) : a_(a), v_((const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h) {}
+  // Of one more panel: keys that come after those of the last one mostly.
+  void add(const Panel& panel) {
+    for (int s = 0; s < panel.segments; s++) {
+      int64_t start = panel.segment[s].start;
+      if (from_ <= start && start <= to_) start = to_;
+      else from_ = to_ = start;
+      for (; to_ < panel.segment[s].stop; to_++, count_++) {
+        const float square = dot_of(v_ + to_ * a_.v_s, v_ + to_ * a_.v_s, a_.v_dim);
+        longest_ = fmaxf(longest_, square), total_ += square;
+      }
+    }
+  }
+  float longest() const { return sqrtf(longest_); }
+  // Whether gradients of scores keep their bits beside the largest that they may be. At worst all keys weigh the same; at D = 128 and
+  // this limit they are 2^-6.5 on average then, with the largest at 2^15 and errors of 2^-27: 2^-20, which sums of fp32 lose as well.
+  bool are_alike() const { return longest() * (float)count_ <= 0x1p17f * sqrtf(total_ / (float)larger_of(count_, 1)); }
+
+ private:
+  const Attention& a_;
+  const T* const v_;
+  int64_t from_ = 0, to_ = 0, count_ = 0;  // keys [from, to) are in already
+  float longest_ = 0, total_ = 0;          // squares
+};
+
+// The scales of a block of rows, see kFitted; lengths: |dO| of each. delta is scaled as dP is.
 template <class Mode>
-static void fit_rows(const Backward& p, const Head& head, int64_t row_block, int64_t from, int64_t to, const float* lengths) {
-  typedef typename Mode::T T;
+static void fit_rows(const Backward& p, const Head& head, int64_t row_block, const Lengths<typename Mode::T>& of_v, const float* lengths) {
   const Attention& a = p.a;
   const RowBlock block = rows_of(p, head, row_block);
-  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h;
-  float longest_v = 0, longest = 0;
-  for (int64_t j = from; j < to; j++) longest_v = fmaxf(longest_v, dot_of(v + j * a.v_s, v + j * a.v_s, a.v_dim));
+  float longest = 0;
   for (int64_t r = 0; r < block.rows; r++) longest = lengths[r] < kInfinity ? fmaxf(longest, lengths[r]) : longest;
-  longest_v = sqrtf(longest_v) * (a.dropout ? (float)a.survivors : 1.0f);
+  if (!of_v.are_alike()) exceed(p);
+  const float longest_v = of_v.longest() * (a.dropout ? (float)a.survivors : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
   const int grad = fitted_bits(longest), weights = weight_bits<Mode>(a);
   int bits[kRowPanels<Mode> * kPanel], least = kMostFittedBits;
@@ -276,6 +303,7 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
   int64_t from = a.kv_len, to = 0;
   Panel panel;
   constexpr bool lengths_wanted = kScaled<Mode> || kFitted<Mode>;
+  [[maybe_unused]] Lengths<typename Mode::T> of_v(a, head);
   float lengths[kRowPanels<Mode> * kPanel] = {};
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
@@ -286,6 +314,7 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       from = smaller_of(from, p.hull[2 * at]);
       to = larger_of(to, p.hull[2 * at + 1]);
     }
+    if constexpr (kFitted<Mode>) of_v.add(panel);
     p.norm[at] = 0;
     float *base = p.base + at * kPanel, *delta = p.delta + at * kPanel;
     for (int64_t r = 0; r < kPanel; r++) {
@@ -305,7 +334,7 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       for (int64_t d = 0; p.dqt && d < depth; d++) memset(sums + d * kPanel, 0, (size_t)lanes * 4);
   }
   p.turn[index * p.row_blocks + row_block] = from < to ? from / p.key_block : -1;
-  if constexpr (kFitted<Mode>) fit_rows<Mode>(p, head, row_block, from, to, lengths);
+  if constexpr (kFitted<Mode>) fit_rows<Mode>(p, head, row_block, of_v, lengths);
   for (int64_t first = 0; p.packed && first < block.rows; first += kPanel) {
     const int64_t at = index * p.panels + (block.row + first) / kPanel;
     pack_panel<Mode>(p, head, block, first, p.base + at * kPanel, p.packed + at * PackedRows<Mode>(a, nullptr).bytes);
