@@ -83,8 +83,8 @@ struct Gradients {
 };
 
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-// kExceeded: callers get it of the backward alone. Some gradient of a score, scaled for fp16, does not fit it: what was written is of
-// no use, buffers of sums included, and the problem has to be done again with `precise`.
+// kExceeded: callers get it of the backward alone. Some numbers have no place in the types that this attempt computes with: what was
+// written is of no use, buffers of sums included, and the problem has to be done again, with the next attempt.
 enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3 };
 }
 
@@ -107,7 +107,7 @@ struct KeyChunk {
   int64_t batch, kv_head, kv_heads, key, keys;
 };
 
-// Powers of two by which a block of rows has dO and, where it is the least of its rows, gradients of scores: see kFitted.
+// The powers of two that a block of rows is scaled by: its dO, and the least of those of its rows' gradients of scores.
 struct Fit {
   int32_t grad, score;
 };
@@ -127,8 +127,10 @@ struct Backward {
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
   float* norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
   int64_t* exceeded;    // becomes 1: see kExceeded
-  float *slope, *undo;  // [B, N, panels, panel] and [B, N, row_blocks]: see kFitted
-  struct Fit* fits;
+  // Where rows have scales of their own (see kFitted): [B, N, panels, panel], from P * (dP - delta) to what dS is taken for, and what
+  // undoes it in dQ; [B, N, row_blocks]
+  float *slope, *undo;
+  Fit* fits;
 };
 
 // A block of the keys of some batch elements and key/value heads, one after another, against every query row; where the

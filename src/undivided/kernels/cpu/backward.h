@@ -9,7 +9,7 @@
 //
 // Memory traffic. A unit holds its keys' K and V and their gradients' sums in L2 (512 KiB) and streams the query rows past,
 // in blocks of kRowPanels panels. Q and dO are packed for each visit, 4 * D vectors' worth of moves for 5 * keys * D
-// multiply-adds, or once beforehand, where these are fast and moves are not (AMX, 4 times Q's memory). The
+// multiply-adds, or once beforehand, where these are fast and moves are not (AMX, 4 times Q's memory, in parts 8 or 12). The
 // sums of dQ pass through once a tile of keys. Everything is written once by one unit, but dQ: units add to a block of its
 // rows in the order of the keys, taking turns. Units are handed out in that order, so a turn always comes; while heads are
 // many nobody waits, and where one head is cut, its units follow each other one block apart. So there are no partial

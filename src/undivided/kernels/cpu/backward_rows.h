@@ -280,17 +280,16 @@ static void fit_rows(const Backward& p, const Head& head, int64_t row_block, con
   const float longest_v = of_v.longest() * (a.dropout ? (float)a.survivors : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
   const int grad = fitted_bits(longest), weights = weight_bits<Mode>(a);
-  int bits[kRowPanels<Mode> * kPanel], least = kMostFittedBits;
-  for (int64_t r = 0; r < block.rows; r++) {
-    const float most = fabsf((float)a.scale) * (lengths[r] * longest_v + fabsf(p.delta[first + r]));
+  int least = kMostFittedBits;
+  for (int64_t r = 0; r < round_up(block.rows, kPanel); r++) {
+    float &slope = p.slope[first + r], &undo = p.undo[first + r], &delta = p.delta[first + r];
+    const float most = r < block.rows ? fabsf((float)a.scale) * (lengths[r] * longest_v + fabsf(delta)) : 0;
     if (!(most < kInfinity)) exceed(p);
-    bits[r] = most > 0 ? fitted_bits(most) : kMostFittedBits;
-    if (most > 0 && bits[r] < least) least = bits[r];
-  }
-  for (int64_t r = 0; r < block.rows; r++) {
-    p.undo[first + r] = ldexpf(1, -bits[r] - kInputBits<Mode>);
-    p.slope[first + r] = ldexpf((float)a.scale, bits[r] - weights - grad - kInputBits<Mode>);
-    p.delta[first + r] = ldexpf(p.delta[first + r], grad + kInputBits<Mode>);
+    const int bits = fitted_bits(most);
+    if (most > 0 && bits < least) least = bits;
+    slope = most > 0 ? ldexpf((float)a.scale, bits - weights - grad - kInputBits<Mode>) : 0;
+    undo = most > 0 ? ldexpf(1, -bits - kInputBits<Mode>) : 0;
+    delta = ldexpf(delta, grad + kInputBits<Mode>);
   }
   p.fits[head.index * p.row_blocks + row_block] = {grad, least};
 }
