@@ -438,6 +438,16 @@ def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
 
 
 @DTYPES
+def test_what_an_earlier_call_left_in_memory_changes_nothing(dtype: torch.dtype) -> None:
+    """NaN, in this case, where a panel has fewer rows than lanes and a block fewer keys."""
+    spoiled = {name: torch.full((1, 2, 700, 64), torch.nan).to(torch.bfloat16) for name in "qkv"}
+    native(spoiled, [torch.full((1, 2, 700, 64), torch.nan), torch.zeros(1, 2, 700)], layout="bhsd")
+    for size in ("one-short-of-a-tile", "blocks"):
+        tensors, grads = tensors_of(size, dtype)
+        check(tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"))
+
+
+@DTYPES
 def test_rows_whose_gradient_is_not_finite_leave_others_alone(dtype: torch.dtype) -> None:
     tensors, (grad, grad_lse) = tensors_of("blocks", dtype)
     grad[:, :, 65], grad[:, :, 1099] = torch.nan, torch.inf

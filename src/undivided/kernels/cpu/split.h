@@ -40,6 +40,12 @@ constexpr float unit_input() {
   return (float)(1 << kInputBits<Mode>);
 }
 
+#if defined(UNDIVIDED_AMX)
+INLINE Vec load_some(const float* p, int64_t count) {
+  return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
+}
+#endif
+
 // Whether some row seen so far has numbers that are not for the parts.
 class Irregular {
  public:
@@ -49,28 +55,22 @@ class Irregular {
     return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, 65504) : Irregular(low, 0x1p100f);
   }
   // Between which the largest number of a row may lie, once scaled, if it is not 0.
-  Irregular(float low, float high) : low_(bits_of(low) << 1), high_(bits_of(high) << 1) {}
+  Irregular(float low, float high) : low_(low), high_(high) {}
   bool found() const { return found_; }
 
 #if defined(UNDIVIDED_AMX)
-  // The largest number of a row, without its sign: as an integer, which NaN is the largest of.
-  typedef UVec Largest;
-  INLINE void see(Vec x, Largest& largest) {
-    largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x << 1));
-  }
-  inline __attribute__((always_inline)) void end_row(Largest largest) {
-    const uint32_t size = _mm512_reduce_max_epu32((__m512i)largest);
-    found_ |= size >= high_ || (size != 0 && size < low_);
+  // A row that is scaled by `unit`. (A pass of its own over whole rows is also how they come from memory fastest.)
+  void see(const float* row, int64_t dim, float unit) {
+    UVec largest = {};  // without signs, as integers, of which NaN is the largest
+    for (int64_t d = 0; d < dim; d += kLanes)
+      largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)load_some(row + d, dim - d) << 1));
+    const float size = bits_to_float(_mm512_reduce_max_epu32((__m512i)largest) >> 1) * unit;
+    found_ |= !(size < high_) || (size < low_ && size != 0);
   }
 #endif
 
  private:
-  static uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-  }
-  uint32_t low_, high_;
+  float low_, high_;
   bool found_ = false;
 };
 
@@ -140,10 +140,6 @@ INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[kPartsOf<Half>]) {
   for (int p = 0; p < kPartsOf<Half>; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
 }
 
-INLINE Vec load_some(const float* p, int64_t count) {
-  return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
-}
-
 template <class Mode>
 INLINE Vec scaled_up(Vec x) {
   return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
@@ -154,21 +150,17 @@ INLINE Vec scaled_up(Vec x) {
 template <class Mode>
 static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
                        float unit = unit_input<Mode>()) {
-  Irregular::Largest largest[kLanes] = {};
+  for (int i = 0; i < kLanes; i++)
+    if (row[i]) irregular.see(row[i], dim, unit);
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
     Vec x[kLanes], parts[kParts<Mode>];
-    for (int i = 0; i < kLanes; i++) {
-      x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) : Vec{};
-      x[i] *= unit;
-      Irregular::see(x[i], largest[i]);
-    }
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) * unit : Vec{};
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
       split_pairs<Part<Mode>>(x[i], x[i + 1], parts);
       for (int p = 0; p < kParts<Mode>; p++) store(to + (p * depth + (d + i) / 2) * kPanel, parts[p]);
     }
   }
-  for (int i = 0; i < kLanes; i++) irregular.end_row(largest[i]);
 }
 
 // pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
@@ -180,16 +172,14 @@ static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded
   for (int64_t j = 0; j < padded; j++, k += stride) {
     char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
     const bool is_seen = j < keys && seen[j];
-    Irregular::Largest largest = {};
+    if (is_seen) irregular.see(k, columns, unit_input<Mode>());
     for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
       const Vec low = scaled_up<Mode>(is_seen ? load_some(k + d, columns - d) : Vec{});
       const Vec high = scaled_up<Mode>(is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{});
-      Irregular::see(low, largest), Irregular::see(high, largest);
       SomeParts<Half> l, h;
       take_parts<Half>(low, l), take_parts<Half>(high, h);
       for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(row + p * part, Parts<Half>::together(l[p], h[p]));
     }
-    irregular.end_row(largest);
   }
 }
 
@@ -199,7 +189,8 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
                     Irregular& irregular) {
   const int64_t part = capacity * kTileBytes;
   for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
-    Irregular::Largest largest[kTileDepth] = {};
+    for (int64_t key = 0; key < kTileDepth && j + key < keys; key++)
+      if (seen[key]) irregular.see(v + key * stride, columns, unit_input<Mode>());
     for (int64_t d = 0; d < columns; d += kTileRows) {
       Vec x[kParts<Mode>][kLanes];
       for (int i = 0; i < kLanes; i++) {
@@ -207,7 +198,6 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
         for (int odd = 0; odd < 2; odd++) {
           const int64_t key = 2 * i + odd;
           pair[odd] = scaled_up<Mode>(j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{});
-          Irregular::see(pair[odd], largest[key]);
         }
         split_pairs<Part<Mode>>(pair[0], pair[1], parts);
         for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];
@@ -218,7 +208,6 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
         for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[p][i]);
       }
     }
-    for (const auto& of_key : largest) irregular.end_row(of_key);
   }
 }
 
