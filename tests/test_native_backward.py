@@ -394,7 +394,7 @@ def test_numbers_of_any_size(name: str, number: float) -> None:
         assert apart(x[fine], want[of][fine]) < 2 * ALLOWED[torch.float32], of
 
 
-@pytest.mark.parametrize("bits", [-6, -12, -18, -30])
+@pytest.mark.parametrize("bits", [-6, -12, -18, -24, -40])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_rows_of_small_gradients_keep_their_bits(mask: str, bits: int) -> None:
     """Rows beside others, and whole documents, whose keys have small gradients too."""

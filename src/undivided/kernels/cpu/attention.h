@@ -107,9 +107,10 @@ struct KeyChunk {
   int64_t batch, kv_head, kv_heads, key, keys;
 };
 
-// The powers of two that a block of rows is scaled by: its dO, and the least of those of its rows' gradients of scores.
+// The powers of two that a block of rows is scaled by: its dO, Q where it meets gradients of scores, and the least of those of its rows'
+// gradients of scores.
 struct Fit {
-  int32_t grad, score;
+  int32_t grad, query, score;
 };
 
 // A backward: the problem, what all its units share, and how it is cut. Rows are virtual rows of a key/value head, those of

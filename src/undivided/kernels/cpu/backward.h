@@ -277,7 +277,7 @@ static void tile_step(Visit<Mode>& s, int64_t tile, int64_t tile_stop) {
   const PackedRows<Mode> rows = s.packed(0);
   const Attention& a = s.p.a;
   int of_v = 0, of_k = 0;  // powers of two in the sums of what follows
-  if constexpr (kFitted<Mode>) of_v = weight_bits<Mode>(a) + s.fit().grad, of_k = kInputBits<Mode> + s.fit().score;
+  if constexpr (kFitted<Mode>) of_v = weight_bits<Mode>(a) + s.fit().grad, of_k = s.fit().query + s.fit().score;
   if (s.p.g.dv) add_block(s, slots, tile, tile_stop - tile, s.w.weights, rows.grad, a.v_dim, of_v, s.w.dv);
   if (s.p.g.dk) add_block(s, slots, tile, tile_stop - tile, s.w.scores, rows.q, a.qk_dim, of_k, s.w.dk);
 }

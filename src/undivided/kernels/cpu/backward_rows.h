@@ -1,6 +1,9 @@
 // The backward's rows: what is one number or vector a row, before the keys come and after, and how Q and dO are packed.
 #pragma once
 
+#include <tuple>
+#include <utility>
+
 #include "block.h"
 
 namespace {
@@ -42,11 +45,14 @@ constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>
 
 // The same where fp32 is two fp16 (see split.h), whose range is that of one, but for scales: by what a block of rows has, so that
 // documents do not count for each other, and nothing can exceed. dO of a block is scaled to 2^15 and less. Gradients of a row's scores are
-// by what they can be at most, |scale| (|dO| |V| + |delta|), so that what is lost is a question of that row; Q, where it meets several rows'
-// gradients at once, undoes the differences.
+// by what they can be at most, |scale| (|dO| |V| + |delta|), so that what is lost is a question of that row; Q, where it meets several
+// rows' gradients at once, is scaled apart and undoes the differences.
 template <class Mode>
 constexpr bool kFitted = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
 constexpr int kFittedBits = 15, kMostFittedBits = 100;
+// Of a row's dO as it is scaled, where the longest is 2^15: tokens that a model is sure of have gradients of 2^-20 of others'. Theirs keep
+// 18 bits then.
+constexpr float kLeastFitted = 0x1p-7f;
 
 // The power of two that makes `most` 2^14 to 2^15.
 INLINE int fitted_bits(float most) {
@@ -169,6 +175,16 @@ static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, 
 INLINE void exceed(const Backward& p) { __atomic_store_n(p.exceeded, 1, __ATOMIC_RELAXED); }
 INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
 
+// Where row r of a block has its Q and dO.
+template <class T>
+INLINE std::pair<const T*, const T*> row_pointers(const Backward& p, const RowBlock& block, int64_t r) {
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  const int64_t head = block.first_head + (block.row + r) / a.q_len, row = (block.row + r) % a.q_len;
+  return {(const T*)a.q + block.batch * a.q_b + head * a.q_h + row * a.q_s,
+          (const T*)g.grad_out + block.batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s};
+}
+
 // A panel's rows; those without a key are not read.
 template <class Mode>
 static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
@@ -180,9 +196,7 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
   const int64_t rows = smaller_of(block.rows - first, kPanel), lanes = packed_lanes<Mode>(rows);
   for (int64_t r = 0; r < rows; r++) {
     if (base[r] == kInfinity) continue;
-    const int64_t virtual_row = block.row + first + r, h = block.first_head + virtual_row / a.q_len, row = virtual_row % a.q_len;
-    q[r] = (const T*)a.q + block.batch * a.q_b + h * a.q_h + row * a.q_s;
-    grad[r] = (const T*)g.grad_out + block.batch * g.grad_out_b + h * g.grad_out_h + row * g.grad_out_s;
+    std::tie(q[r], grad[r]) = row_pointers<T>(p, block, first + r);
   }
   float of_q[kPanel], of_grad[kPanel];
   for (int r = 0; r < kPanel; r++) of_q[r] = of_grad[r] = 1;
@@ -190,9 +204,13 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     const int64_t row = block.row + first, row_block = block.row / (p.row_panels * kPanel);
     const undivided::Fit fit = p.fits[head.index * p.row_blocks + row_block];
     const float* undo = p.undo + head.index * p.panels * kPanel + row;
-    for (int r = 0; r < rows; r++) of_grad[r] = ldexpf(1, fit.grad), of_q[r] = ldexpf(undo[r], 2 * kInputBits<Mode> + fit.score);
+    for (int r = 0; r < rows; r++) {
+      of_grad[r] = ldexpf(1, fit.grad);
+      of_q[r] = ldexpf(undo[r], kInputBits<Mode> + fit.query + fit.score);
+    }
   }
-  Irregular irregular = Irregular::of<Mode>(kLeastInput), of_grads = Irregular::of<Mode>();
+  Irregular irregular = Irregular::of<Mode>(kLeastInput);
+  Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16) : Irregular::of<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
     lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);
@@ -212,6 +230,16 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   for (; d + kLanes <= dim; d += kLanes) total += load_as_float(x + d) * load_as_float(y + d);
   for (; d < dim; d++) rest += to_float(x[d]) * to_float(y[d]);
   return sum(total) + rest;
+}
+
+// The largest size of a number.
+template <class T>
+static float largest_of(const T* x, int64_t dim) {
+  Vec sizes = {};
+  for (int64_t d = 0; d < dim; d += kLanes) sizes = larger((Vec)((UVec)load_columns(x + d, dim - d) & 0x7fffffffu), sizes);
+  float most = 0;
+  for (int i = 0; i < kLanes; i++) most = fmaxf(most, sizes[i]);
+  return most;
 }
 
 // A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
@@ -274,12 +302,16 @@ template <class Mode>
 static void fit_rows(const Backward& p, const Head& head, int64_t row_block, const Lengths<typename Mode::T>& of_v, const float* lengths) {
   const Attention& a = p.a;
   const RowBlock block = rows_of(p, head, row_block);
-  float longest = 0;
-  for (int64_t r = 0; r < block.rows; r++) longest = lengths[r] < kInfinity ? fmaxf(longest, lengths[r]) : longest;
+  float largest_grad = 0, largest_q = 0;
+  for (int64_t r = 0; r < block.rows; r++) {
+    if (p.base[head.index * p.panels * kPanel + block.row + r] == kInfinity) continue;
+    const auto [q, grad] = row_pointers<typename Mode::T>(p, block, r);
+    largest_grad = fmaxf(largest_grad, largest_of(grad, a.v_dim)), largest_q = fmaxf(largest_q, largest_of(q, a.qk_dim));
+  }
   if (!of_v.are_alike()) exceed(p);
   const float longest_v = of_v.longest() * (a.dropout ? (float)a.survivors : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
-  const int grad = fitted_bits(longest), weights = weight_bits<Mode>(a);
+  const int grad = fitted_bits(largest_grad), weights = weight_bits<Mode>(a);
   int least = kMostFittedBits;
   for (int64_t r = 0; r < round_up(block.rows, kPanel); r++) {
     float &slope = p.slope[first + r], &undo = p.undo[first + r], &delta = p.delta[first + r];
@@ -291,7 +323,7 @@ static void fit_rows(const Backward& p, const Head& head, int64_t row_block, con
     undo = most > 0 ? ldexpf(1, -bits - kInputBits<Mode>) : 0;
     delta = ldexpf(delta, grad + kInputBits<Mode>);
   }
-  p.fits[head.index * p.row_blocks + row_block] = {grad, least};
+  p.fits[head.index * p.row_blocks + row_block] = {grad, fitted_bits(largest_q), least};
 }
 
 template <class Mode>

@@ -46,13 +46,15 @@ INLINE Vec load_some(const float* p, int64_t count) {
 }
 #endif
 
+constexpr float kMostFloat16 = 65504;
+
 // Whether some row seen so far has numbers that are not for the parts.
 class Irregular {
  public:
   // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
   template <class Mode>
   static Irregular of(float low = 0x1p-80f) {
-    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, 65504) : Irregular(low, 0x1p100f);
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, kMostFloat16) : Irregular(low, 0x1p100f);
   }
   // Between which the largest number of a row may lie, once scaled, if it is not 0.
   Irregular(float low, float high) : low_(low), high_(high) {}

@@ -70,7 +70,7 @@ INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* 
 
 // The largest gradient of a score that halves, or sums of bf16, have.
 template <class Half>
-constexpr float kMostScore = std::is_same<Half, Float16>::value ? 65504 : 0x1p100f;
+constexpr float kMostScore = std::is_same<Half, Float16>::value ? kMostFloat16 : 0x1p100f;
 
 // Weights and gradients of scores of kKeyBlock keys from j on.
 template <class T, Kind kKind, bool kDrops, class Half>
