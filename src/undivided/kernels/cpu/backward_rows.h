@@ -54,6 +54,7 @@ constexpr int kFittedBits = 15, kMostFittedBits = 100;
 // 18 bits then.
 constexpr float kLeastFitted = 0x1p-7f;
 
+INLINE float power_of_two(int bits) { return bits_to_float((uint32_t)(127 + bits) << 23); }  // -126 to 127
 // The power of two that makes `most` 2^14 to 2^15.
 INLINE int fitted_bits(float most) {
   if (!(most > 0 && most < kInfinity)) return 0;
@@ -204,10 +205,8 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     const int64_t row = block.row + first, row_block = block.row / (p.row_panels * kPanel);
     const undivided::Fit fit = p.fits[head.index * p.row_blocks + row_block];
     const float* undo = p.undo + head.index * p.panels * kPanel + row;
-    for (int r = 0; r < rows; r++) {
-      of_grad[r] = ldexpf(1, fit.grad);
-      of_q[r] = ldexpf(undo[r], kInputBits<Mode> + fit.query + fit.score);
-    }
+    const float grad = power_of_two(fit.grad), query = power_of_two(kInputBits<Mode> + fit.query + fit.score);
+    for (int r = 0; r < rows; r++) of_grad[r] = grad, of_q[r] = undo[r] * query;
   }
   Irregular irregular = Irregular::of<Mode>(kLeastInput);
   Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16) : Irregular::of<Mode>();
@@ -237,9 +236,7 @@ template <class T>
 static float largest_of(const T* x, int64_t dim) {
   Vec sizes = {};
   for (int64_t d = 0; d < dim; d += kLanes) sizes = larger((Vec)((UVec)load_columns(x + d, dim - d) & 0x7fffffffu), sizes);
-  float most = 0;
-  for (int i = 0; i < kLanes; i++) most = fmaxf(most, sizes[i]);
-  return most;
+  return max(sizes);
 }
 
 // A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
@@ -281,7 +278,7 @@ class Lengths {
       else from_ = to_ = start;
       for (; to_ < panel.segment[s].stop; to_++, count_++) {
         const float square = dot_of(v_ + to_ * a_.v_s, v_ + to_ * a_.v_s, a_.v_dim);
-        longest_ = fmaxf(longest_, square), total_ += square;
+        longest_ = square > longest_ ? square : longest_, total_ += square;
       }
     }
   }
@@ -306,7 +303,8 @@ static void fit_rows(const Backward& p, const Head& head, int64_t row_block, con
   for (int64_t r = 0; r < block.rows; r++) {
     if (p.base[head.index * p.panels * kPanel + block.row + r] == kInfinity) continue;
     const auto [q, grad] = row_pointers<typename Mode::T>(p, block, r);
-    largest_grad = fmaxf(largest_grad, largest_of(grad, a.v_dim)), largest_q = fmaxf(largest_q, largest_of(q, a.qk_dim));
+    const float of_grad = largest_of(grad, a.v_dim), of_q = largest_of(q, a.qk_dim);
+    largest_grad = of_grad > largest_grad ? of_grad : largest_grad, largest_q = of_q > largest_q ? of_q : largest_q;
   }
   if (!of_v.are_alike()) exceed(p);
   const float longest_v = of_v.longest() * (a.dropout ? (float)a.survivors : 1.0f);
@@ -319,9 +317,9 @@ static void fit_rows(const Backward& p, const Head& head, int64_t row_block, con
     if (!(most < kInfinity)) exceed(p);
     const int bits = fitted_bits(most);
     if (most > 0 && bits < least) least = bits;
-    slope = most > 0 ? ldexpf((float)a.scale, bits - weights - grad - kInputBits<Mode>) : 0;
-    undo = most > 0 ? ldexpf(1, -bits - kInputBits<Mode>) : 0;
-    delta = ldexpf(delta, grad + kInputBits<Mode>);
+    slope = most > 0 ? (float)a.scale * power_of_two(bits - weights) * power_of_two(-grad - kInputBits<Mode>) : 0;
+    undo = most > 0 ? power_of_two(-bits - kInputBits<Mode>) : 0;
+    delta *= power_of_two(grad + kInputBits<Mode>);
   }
   p.fits[head.index * p.row_blocks + row_block] = {grad, fitted_bits(largest_q), least};
 }
@@ -356,7 +354,7 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
                                        lengths_wanted ? lengths + first + r : nullptr);
       base[r] -= (float)weight_bits<Mode>(a);
       // rows that are not finite come to nothing at any scale
-      if (lengths_wanted && lengths[first + r] < kInfinity) p.norm[at] = fmaxf(p.norm[at], lengths[first + r]);
+      if (kScaled<Mode> && lengths[first + r] < kInfinity) p.norm[at] = fmaxf(p.norm[at], lengths[first + r]);
     }
     const int64_t depth = dq_depth<Mode>(p), lanes = packed_lanes<Mode>(panel.rows);
     float* sums = p.dqt + at * depth * kPanel;
