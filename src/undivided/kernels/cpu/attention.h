@@ -162,8 +162,7 @@ struct Kernels {
                 int64_t stride);
   const Kernels* (*gradients)(const Attention&, int attempt);  // the same for gradients
   int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows
-  int64_t (*packed_bytes)(const Attention&);   // of a panel's Q and dO
-  int64_t dq_multiple;                         // of the rows of dqt
+  int64_t (*lay_out_rows)(Backward&, int64_t heads, char* base);  // returns the bytes that the description takes; null: only that
   int64_t (*key_scratch)(const Backward&);
   void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
   void (*key_block)(const Backward&, const KeyBlock&, char* scratch);

@@ -9,7 +9,7 @@
 //
 // Memory traffic. A unit holds its keys' K and V and their gradients' sums in L2 (512 KiB) and streams the query rows past,
 // in blocks of kRowPanels panels. Q and dO are packed for each visit, 4 * D vectors' worth of moves for 5 * keys * D
-// multiply-adds, or once beforehand, where these are fast and moves are not (AMX, 4 times Q's memory, in parts 8 or 12). The
+// multiply-adds, or once beforehand, where these are fast and moves are not (AMX, 4 times Q's memory, in three parts 6). The
 // sums of dQ pass through once a tile of keys. Everything is written once by one unit, but dQ: units add to a block of its
 // rows in the order of the keys, taking turns. Units are handed out in that order, so a turn always comes; while heads are
 // many nobody waits, and where one head is cut, its units follow each other one block apart. So there are no partial
@@ -350,8 +350,8 @@ template <class Mode>
 static void run_head(const Backward& p, const Head& head, const BackwardSpace& w) {
   if constexpr (std::is_same<Mode, Direct>::value)
     if (w.is_small && run_small_head(p, head, w.head)) return;
-  int64_t bytes;
-  const Backward own = own_rows<Mode>(p, w.head, &bytes);
+  Backward own = p;
+  lay_out_rows<Mode>(own, 1, w.head);
   const bool alone = p.key_blocks == 1 && !kScaled<Mode> && kParts<Mode> == 1;  // scales, and the keys seen, are those of all rows
   for (int64_t r = 0; !alone && r < p.row_blocks; r++) before_rows<Mode>(own, head, r);
   for (int64_t index = 0; index < p.key_blocks; index++) visit_rows<Mode>(own, head, index, w, alone);

@@ -49,18 +49,15 @@ constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>
 // rows' gradients at once, is scaled apart and undoes the differences.
 template <class Mode>
 constexpr bool kFitted = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
-constexpr int kFittedBits = 15, kMostFittedBits = 100;
-// Of a row's dO as it is scaled, where the longest is 2^15: tokens that a model is sure of have gradients of 2^-20 of others'. Theirs keep
-// 18 bits then.
+constexpr int kFittedBits = 15, kMostFittedBits = 80;  // more: all powers of two that follow from it would not be in fp32
+// Of the largest number of a row's dO as it is scaled, where that of the block is 2^15: tokens that a model is sure of have gradients of
+// 2^-20 of others'. Theirs keep 18 bits then.
 constexpr float kLeastFitted = 0x1p-7f;
 
 INLINE float power_of_two(int bits) { return bits_to_float((uint32_t)(127 + bits) << 23); }  // -126 to 127
-// The power of two that makes `most` 2^14 to 2^15.
-INLINE int fitted_bits(float most) {
-  if (!(most > 0 && most < kInfinity)) return 0;
-  const int bits = kFittedBits - 1 - ilogbf(most);
-  return bits > kMostFittedBits ? kMostFittedBits : bits < -kMostFittedBits ? -kMostFittedBits : bits;
-}
+// The power of two that makes `most` 2^14 to 2^15; 0 where it is 0 or not finite.
+INLINE int fitted_bits(float most) { return most > 0 && most < kInfinity ? kFittedBits - 1 - ilogbf(most) : 0; }
+INLINE bool is_fitted(int bits) { return -kMostFittedBits <= bits && bits <= kMostFittedBits; }
 
 template <class Mode>
 INLINE int weight_bits(const Attention& a) {
@@ -231,14 +228,6 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   return sum(total) + rest;
 }
 
-// The largest size of a number.
-template <class T>
-static float largest_of(const T* x, int64_t dim) {
-  Vec sizes = {};
-  for (int64_t d = 0; d < dim; d += kLanes) sizes = larger((Vec)((UVec)load_columns(x + d, dim - d) & 0x7fffffffu), sizes);
-  return max(sizes);
-}
-
 // A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
 template <class T>
 static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* length) {
@@ -306,21 +295,22 @@ static void fit_rows(const Backward& p, const Head& head, int64_t row_block, con
     const float of_grad = largest_of(grad, a.v_dim), of_q = largest_of(q, a.qk_dim);
     largest_grad = of_grad > largest_grad ? of_grad : largest_grad, largest_q = of_q > largest_q ? of_q : largest_q;
   }
-  if (!of_v.are_alike()) exceed(p);
   const float longest_v = of_v.longest() * (a.dropout ? (float)a.survivors : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
   const int grad = fitted_bits(largest_grad), weights = weight_bits<Mode>(a);
+  bool fits = of_v.are_alike() && is_fitted(grad);
   int least = kMostFittedBits;
   for (int64_t r = 0; r < round_up(block.rows, kPanel); r++) {
     float &slope = p.slope[first + r], &undo = p.undo[first + r], &delta = p.delta[first + r];
     const float most = r < block.rows ? fabsf((float)a.scale) * (lengths[r] * longest_v + fabsf(delta)) : 0;
-    if (!(most < kInfinity)) exceed(p);
     const int bits = fitted_bits(most);
     if (most > 0 && bits < least) least = bits;
     slope = most > 0 ? (float)a.scale * power_of_two(bits - weights) * power_of_two(-grad - kInputBits<Mode>) : 0;
+    fits &= most < kInfinity && is_fitted(bits) && fabsf(slope) < kInfinity;
     undo = most > 0 ? power_of_two(-bits - kInputBits<Mode>) : 0;
     delta *= power_of_two(grad + kInputBits<Mode>);
   }
+  if (!fits) exceed(p);
   p.fits[head.index * p.row_blocks + row_block] = {grad, fitted_bits(largest_q), least};
 }
 
@@ -344,7 +334,7 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
       to = larger_of(to, p.hull[2 * at + 1]);
     }
     if constexpr (kFitted<Mode>) of_v.add(panel);
-    p.norm[at] = 0;
+    if (kScaled<Mode>) p.norm[at] = 0;
     float *base = p.base + at * kPanel, *delta = p.delta + at * kPanel;
     for (int64_t r = 0; r < kPanel; r++) {
       const int64_t row = block.row + first + r;

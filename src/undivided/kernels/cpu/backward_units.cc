@@ -13,9 +13,6 @@ namespace {
 // Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
 // few units. Never by the number of threads, which would change the order of sums.
 constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16;
-// Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
-// of its time at 256 keys in fp32, and more than the products on AMX.
-constexpr int64_t kMostPackedBytes = 1 << 30;
 // Scratch of a thread up to which a unit takes a whole head.
 constexpr int64_t kMostHeadBytes = 48 << 20;
 
@@ -31,25 +28,9 @@ class Shared {
   Shared(Backward& p, const Kernels& k) {
     p.exceeded = &exceeded_;
     if (p.whole) return;  // units have the rest in their scratch
-    const Attention& a = p.a;
-    const int64_t heads = a.batch * a.kv_heads, lanes = heads * p.panels * k.panel;
-    const int64_t dq_rows = (a.qk_dim + k.dq_multiple - 1) / k.dq_multiple * k.dq_multiple, packed = k.packed_bytes(a);
-    const int64_t all_packed = heads * p.panels * packed <= kMostPackedBytes ? heads * p.panels * packed : 0;
-    const int64_t sizes[] = {lanes * 4, lanes * 4, p.g.dq ? lanes * dq_rows * 4 : 0, heads * p.panels * 8,
-                             heads * p.row_blocks * 8, all_packed, heads * p.panels * 4, lanes * 4, lanes * 4,
-                             heads * p.row_blocks * (int64_t)sizeof(Fit)};
-    int64_t bytes = 64;
-    for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
-    if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) {
-      memory_ = nullptr, failed_ = true;
-      return;
-    }
-    char* at = (char*)memory_;
-    void* parts[10];
-    for (int i = 0; i < 10; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
-    p.base = (float*)parts[0], p.delta = (float*)parts[1], p.dqt = p.g.dq ? (float*)parts[2] : nullptr;
-    p.hull = (int32_t*)parts[3], p.turn = (int64_t*)parts[4], p.packed = all_packed ? (char*)parts[5] : nullptr;
-    p.norm = (float*)parts[6], p.slope = (float*)parts[7], p.undo = (float*)parts[8], p.fits = (Fit*)parts[9];
+    const int64_t heads = p.a.batch * p.a.kv_heads;
+    if (posix_memalign(&memory_, 64, (size_t)k.lay_out_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
+    else k.lay_out_rows(p, heads, (char*)memory_);
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;

@@ -122,8 +122,8 @@ int64_t row_panels(int64_t dtype) {
   return with_block_mode<Half>(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
 }
 template <class Half>
-int64_t packed_bytes(const Attention& a) {
-  return with_block_mode<Half>(a.dtype, [&](auto mode) { return PackedRows<decltype(mode)>(a, nullptr).bytes; });
+int64_t rows_layout(Backward& p, int64_t heads, char* base) {
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return lay_out_rows<decltype(mode)>(p, heads, base); });
 }
 template <class Half>
 int64_t key_scratch(const Backward& p) {
@@ -240,7 +240,7 @@ template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
   return {name, prefill<Half>, kRows32, kRows16, kVectorRows, kShortRows16, few_keys, kBlockBytes, kPanel, kTile, block_scratch<Half>,
           block<Half>, decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>,
-          packed_bytes<Half>, kHasTiles ? 16 : 1, key_scratch<Half>, rows_before<Half>, key_block<Half>, rows_after<Half>, peak<Half>};
+          rows_layout<Half>, key_scratch<Half>, rows_before<Half>, key_block<Half>, rows_after<Half>, peak<Half>};
 }
 
 }  // namespace

@@ -44,6 +44,15 @@ constexpr float unit_input() {
 INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
 }
+
+// The largest size of a number of a row; NaN, as an integer without a sign, is the largest. (A pass of its own over whole rows is also
+// how they come from memory fastest.)
+static float largest_of(const float* row, int64_t dim) {
+  UVec largest = {};
+  for (int64_t d = 0; d < dim; d += kLanes)
+    largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)load_some(row + d, dim - d) << 1));
+  return bits_to_float(_mm512_reduce_max_epu32((__m512i)largest) >> 1);
+}
 #endif
 
 constexpr float kMostFloat16 = 65504;
@@ -61,12 +70,9 @@ class Irregular {
   bool found() const { return found_; }
 
 #if defined(UNDIVIDED_AMX)
-  // A row that is scaled by `unit`. (A pass of its own over whole rows is also how they come from memory fastest.)
+  // A row that is scaled by `unit`.
   void see(const float* row, int64_t dim, float unit) {
-    UVec largest = {};  // without signs, as integers, of which NaN is the largest
-    for (int64_t d = 0; d < dim; d += kLanes)
-      largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)load_some(row + d, dim - d) << 1));
-    const float size = bits_to_float(_mm512_reduce_max_epu32((__m512i)largest) >> 1) * unit;
+    const float size = largest_of(row, dim) * unit;
     found_ |= !(size < high_) || (size < low_ && size != 0);
   }
 #endif
