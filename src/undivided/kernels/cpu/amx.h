@@ -79,6 +79,22 @@ INLINE void begin_sum(const char* c) {
   else tile_load<N>(c, kPanelBytes);
 }
 
+// The products of parts that make one of numbers (see split.h), in an order that loads few tiles anew.
+template <int P>
+struct Products;
+template <>
+struct Products<1> {
+  static constexpr int count = 1, a[] = {0}, b[] = {0};
+};
+template <>
+struct Products<2> {
+  static constexpr int count = 3, a[] = {1, 0, 0}, b[] = {0, 0, 1};
+};
+template <>
+struct Products<3> {
+  static constexpr int count = 6, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
+};
+
 // Where numbers are sums of parts: what is left of a step after the last part of A met the first of B, the other products that fp32
 // has bits for.
 template <class T, int V, int P>
@@ -172,9 +188,8 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   if (g == groups) return;
   begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
-    constexpr int of_a[][6] = {{0}, {1, 0, 0}, {2, 1, 1, 0, 0, 0}}, of_b[][6] = {{0}, {0, 0, 1}, {0, 0, 1, 1, 2, 0}};
-    for (int i = 0; i < P * (P + 1) / 2; i++) {
-      const char *x = a + of_a[P - 1][i] * rows.part, *y = b + of_b[P - 1][i] * rows.b_part;
+    for (int i = 0; i < Products<P>::count; i++) {
+      const char *x = a + Products<P>::a[i] * rows.part, *y = b + Products<P>::b[i] * rows.b_part;
       tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);
       tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
     }

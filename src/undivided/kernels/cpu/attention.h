@@ -146,10 +146,8 @@ struct Kernels {
   // who does prefill: this one, or a lower one that is faster. It may find that some numbers are not for it; what is tried next takes
   // more of them, and what is tried third takes any
   const Kernels* (*prefill)(const Attention&, int attempt);
-  int64_t rows32, rows16;  // query rows of a block, fp32 and 16-bit types
-  int64_t short_rows32, short_rows16;  // the same where no row sees more than few_keys of more
   int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
-  int64_t block_bytes;  // of Qt and Ot, at most
+  int64_t (*block_rows)(const Attention&, int64_t few);  // query rows of a block, as a RowBlock has them, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
   int64_t (*block_scratch)(const Attention&, int64_t rows);

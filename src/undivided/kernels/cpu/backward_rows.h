@@ -206,7 +206,7 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     for (int r = 0; r < rows; r++) of_grad[r] = grad, of_q[r] = undo[r] * query;
   }
   Irregular irregular = Irregular::of<Mode>(kLeastInput);
-  Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16) : Irregular::of<Mode>();
+  Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16, of_grad[0]) : Irregular::of<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
     lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);

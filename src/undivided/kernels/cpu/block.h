@@ -232,8 +232,8 @@ static bool run_block(const Attention& a, const RowBlock& block, char* scratch) 
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
   std::conditional_t<Mode::kTiled && kParts<Mode> == 1, FlushToZero, char> flush{};
   (void)tiles, (void)flush;
-  if constexpr (Mode::kTiled && kParts<Mode> == 1)
-    if (block.few) return ShortBlock<Mode>(a, block, scratch).run(), true;
+  if constexpr (Mode::kTiled)
+    if (block.few) return ShortBlock<Mode>(a, block, scratch).run();
 #endif
   return Block<Mode>(a, block, scratch).run();
 }
@@ -244,7 +244,7 @@ static int64_t block_bytes(const Attention& a, int64_t rows) {
   const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
   int64_t bytes = larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
 #if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled && kParts<Mode> == 1) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
+  if constexpr (Mode::kTiled) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
 #endif
   return bytes;
 }

@@ -102,12 +102,7 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
 
 // Query rows of a block of a span with so few keys.
 int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t few) {
-  const int64_t panel = k.panel;
-  // where the heads of a token lie side by side, those of few tokens come together
-  const bool together = a.k_h < a.k_s && few > 0 && few < a.kv_len;
-  int64_t rows = a.dtype == kFloat32 ? (few > 0 ? k.short_rows32 : k.rows32) : together ? k.short_rows16 : k.rows16;
-  rows = std::min(rows, k.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
-  int64_t wanted = a.threads * kUnitsPerThread;
+  int64_t panel = k.panel, rows = k.block_rows(a, few), wanted = a.threads * kUnitsPerThread;
   if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * d.heads * d.rows / wanted));
   return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
 }

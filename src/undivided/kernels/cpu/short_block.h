@@ -10,13 +10,15 @@
 
 namespace {
 
-// Documents whose rows see no more keys than so many take the short way: the scores of a panel stay near L1. Where all rows see
-// all keys, 512 of them are 5 % slower than tile by tile.
-constexpr int64_t kMostShortKeys = 512, kMostShortKeysOfAll = 256;
+// Documents whose rows see no more keys than so many take the short way: the scores of a panel stay near L1, in fp32 also the keys, of
+// which there are two parts. (512 keys in causal sequences, D = 128 and 256: 10 and 18 % slower than tile by tile, 384 0 to 10 % faster.)
+// Where all rows see all keys, 512 of them are 5 % slower in 16-bit types too.
+constexpr int64_t kMostShortKeys = 512, kMostShortKeys32 = 384, kMostShortKeysOfAll = 256;
 INLINE int64_t most_short_keys(const Attention& a) {
   const bool plain = a.scale > 0 && a.softcap == 0 && !a.bias && !a.dense && !a.slopes && !a.dropout;
   if (!plain || (a.ranges && a.columns != 2)) return 0;
-  return a.ranges || a.band ? kMostShortKeys : kMostShortKeysOfAll;
+  if (!a.ranges && !a.band) return kMostShortKeysOfAll;
+  return a.dtype == kFloat32 ? kMostShortKeys32 : kMostShortKeys;
 }
 
 }  // namespace
@@ -41,19 +43,22 @@ struct ShortPanel {
 
 struct ShortSpace {
   char *q, *scores, *sums, *k, *v;
-  char* zeros;  // a row of K or V
+  char* zeros;   // a row of K or V
+  char* halves;  // a step's rows of K in parts
   int64_t bytes;
 };
 template <class Mode>
 static ShortSpace carve_short(const Attention& a, char* base) {
+  constexpr int P = kParts<Mode>;
+  const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
   Carving at{base};
-  w.q = at.take(2 * round_up(a.qk_dim, kTileDepth) / kTileDepth * kTileBytes);
-  w.scores = at.take(kMostSteps * kStepScores);
+  w.q = at.take(k_bytes);
+  w.scores = at.take(kMostSteps * kStepScores<P>);
   w.sums = at.take(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
-  w.k = at.take(kMostSteps * round_up(a.qk_dim, kTileDepth) * kShortStep * 2);
-  w.v = at.take(kMostSteps * round_up(a.v_dim, kTileDepth) * kShortStep * 2);
-  w.zeros = at.take(larger_of(a.qk_dim, a.v_dim) * 2);
+  w.k = at.take(kMostSteps * k_bytes), w.v = at.take(kMostSteps * v_bytes);
+  w.zeros = at.take(larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(typename Mode::T));
+  w.halves = at.take(P > 1 ? k_bytes : 0);
   w.bytes = at.bytes;
   return w;
 }
@@ -62,16 +67,19 @@ template <class Mode>
 class ShortBlock {
  public:
   typedef typename Mode::T T;
+  typedef Part<Mode> Half;
+  static constexpr int P = kParts<Mode>;
 
   ShortBlock(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), w_(carve_short<Mode>(a, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
-        k_bytes_(depth_ * kBelow), v_bytes_(round_up(a.v_dim, kTileDepth) * kShortStep * 2),
+        k_part_(depth_ * kBelow), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
         ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep) {
-    memset(w_.zeros, 0, (size_t)(larger_of(a.qk_dim, a.v_dim) * 2));
+    memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
-  void run() {
+  // False if some numbers are not for these parts (see split.h): then what was written is of no use.
+  bool run() {
     ShortPanel panels[2], *p = &panels[0], *next = &panels[1];
     find_panel(0, *p);
     Upcoming cold;
@@ -82,7 +90,7 @@ class ShortBlock {
       const bool more = then < block_.rows;
       if (more) find_panel(then, *next);
       compute(*p, more ? next : nullptr);
-      if (!more) return;
+      if (!more) return P == 1 || !irregular_.found();
       std::swap(p, next);
     }
   }
@@ -127,10 +135,8 @@ class ShortBlock {
       else if (s.start >= s.stop) s = {0, 0};
       else if (p.from >= p.to) phase = own, p.from = s.start, p.to = s.stop;
       else {
-        const bool apart = s.start >= before.stop || s.stop <= before.start;
         const int64_t from = smaller_of(p.from, s.start), to = larger_of(p.to, s.stop);
-        if (own != phase || s.start > p.to || s.stop < p.from || (apart && p.rows >= kFewestAlike) ||
-            to - from > most_hull_) {
+        if (own != phase || s.start > p.to || s.stop < p.from || to - from > most_hull_) {
           before_ = -1;  // the row is looked at again
           break;
         }
@@ -151,7 +157,8 @@ class ShortBlock {
   void ask_for_rows(Upcoming& upcoming, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns, const ShortPanel& p) const {
     for (int64_t r = 0; r < p.rows;) {
       const int64_t some = smaller_of(p.rows - r, a_.q_len - p.at[r]);
-      upcoming.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * 2, some, columns * 2);
+      upcoming.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * (int64_t)sizeof(T), some,
+                   columns * (int64_t)sizeof(T));
       r += some;
     }
   }
@@ -183,8 +190,14 @@ class ShortBlock {
         const bool wanted = key + i >= packed_from_ && key + i < packed_to_;
         k[i] = wanted ? k_(key + i) : (const T*)w_.zeros, v[i] = wanted ? v_(key + i) : (const T*)w_.zeros;
       }
-      pack_key_pairs(k, a_.qk_dim, w_.k + slot(step) * k_bytes_);
-      pack_value_pairs(v, a_.v_dim, w_.v + slot(step) * v_bytes_);
+      char *to_k = w_.k + slot(step) * k_bytes_, *to_v = w_.v + slot(step) * v_bytes_;
+      if constexpr (P > 1) {
+        split_key_pairs<Mode>(k, a_.qk_dim, w_.halves, to_k, k_part_, irregular_);
+        split_value_pairs<Mode>(v, a_.v_dim, to_v, v_part_, irregular_);
+      } else {
+        pack_key_pairs(k, a_.qk_dim, to_k);
+        pack_value_pairs(v, a_.v_dim, to_v);
+      }
     }
   }
 
@@ -206,11 +219,16 @@ class ShortBlock {
     return reach;
   }
 
-  void copy_queries(const ShortPanel& p) const {
+  void copy_queries(const ShortPanel& p) {
     for (int64_t r = 0; r < p.rows; r++) {
-      const T* from = (const T*)a_.q + block_.batch * a_.q_b + p.head[r] * a_.q_h + p.at[r] * a_.q_s;
-      char* to = w_.q + r / kTileRows * depth_ * kTileBytes + r % kTileRows * 64;
-      for (int64_t d = 0; d < a_.qk_dim; d += kTileDepth, to += kTileBytes) _mm512_store_si512(to, load_halves(from, d, a_.qk_dim));
+      const T* row = (const T*)a_.q + block_.batch * a_.q_b + p.head[r] * a_.q_h + p.at[r] * a_.q_s;
+      const T* from = p.start[r] < p.stop[r] ? row : (const T*)w_.zeros;  // one without keys may hold anything
+      char* to = w_.q + r / kTileRows * P * depth_ * kTileBytes + r % kTileRows * 64;
+      if constexpr (P > 1) {
+        split_row<Mode>(from, a_.qk_dim, to, kTileBytes, depth_ * kTileBytes, irregular_);
+      } else {
+        for (int64_t d = 0; d < a_.qk_dim; d += kTileDepth, to += kTileBytes) _mm512_store_si512(to, load_halves(from, d, a_.qk_dim));
+      }
     }
   }
 
@@ -227,14 +245,14 @@ class ShortBlock {
     Upcoming upcoming;
     ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (next) ask_for(upcoming, *next);
-    upcoming.pace_rows(p.rows + kBesideProducts * (steps + (a_.v_dim + kTileDepth - 1) / kTileDepth));
+    upcoming.pace_rows(p.rows + steps * (depth_ + (a_.v_dim + kTileDepth - 1) / kTileDepth));
     Unstored before;
     for (int64_t t = 0; t < steps; t++) {
-      int parts = 0;
-      for (int i = 0; i < 4; i++) parts |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
-      before.parts = score_step<T>(parts, w_.q, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, depth_, before);
-      before.at = w_.scores + t * kStepScores;
-      for (int64_t i = 0; i < kBesideProducts; i++) upcoming.step_rows();
+      int quarters = 0;
+      for (int i = 0; i < 4; i++) quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
+      const Operands of = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
+      before.quarters = score_step<Half, P>(quarters, of, depth_, before, upcoming);
+      before.at = w_.scores + t * kStepScores<P>, before.row = kScoreRow<P>;
     }
     before.all();
     for (int64_t g = 0; g < 2; g++)
@@ -244,14 +262,15 @@ class ShortBlock {
   }
 
   void soften(const ShortPanel& p, int64_t g, const Reach& reach, float* most, float* total, Upcoming& upcoming) const {
-    char* scores = w_.scores + g * kBelow;
+    char* scores = w_.scores + g * kScoreGroup<P>;
     for (int64_t j = reach.first; j < reach.last; j++) {
       const int64_t key = p.key + j * kTileRows;
       if (key >= reach.all_from && key + kTileRows <= reach.all_to) continue;
       mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, reach.rows, key,
-                  (float*)(scores + j / 2 * kStepScores + j % 2 * 64));
+                  scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
-    soften_rows<T>(scores, reach.first, reach.last, reach.rows, (float)(a_.scale * (double)kLog2E), most, total, upcoming);
+    const float factor = (float)(a_.scale * (double)kLog2E) / (unit_input<Mode>() * unit_input<Mode>());
+    soften_rows<Half, P>(scores, reach.first, reach.last, reach.rows, factor, most, total, upcoming);
   }
 
   void weigh(int64_t first, int64_t steps, const Reach (&group)[2], Upcoming& upcoming) const {
@@ -265,20 +284,20 @@ class ShortBlock {
       if (count > 0 && runs[count - 1].groups == groups) runs[count - 1].to++;
       else if (groups) runs[count++] = {t, t + 1, groups};
     }
-    weigh_values<T>(runs, count, group[1].rows > 0, w_.scores, v, a_.v_dim, w_.sums, upcoming);
+    weigh_values<Half, P>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, upcoming);
   }
 
   // ---- results
 
   void write(const ShortPanel& p, const float* most, const float* total) const {
-    constexpr float unit = (float)(1 << kWeightBits<T>);
+    constexpr float unit = (float)(1 << kWeightBits<Half>);
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
       const Vec high = load(most + r), l = load(total + r) / unit;
       store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * kLn2 + log_of(l));
       Vec sink = {};
       for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = exp2f(a_.sinks[p.head[r + i]] * kLog2E - high[i]);
-      store(inverse + r, 1.0f / unit / (l + sink));
+      store(inverse + r, 1.0f / unit / unit_input<Mode>() / (l + sink));
     }
     for (int64_t r = 0; r < p.rows; r++) {
       const int64_t head = p.head[r], at = p.at[r];
@@ -286,13 +305,22 @@ class ShortBlock {
       const bool empty = is_empty(most[r], total[r]);
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;
-      for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += kStepScores) {
-        const Vec low = load((const float*)from) * inverse[r], high = load((const float*)(from + 64)) * inverse[r];
-        const __m512i x = empty ? _mm512_setzero_si512() : join_columns(low, high, T());
-        if (d + kTileDepth <= a_.v_dim) _mm512_storeu_si512(to + d, x);
-        else _mm512_mask_storeu_epi16(to + d, (__mmask32)((1u << (a_.v_dim - d)) - 1), x);
+      for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
+        const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r], high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
+        if constexpr (P > 1) {
+          store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
+        } else {
+          const __m512i x = join_columns(low, high, T());
+          if (d + kTileDepth <= a_.v_dim) _mm512_storeu_si512(to + d, x);
+          else _mm512_mask_storeu_epi16(to + d, (__mmask32)((1u << (a_.v_dim - d)) - 1), x);
+        }
       }
     }
+  }
+
+  static void store_some(Vec x, float* to, int64_t columns) {
+    if (columns >= kLanes) store(to, x);
+    else _mm512_mask_storeu_ps(to, (__mmask16)(columns > 0 ? (1u << columns) - 1 : 0), (__m512)x);
   }
 
   static constexpr int64_t kFewestAlike = kTileRows / 2;
@@ -300,7 +328,8 @@ class ShortBlock {
   const RowBlock& block_;
   const ShortSpace w_;
   const Rows<T> k_, v_;
-  const int64_t depth_, k_bytes_, v_bytes_;
+  const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // of a step of the ring, in bytes
+  Irregular irregular_ = Irregular::of<Mode>();
   const int64_t ring_, most_hull_;  // most_hull_: keys from the first to the last that a panel sees
   int64_t before_ = -1, phase_ = 0;                          // the row that phase_of looked at last
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring

@@ -4,13 +4,15 @@
 //     O[row][d]   = P[row][key pair] * V[key pair][d][2]           A: weights where the scores lay, B: keys j and j + 16 in pairs
 //
 // Of all that goes in and out only K is transposed: tiled.h, whose lanes are query rows, transposes Q, V and the results, which
-// is most of its time where keys are few. The price is that maxima and sums of a row lie across lanes, once a panel.
+// is most of its time where keys are few. The price is that maxima and sums of a row lie across lanes, once a panel. In fp32 Q, K, V
+// and the weights have P parts (see split.h), one behind the other.
 #pragma once
 
 #include <math.h>
 
 #include "amx.h"
 #include "modes.h"
+#include "split.h"
 #include "upcoming.h"
 
 #if defined(UNDIVIDED_AMX)
@@ -19,7 +21,14 @@ namespace {
 
 constexpr int64_t kShortStep = 2 * kTileRows;       // keys
 constexpr int64_t kBesideProducts = 4;              // how often rows are asked for beside 32 keys, or columns, of a product
-constexpr int64_t kStepScores = 2 * kBelow;         // bytes: two groups of 16 rows by 32 keys in fp32
+
+// Scores of a step: two groups of 16 rows by 32 keys in fp32. The parts of a row's weights take its place. In bytes:
+template <int P>
+constexpr int64_t kScoreRow = P > 2 ? P * 64 : 128;
+template <int P>
+constexpr int64_t kScoreGroup = kTileRows * kScoreRow<P>;
+template <int P>
+constexpr int64_t kStepScores = 2 * kScoreGroup<P>;
 
 // ---- B: 32 keys
 
@@ -77,6 +86,34 @@ static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns,
   }
 }
 
+// The same where numbers are sums of parts, `part` bytes apart; `copy` holds 32 rows of them. Columns stay in order.
+template <class Mode>
+static void split_key_pairs(const float* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
+                            Irregular& irregular) {
+  const int64_t depth = (columns + kTileDepth - 1) / kTileDepth, bytes = depth * 64;
+  for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, irregular);
+  for (int p = 0; p < kParts<Mode>; p++, copy += kShortStep * bytes, to += part) {
+    const Part<Mode>* half[kShortStep];
+    for (int64_t i = 0; i < kShortStep; i++) half[i] = (const Part<Mode>*)(const void*)(copy + i * bytes);
+    pack_key_pairs(half, depth * kTileDepth, to);
+  }
+}
+template <class Mode>
+static void split_value_pairs(const float* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, Irregular& irregular) {
+  for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
+    UVec first = {}, second = {};
+    for (int64_t d = 0; d < columns; d += kLanes) {
+      const Vec x = load_some(row[i] + d, columns - d), y = load_some(row[i + kTileRows] + d, columns - d);
+      first = larger_sizes(first, x), second = larger_sizes(second, y);
+      Vec pairs[kParts<Mode>];
+      split_pairs<Part<Mode>>(scaled_up<Mode>(x), scaled_up<Mode>(y), pairs);
+      char* at = to + d / kTileDepth * kBelow + d % kTileDepth * 4;
+      for (int p = 0; p < kParts<Mode>; p++) store((float*)(at + p * part), pairs[p]);
+    }
+    irregular.see(first), irregular.see(second);
+  }
+}
+
 INLINE __m512i in_order(__m512i x) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x);
 }
@@ -94,46 +131,68 @@ INLINE __m512i join_columns(Vec low, Vec high, Float16) {
 // multiplications of the next, as four stores in a row would hold these up.
 struct Unstored {
   char* at = nullptr;
-  int parts = 0;  // bit 2 * g + h: of the g-th 16 rows and the h-th 16 columns
+  int64_t row = kPanelBytes;  // from one row to the next, in bytes
+  int quarters = 0;           // bit 2 * g + h: of the g-th 16 rows and the h-th 16 columns
 
   template <int N>
-  INLINE void part(const Unstored& u) {
-    if (u.parts >> N & 1) tile_store<N>(u.at + N / 2 * kBelow + N % 2 * 64, kPanelBytes);
+  static inline __attribute__((always_inline)) void quarter(const Unstored& u) {
+    if (u.quarters >> N & 1) tile_store<N>(u.at + N / 2 * kTileRows * u.row + N % 2 * 64, u.row);
   }
-  void all() const { part<0>(*this), part<1>(*this), part<2>(*this), part<3>(*this); }
+  void all() const { quarter<0>(*this), quarter<1>(*this), quarter<2>(*this), quarter<3>(*this); }
 };
 
-// Scores of 32 rows and 32 keys, of such parts.
-template <class T, int Parts>
-static __attribute__((noinline)) void score_parts(const char* q, int64_t q_group, const char* k, int64_t steps, Unstored before) {
-  for (int64_t s = 0; s < steps; s++, q += kTileBytes, k += kBelow) {
-    auto multiply = [&](auto tile) {
-      constexpr int N = decltype(tile)::value;
-      if (s == 0) Unstored::part<N>(before);
-      if constexpr (Parts >> N & 1) {
-        if (s == 0) tile_zero<N>();
-        tile_multiply<N, 4 + N / 2, 6 + N % 2>(T());
-      }
-    };
-    if constexpr (Parts & 5) tile_load<6>(k, kPanelBytes);
-    if constexpr (Parts & 3) tile_load<4>(q, 64);
-    if constexpr (Parts & 10) tile_load<7>(k + 64, kPanelBytes);
-    multiply(std::integral_constant<int, 0>()), multiply(std::integral_constant<int, 1>());
-    if constexpr (Parts & 12) tile_load<5>(q + q_group, 64);
-    multiply(std::integral_constant<int, 2>()), multiply(std::integral_constant<int, 3>());
+// 16 rows of A twice, `group` bytes apart, and 32 columns of B; parts of either.
+struct Operands {
+  const char* a;
+  int64_t row, group, a_part;
+  const char* b;
+  int64_t b_part;
+};
+// Those quarters += A * B; a first product stores what the tiles hold and begins at zero.
+template <class T, int P, int Quarters, bool kFirst>
+INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
+  const Operands x = of;
+  auto multiply = [&](auto tile, bool first) {
+    constexpr int N = decltype(tile)::value;
+    if (kFirst && first) Unstored::quarter<N>(before), tile_zero<N>();
+    if constexpr (Quarters >> N & 1) tile_multiply<N, 4 + N / 2, 6 + N % 2>(T());
+  };
+#pragma GCC unroll 6
+  for (int i = 0; i < Products<P>::count; i++) {
+    const bool a_new = i == 0 || Products<P>::a[i] != Products<P>::a[i - 1], b_new = i == 0 || Products<P>::b[i] != Products<P>::b[i - 1];
+    const char *a = x.a + Products<P>::a[i] * x.a_part, *b = x.b + Products<P>::b[i] * x.b_part;
+    if (Quarters & 5 && b_new) tile_load<6>(b, kPanelBytes);
+    if (Quarters & 3 && a_new) tile_load<4>(a, x.row);
+    if (Quarters & 10 && b_new) tile_load<7>(b + 64, kPanelBytes);
+    multiply(std::integral_constant<int, 0>(), i == 0), multiply(std::integral_constant<int, 1>(), i == 0);
+    if (Quarters & 12 && a_new) tile_load<5>(a + x.group, x.row);
+    multiply(std::integral_constant<int, 2>(), i == 0), multiply(std::integral_constant<int, 3>(), i == 0);
   }
 }
+
+// Scores of 32 rows and 32 keys, of such quarters.
+template <class T, int P, int Quarters>
+static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
+  Operands x = of;
+  multiply_quarters<T, P, Quarters, true>(x, before);
+  for (int64_t s = 1; s < steps; s++) {
+    upcoming.step_rows();
+    x.a += kTileBytes, x.b += kBelow;
+    multiply_quarters<T, P, Quarters, false>(x, before);
+  }
+  upcoming.step_rows();
+}
 // Those, or more.
-template <class T>
-static int score_step(int parts, const char* q, int64_t q_group, const char* k, int64_t steps, const Unstored& before) {
-  auto call = [&](auto which) { return score_parts<T, which.value>(q, q_group, k, steps, before), which.value; };
-  if (parts == 13) return call(std::integral_constant<int, 13>());  // the diagonal
-  if (parts == 11) return call(std::integral_constant<int, 11>());  // where a window begins
-  if (parts == 1) return call(std::integral_constant<int, 1>());
-  if (parts == 4) return call(std::integral_constant<int, 4>());
-  if (!(parts & 12)) return call(std::integral_constant<int, 3>());
-  if (!(parts & 3)) return call(std::integral_constant<int, 12>());
-  if (!(parts & 10)) return call(std::integral_constant<int, 5>());
+template <class T, int P>
+static int score_step(int quarters, const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
+  auto call = [&](auto which) { return score_quarters<T, P, which.value>(of, steps, before, upcoming), which.value; };
+  if (quarters == 13) return call(std::integral_constant<int, 13>());  // the diagonal
+  if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
+  if (quarters == 1) return call(std::integral_constant<int, 1>());
+  if (quarters == 4) return call(std::integral_constant<int, 4>());
+  if (!(quarters & 12)) return call(std::integral_constant<int, 3>());
+  if (!(quarters & 3)) return call(std::integral_constant<int, 12>());
+  if (!(quarters & 10)) return call(std::integral_constant<int, 5>());
   return call(std::integral_constant<int, 15>());
 }
 
@@ -143,50 +202,40 @@ struct GroupRun {
   int groups;
 };
 
-template <class T, int Groups, bool kFirst = false>
-INLINE void weigh_step(const char* weights, const char* v, const Unstored& before) {
-  auto multiply = [&](auto tile) {
-    constexpr int N = decltype(tile)::value;
-    if constexpr (kFirst) Unstored::part<N>(before), tile_zero<N>();
-    if constexpr (Groups >> N / 2 & 1) tile_multiply<N, 4 + N / 2, 6 + N % 2>(T());
+// Those sums += weights * values of the run's steps; v: where each step's values lie.
+template <class T, int P, int Groups>
+INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
+                      const Unstored& before, Upcoming& upcoming) {
+  constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0);
+  auto operands = [&](int64_t t) {
+    return Operands{weights + t * kStepScores<P>, kScoreRow<P>, kScoreGroup<P>, 64, v[t] + column, v_part};
   };
-  tile_load<6>(v, kPanelBytes);
-  if constexpr (Groups & 1) tile_load<4>(weights, 64);
-  tile_load<7>(v + 64, kPanelBytes);
-  multiply(std::integral_constant<int, 0>()), multiply(std::integral_constant<int, 1>());
-  if constexpr (Groups & 2) tile_load<5>(weights + kBelow, 64);
-  multiply(std::integral_constant<int, 2>()), multiply(std::integral_constant<int, 3>());
-}
-template <class T, int Groups>
-INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t column,
-                      const Unstored& before) {
   int64_t t = run.from;
-  if (first) weigh_step<T, Groups, true>(weights + t * kStepScores, v[t] + column, before), t++;
-  for (; t < run.to; t++) weigh_step<T, Groups>(weights + t * kStepScores, v[t] + column, before);
+  if (first) multiply_quarters<T, P, quarters, true>(operands(t), before), t++, upcoming.step_rows();
+  for (; t < run.to; t++) upcoming.step_rows(), multiply_quarters<T, P, quarters, false>(operands(t), before);
 }
 // The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
-template <class T>
+template <class T, int P>
 static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int count, bool both, const char* weights,
-                                                   const char* const* v, int64_t columns, char* sums,
+                                                   const char* const* v, int64_t v_part, int64_t columns, char* sums,
                                                    Upcoming& upcoming) {
   Unstored before;
-  for (int64_t d = 0; d < columns; d += kTileDepth, sums += kStepScores) {
+  for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kBelow) {
     const int64_t at = d / kTileDepth * kBelow;
     for (int i = 0; i < count; i++) {
-      if (runs[i].groups == 3) weigh_run<T, 3>(runs[i], i == 0, weights, v, at, before);
-      else if (runs[i].groups == 1) weigh_run<T, 1>(runs[i], i == 0, weights, v, at, before);
-      else weigh_run<T, 2>(runs[i], i == 0, weights, v, at, before);
+      if (runs[i].groups == 3) weigh_run<T, P, 3>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else if (runs[i].groups == 1) weigh_run<T, P, 1>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else weigh_run<T, P, 2>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
     }
-    before.at = sums, before.parts = both ? 15 : 3;
-    for (int64_t i = 0; i < kBesideProducts; i++) upcoming.step_rows();
+    before.at = sums, before.quarters = both ? 15 : 3;
   }
   before.all();
 }
 
-// ---- softmax of 16 rows: scores of steps are kStepScores apart, of rows kPanelBytes
+// ---- softmax of 16 rows: scores of steps are kStepScores apart, of rows kScoreRow
 
 // What the rows may see of 16 keys from `key` on is kept, the rest becomes -inf.
-static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, float* scores) {
+static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores, int64_t pitch) {
   auto up_to = [&](const int32_t* bound) {  // bits below it
     const __m512i at = _mm512_sub_epi32(_mm512_loadu_si512(bound), _mm512_set1_epi32((int32_t)key));
     const __m512i bits = _mm512_min_epi32(_mm512_max_epi32(at, _mm512_setzero_si512()), _mm512_set1_epi32(16));
@@ -194,7 +243,7 @@ static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows,
   };
   alignas(64) uint32_t hidden[kTileRows];
   _mm512_store_si512(hidden, _mm512_or_si512(up_to(start), ~up_to(stop)));
-  for (int64_t r = 0; r < rows; r++, scores += kPanel) _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
+  for (int64_t r = 0; r < rows; r++, scores += pitch) _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
 }
 
 template <int Step>
@@ -206,16 +255,16 @@ INLINE void larger_stage(Vec (&x)[kLanes]) {
 
 // Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score in units of
 // log 2 and the sum of the weights of each row.
-template <class T>
+template <class T, int P>
 static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
                                                   float* most, float* total, Upcoming& upcoming) {
   Vec high[kLanes];
   for (int64_t r = 0; r < kLanes; r++) {
     Vec x = splat(-kInfinity), y = x;
-    const char* row = scores + r * kPanelBytes;
+    const char* row = scores + r * kScoreRow<P>;
     int64_t j = r < rows ? first : last;
-    if (j % 2 && j < last) x = load((const float*)(row + j / 2 * kStepScores + 64)), j++;
-    for (row += j / 2 * kStepScores; j + 2 <= last; j += 2, row += kStepScores)
+    if (j % 2 && j < last) x = load((const float*)(row + j / 2 * kStepScores<P> + 64)), j++;
+    for (row += j / 2 * kStepScores<P>; j + 2 <= last; j += 2, row += kStepScores<P>)
       x = larger(load((const float*)row), x), y = larger(load((const float*)(row + 64)), y);
     if (j < last) x = larger(load((const float*)row), x);
     high[r] = larger(x, y);
@@ -229,11 +278,18 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
     Vec x = {};
     upcoming.step_rows();
     for (int64_t t = first / 2; 2 * t < last; t++) {
-      const float* s = (const float*)(scores + t * kStepScores + r * kPanelBytes);
-      const Vec even = 2 * t >= first ? weight_of(load(s) * factor - b) : Vec{};
-      const Vec odd = 2 * t + 1 < last ? weight_of(load(s + kLanes) * factor - b) : Vec{};
+      float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
+      auto weights = [&](const float* at) { return P > 1 ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
+      const Vec even = 2 * t >= first ? weights(s) : Vec{};
+      const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
       x += even + odd;
-      store((float*)(scores + t * kStepScores + r * 64), pair_weights(even, odd, T()));  // row r / 2 of the scores: used up
+      if constexpr (P == 1) {
+        store(s, pair_weights(even, odd, T()));
+      } else {
+        Vec parts[P];
+        split_pairs<T>(even, odd, parts);
+        for (int p = 0; p < P; p++) store(s + p * kLanes, parts[p]);
+      }
     }
     sum[r] = x;
   }

@@ -45,13 +45,18 @@ INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
 }
 
-// The largest size of a number of a row; NaN, as an integer without a sign, is the largest. (A pass of its own over whole rows is also
-// how they come from memory fastest.)
+// The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
+INLINE UVec larger_sizes(UVec sizes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)sizes, (__m512i)((UVec)x << 1)); }
+INLINE UVec size_of(float x) { return (UVec)splat(x) << 1; }
+
+// Of a row. (A pass of its own over whole rows is also how they come from memory fastest where they are transposed.)
+static UVec sizes_of(const float* row, int64_t dim) {
+  UVec sizes = {};
+  for (int64_t d = 0; d < dim; d += kLanes) sizes = larger_sizes(sizes, load_some(row + d, dim - d));
+  return sizes;
+}
 static float largest_of(const float* row, int64_t dim) {
-  UVec largest = {};
-  for (int64_t d = 0; d < dim; d += kLanes)
-    largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)load_some(row + d, dim - d) << 1));
-  return bits_to_float(_mm512_reduce_max_epu32((__m512i)largest) >> 1);
+  return bits_to_float(_mm512_reduce_max_epu32((__m512i)sizes_of(row, dim)) >> 1);
 }
 #endif
 
@@ -63,23 +68,24 @@ class Irregular {
   // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
   template <class Mode>
   static Irregular of(float low = 0x1p-80f) {
-    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, kMostFloat16) : Irregular(low, 0x1p100f);
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, kMostFloat16, unit_input<Mode>()) : Irregular(low, 0x1p100f, 1);
   }
-  // Between which the largest number of a row may lie, once scaled, if it is not 0.
-  Irregular(float low, float high) : low_(low), high_(high) {}
-  bool found() const { return found_; }
-
+  // Between which the largest number of a row may lie, once scaled by `unit`, if it is not 0.
 #if defined(UNDIVIDED_AMX)
-  // A row that is scaled by `unit`.
-  void see(const float* row, int64_t dim, float unit) {
-    const float size = largest_of(row, dim) * unit;
-    found_ |= !(size < high_) || (size < low_ && size != 0);
+  Irregular(float low, float high, float unit) : low_(size_of(low / unit)), high_(size_of(high / unit)) {}
+  void see(UVec sizes) {  // of a row
+    found_ |= !_mm512_cmpge_epu32_mask((__m512i)sizes, (__m512i)low_) && _mm512_test_epi32_mask((__m512i)sizes, (__m512i)sizes);
+    largest_ = (UVec)_mm512_max_epu32((__m512i)largest_, (__m512i)sizes);
   }
-#endif
+  bool found() const { return found_ || _mm512_cmpge_epu32_mask((__m512i)largest_, (__m512i)high_); }
 
  private:
-  float low_, high_;
+  UVec low_, high_, largest_ = {};
   bool found_ = false;
+#else
+  Irregular(float, float, float) {}
+  bool found() const { return false; }
+#endif
 };
 
 }  // namespace
@@ -153,13 +159,27 @@ INLINE Vec scaled_up(Vec x) {
   return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
 }
 
+// A row, scaled up, in order: kTileDepth halves of each part, which are `part` bytes apart, then, `step` bytes on, the next.
+template <class Mode>
+INLINE void split_row(const float* row, int64_t columns, char* to, int64_t step, int64_t part, Irregular& irregular) {
+  typedef Part<Mode> Half;
+  UVec sizes = {};
+  for (int64_t d = 0; d < columns; d += kTileDepth, to += step) {
+    const Vec x = load_some(row + d, columns - d), y = load_some(row + d + kLanes, columns - d - kLanes);
+    sizes = larger_sizes(larger_sizes(sizes, x), y);
+    SomeParts<Half> low, high;
+    take_parts<Half>(scaled_up<Mode>(x), low), take_parts<Half>(scaled_up<Mode>(y), high);
+    for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(to + p * part, Parts<Half>::together(low[p], high[p]));
+  }
+  irregular.see(sizes);
+}
+
 // kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
-// What is irregular is a question of what they are scaled to.
 template <class Mode>
 static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
                        float unit = unit_input<Mode>()) {
   for (int i = 0; i < kLanes; i++)
-    if (row[i]) irregular.see(row[i], dim, unit);
+    if (row[i]) irregular.see(sizes_of(row[i], dim));
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
     Vec x[kLanes], parts[kParts<Mode>];
     for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) * unit : Vec{};
@@ -175,19 +195,14 @@ static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t d
 template <class Mode>
 static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
                     Irregular& irregular) {
-  typedef Part<Mode> Half;
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
   for (int64_t j = 0; j < padded; j++, k += stride) {
     char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
-    const bool is_seen = j < keys && seen[j];
-    if (is_seen) irregular.see(k, columns, unit_input<Mode>());
-    for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
-      const Vec low = scaled_up<Mode>(is_seen ? load_some(k + d, columns - d) : Vec{});
-      const Vec high = scaled_up<Mode>(is_seen && d + kLanes < columns ? load_some(k + d + kLanes, columns - d - kLanes) : Vec{});
-      SomeParts<Half> l, h;
-      take_parts<Half>(low, l), take_parts<Half>(high, h);
-      for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(row + p * part, Parts<Half>::together(l[p], h[p]));
+    if (j < keys && seen[j]) {
+      split_row<Mode>(k, columns, row, kTileBytes, part, irregular);
+      continue;
     }
+    for (int64_t i = 0; i < steps * kParts<Mode>; i++) _mm512_store_si512(row + i * kTileBytes, _mm512_setzero_si512());
   }
 }
 
@@ -198,7 +213,7 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
   const int64_t part = capacity * kTileBytes;
   for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
     for (int64_t key = 0; key < kTileDepth && j + key < keys; key++)
-      if (seen[key]) irregular.see(v + key * stride, columns, unit_input<Mode>());
+      if (seen[key]) irregular.see(sizes_of(v + key * stride, columns));
     for (int64_t d = 0; d < columns; d += kTileRows) {
       Vec x[kParts<Mode>][kLanes];
       for (int i = 0; i < kLanes; i++) {
