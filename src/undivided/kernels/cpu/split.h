@@ -21,17 +21,19 @@
 
 namespace {
 
-// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, forward / backward, D = 128:
-// 64 tokens 1.3 / 1.1, 128 1.1 / 1.4, 256 1.6 / 1.7, causal 1.3 / 1.4; 48 tokens 1.1 / .8. At D = 16 .8 to 1.)
-constexpr int64_t kFewestSplitRows = 64, kFewestSplitKeys = 64, kFewestSplitColumns = 32;
-INLINE bool splits(const Attention& a) {
-  return a.q_len * (a.heads / a.kv_heads) >= kFewestSplitRows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
+// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 32 tokens 1.2 and
+// 1.3, 64 1.5 and 1.4, 32 rows and 2048 keys 1.0; 16 tokens .9 and .8. At D = 16 .6 to 1. Gradients, D = 128: 48 tokens .8, 64 1.1,
+// 128 1.4, 256 1.7.)
+constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitGradients = 64;
+INLINE bool splits(const Attention& a, int64_t rows = kFewestSplitRows) {
+  return a.q_len * (a.heads / a.kv_heads) >= rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
 }
-INLINE bool splits_gradients(const Attention& a) { return splits(a) && a.kv_len >= kFewestSplitKeys; }
-// Rows that see no more are left to vectors; of documents, which begin and end within tiles, somewhat longer ones.
+INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitGradients) && a.kv_len >= kFewestSplitGradients; }
+// Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
+// longer ones.
 INLINE int64_t most_unsplit_keys(const Attention& a) {
   if (a.ranges && a.columns != 2) return 0;
-  return (a.ranges ? kFewestSplitKeys * 3 / 2 : kFewestSplitKeys) - 1;
+  return a.ranges ? 95 : 63;
 }
 
 // What a number of Q, K and V is scaled to.
