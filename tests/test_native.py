@@ -204,6 +204,9 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
     check(q, k, v, mask)
 
 
+FEW_AND_MORE = (200, 450)  # keys that AMX takes all at once, and tile by tile
+
+
 @needs_library
 @pytest.mark.parametrize(
     ("which", "number"),
@@ -211,10 +214,11 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
     + [(2, 3e38), (2, 1e31), (2, 1e5)],
     ids=lambda x: "qkv"[x] if isinstance(x, int) else str(x),
 )
-def test_numbers_of_any_size(which: int, number: float) -> None:
+@pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
+def test_numbers_of_any_size(length: int, which: int, number: float) -> None:
     """fp32 may be computed from halves; what they cannot hold is as right, for any number of threads."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 2, 300, 64) for _ in range(3)]
+    tensors = [torch.randn(1, 2, length, 64) for _ in range(3)]
     tensors[which][0, 1, 7, 5] = number
     before, results = torch.get_num_threads(), []
     try:
@@ -261,26 +265,48 @@ SCALES = [
 
 @needs_library
 @pytest.mark.parametrize(("of_q", "of_v"), SCALES)
-def test_numbers_keep_their_bits_at_any_scale(of_q: float, of_v: float) -> None:
+@pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
+def test_numbers_keep_their_bits_at_any_scale(length: int, of_q: float, of_v: float) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, length, 64) for _ in range(3))
     check(q * of_q, k / of_q, v * of_v, None)
 
 
 @needs_library
 @pytest.mark.parametrize("bits", [-3, -7, -10, -14, -40])
 @pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
-def test_rows_of_small_numbers_keep_their_bits(which: int, bits: int) -> None:
+@pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
+def test_rows_of_small_numbers_keep_their_bits(length: int, which: int, bits: int) -> None:
     """A document of these is as exact as its neighbours."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 2, 300, 64) for _ in range(3)]
-    tensors[which][:, :, 100:200] *= 2.0**bits
+    tensors = [torch.randn(1, 2, 3 * length, 64) for _ in range(3)]
+    tensors[which][:, :, length : 2 * length] *= 2.0**bits
     q, k, v = tensors
-    mask = masks.causal() & masks.document_ids(torch.arange(300) // 100)
+    mask = masks.causal() & masks.document_ids(torch.arange(3 * length) // length)
     out = undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native")
-    want, _ = oracle(q, k, v, mask.to_dense(1, 2, 300, 300))
-    for start in (0, 100, 200):
-        assert apart(out[:, :, start : start + 100], want[:, :, start : start + 100]) < ALLOWED[q.dtype]
+    want, _ = oracle(q, k, v, mask.to_dense(1, 2, 3 * length, 3 * length))
+    for document in (slice(start, start + length) for start in range(0, 3 * length, length)):
+        assert apart(out[:, :, document], want[:, :, document]) < ALLOWED[q.dtype]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_a_large_result_is_the_same_as_its_pieces(dtype: torch.dtype) -> None:
+    """Results of 16 MiB and more may be written past the caches."""
+    torch.manual_seed(0)
+    tokens, some = 16384, 2048
+    q, k, v = (torch.randn(tokens, heads, 64).to(dtype) for heads in (8, 1, 1))
+    every = masks.causal() & masks.documents([*range(0, tokens + 1, 128)])
+    out, lse = undivided.attention(q, k, v, layout="thd", mask=every, backend="native", return_lse=True)
+    assert out.nbytes >= 16 << 20
+    mask = masks.causal() & masks.documents([*range(0, some + 1, 128)])
+    for start in range(0, tokens, some):
+        piece = slice(start, start + some)
+        want, want_lse = undivided.attention(
+            q[piece], k[piece], v[piece], layout="thd", mask=mask, backend="native", return_lse=True
+        )
+        assert torch.equal(out[piece], want)
+        assert torch.equal(lse[..., piece], want_lse)
 
 
 @needs_library

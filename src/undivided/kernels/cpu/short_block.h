@@ -74,7 +74,7 @@ class ShortBlock {
       : a_(a), block_(block), w_(carve_short<Mode>(a, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
         k_part_(depth_ * kBelow), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
-        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep) {
+        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep), streams_(are_streamed(a)) {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
@@ -90,9 +90,11 @@ class ShortBlock {
       const bool more = then < block_.rows;
       if (more) find_panel(then, *next);
       compute(*p, more ? next : nullptr);
-      if (!more) return P == 1 || !irregular_.found();
+      if (!more) break;
       std::swap(p, next);
     }
+    if (streams_) _mm_sfence();
+    return P == 1 || !irregular_.found();
   }
 
  private:
@@ -243,7 +245,7 @@ class ShortBlock {
     const Reach group[2] = {reach_of_group(p, 0), reach_of_group(p, 1)};
     const int64_t first = step_of(p.key), steps = p.steps();
     Upcoming upcoming;
-    ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+    if (!streams_) ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (next) ask_for(upcoming, *next);
     upcoming.pace_rows(p.rows + steps * (depth_ + (a_.v_dim + kTileDepth - 1) / kTileDepth));
     Unstored before;
@@ -289,6 +291,14 @@ class ShortBlock {
 
   // ---- results
 
+  // Results that are larger than caches near by go past them: lines are written whole and need not be read first. (16 and 32 MiB: 1 to 11 %
+  // faster, documents of 16-128 and of 64-512 tokens.)
+  static bool are_streamed(const Attention& a) {
+    const int64_t bytes = a.batch * a.heads * a.q_len * a.v_dim * (int64_t)sizeof(T);
+    return bytes >= kFewestStreamed && a.v_dim % kTileDepth == 0 && (uintptr_t)a.out % 64 == 0 &&
+           (a.out_b | a.out_h | a.out_s) % (64 / (int64_t)sizeof(T)) == 0;
+  }
+
   void write(const ShortPanel& p, const float* most, const float* total) const {
     constexpr float unit = (float)(1 << kWeightBits<Half>);
     alignas(64) float inverse[kShortRows], lse[kShortRows];
@@ -308,10 +318,12 @@ class ShortBlock {
       for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
         const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r], high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
         if constexpr (P > 1) {
-          store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
+          if (streams_) _mm512_stream_ps(to + d, (__m512)low), _mm512_stream_ps(to + d + kLanes, (__m512)high);
+          else store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
         } else {
           const __m512i x = join_columns(low, high, T());
-          if (d + kTileDepth <= a_.v_dim) _mm512_storeu_si512(to + d, x);
+          if (streams_) _mm512_stream_si512((__m512i*)(void*)(to + d), x);
+          else if (d + kTileDepth <= a_.v_dim) _mm512_storeu_si512(to + d, x);
           else _mm512_mask_storeu_epi16(to + d, (__mmask32)((1u << (a_.v_dim - d)) - 1), x);
         }
       }
@@ -323,7 +335,7 @@ class ShortBlock {
     else _mm512_mask_storeu_ps(to, (__mmask16)(columns > 0 ? (1u << columns) - 1 : 0), (__m512)x);
   }
 
-  static constexpr int64_t kFewestAlike = kTileRows / 2;
+  static constexpr int64_t kFewestAlike = kTileRows / 2, kFewestStreamed = 16 << 20;
   const Attention& a_;
   const RowBlock& block_;
   const ShortSpace w_;
@@ -331,6 +343,7 @@ class ShortBlock {
   const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // of a step of the ring, in bytes
   Irregular irregular_ = Irregular::of<Mode>();
   const int64_t ring_, most_hull_;  // most_hull_: keys from the first to the last that a panel sees
+  const bool streams_;
   int64_t before_ = -1, phase_ = 0;                          // the row that phase_of looked at last
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring
 };
