@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests import levels
 from tests.brute_force import error
 from torch import Tensor
 
@@ -256,6 +258,22 @@ def close(got: Tensor, want: Tensor, rounding: float, scale: float) -> bool:
 @FUZZ
 @given(requests())
 def test_any_request_equals_the_formula_forward_and_backward(request: Request) -> None:
+    check(request)
+
+
+@pytest.mark.parametrize("level", levels.here())
+@FUZZ
+@given(requests(), st.integers(1, 3))
+def test_any_request_equals_the_formula_on_every_level_of_native(
+    level: str, request: Request, threads: int
+) -> None:
+    assume(request.tensors[0].dtype != torch.float64)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in request.tensors)  # it refuses the others
+    with levels.running(level, threads):
+        check(replace(request, tensors=(q, k, v), backend="native"))
+
+
+def check(request: Request) -> None:
     leaves = [t.detach().requires_grad_() for t in request.tensors]
     extras = {
         n: f.clone().requires_grad_() if isinstance(f, Tensor) else f for n, f in request.features.items()

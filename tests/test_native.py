@@ -426,11 +426,12 @@ def test_scores_that_outgrow_the_largest_seen_so_far(order: str, dtype: torch.dt
 
 
 @needs_library
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2e-309, 1e-42, 1e-30, 1.0])
 @pytest.mark.parametrize("q_len", [70, 1])
-def test_any_scale(scale: float, q_len: int) -> None:
-    q = torch.randn(1, 2, q_len, 64)
-    k, v = (torch.randn(1, 1, 131, 64) for _ in range(2))
+def test_any_scale(scale: float, q_len: int, dtype: torch.dtype) -> None:
+    q = torch.randn(1, 2, q_len, 64).to(dtype)
+    k, v = (torch.randn(1, 1, 131, 64).to(dtype) for _ in range(2))
     check(q, k, v, masks.causal("bottom_right"), scale=scale)
 
 

@@ -19,8 +19,7 @@
 
 namespace {
 
-constexpr int64_t kShortStep = 2 * kTileRows;       // keys
-constexpr int64_t kBesideProducts = 4;              // how often rows are asked for beside 32 keys, or columns, of a product
+constexpr int64_t kShortStep = 2 * kTileRows;  // keys
 
 // Scores of a step: two groups of 16 rows by 32 keys in fp32. The parts of a row's weights take its place. In bytes:
 template <int P>
