@@ -150,7 +150,7 @@ struct Kernels {
   int64_t (*block_rows)(const Attention&, int64_t few);  // query rows of a block, as a RowBlock has them, at most
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
-  int64_t (*block_scratch)(const Attention&, int64_t rows);
+  int64_t (*block_scratch)(const Attention&, int64_t rows, bool few);  // few: where no row sees more than few_keys
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are not for it
   bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);

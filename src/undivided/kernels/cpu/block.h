@@ -238,15 +238,15 @@ static bool run_block(const Attention& a, const RowBlock& block, char* scratch) 
   return Block<Mode>(a, block, scratch).run();
 }
 
-// Scratch of a block of so many rows, narrow or not.
+// Scratch of a block of so many rows: short, or narrow or not.
 template <class Mode>
-static int64_t block_bytes(const Attention& a, int64_t rows) {
-  const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
-  int64_t bytes = larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
+static int64_t block_bytes(const Attention& a, int64_t rows, [[maybe_unused]] bool few) {
 #if defined(UNDIVIDED_AMX)
-  if constexpr (Mode::kTiled) bytes = larger_of(bytes, carve_short<Mode>(a, nullptr).bytes);
+  if constexpr (Mode::kTiled)
+    if (few) return carve_short<Mode>(a, nullptr).bytes;
 #endif
-  return bytes;
+  const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
+  return larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
 }
 
 }  // namespace

@@ -72,26 +72,26 @@ INLINE auto with_engine(const Attention& a, F f) {
   return f(Is<Vectors<float>>());
 }
 
+// Whether rows that see few keys are left to vectors.
+bool few_in_vectors(const Attention& a) { return a.dtype == kFloat32 && !most_short_keys(a); }
 template <class Half>
-int64_t block_scratch(const Attention& a, int64_t rows) {
+int64_t block_scratch(const Attention& a, int64_t rows, bool few) {
 #if defined(UNDIVIDED_AMX)
-  const int64_t besides = a.dtype == kFloat32 ? kernels_avx512_bf16.block_scratch(a, rows) : 0;
-#else
-  const int64_t besides = 0;
+  if (few && few_in_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
 #endif
-  return with_block_mode<Half>(a.dtype, [&](auto mode) { return larger_of(block_bytes<decltype(mode)>(a, rows), besides); });
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, few); });
 }
 int64_t few_keys(const Attention& a) {
   if (!kHasTiles) return 0;
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32 && !most_short_keys(a)) return most_unsplit_keys(a);
+  if (few_in_vectors(a)) return most_unsplit_keys(a);
 #endif
   return most_short_keys(a);
 }
 template <class Half>
 bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kFloat32 && b.few > 0 && !most_short_keys(a)) return kernels_avx512_bf16.block(a, b, scratch);  // in vectors
+  if (b.few > 0 && few_in_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
@@ -209,7 +209,7 @@ constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kBlockBytes = 640 << 10;
 // twice (8192 rows 5 to 20 % faster than 1024 in windows, up to 13 % in documents; 16-bit heads side by side 4 to 16 % faster than 256).
 constexpr int64_t kShortBlockRows = 8192;
 int64_t block_rows(const Attention& a, int64_t few) {
-  if (kHasTiles && few > 0 && most_short_keys(a)) return kShortBlockRows;
+  if (few > 0 && !few_in_vectors(a)) return kShortBlockRows;
   const int64_t rows = a.dtype != kFloat32 ? kRows16 : few > 0 ? kVectorRows : kRows32;
   return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
 }

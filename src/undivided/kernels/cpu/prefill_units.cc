@@ -188,9 +188,10 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
     if (partials == nullptr) return kNoMemory;
   }
   const std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
-  int64_t rows = 0;
-  for (const RowBlock& block : blocks) rows = std::max(rows, block.rows);
-  const int64_t bytes = k.block_scratch(a, rows);
+  int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks of rows that see any number of keys, and few
+  for (const RowBlock& block : blocks) rows[block.few > 0] = std::max(rows[block.few > 0], block.rows);
+  for (int few = 0; few < 2; few++)
+    if (rows[few] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[few], few));
   std::atomic<bool> exceeded{false};
   const int status = run_units((int64_t)blocks.size(), bytes, threads, [&](int64_t i, char* scratch) {
     if (!exceeded && !k.block(a, blocks[(size_t)i], scratch)) exceeded = true;

@@ -317,7 +317,8 @@ class ShortBlock {
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;
       for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
-        const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r], high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
+        const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r];
+        const Vec high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
         if constexpr (P > 1) {
           if (streams_) _mm512_stream_ps(to + d, (__m512)low), _mm512_stream_ps(to + d + kLanes, (__m512)high);
           else store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
