@@ -24,11 +24,13 @@ namespace {
 // Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 32 tokens 1.2 and
 // 1.3, 64 1.5 and 1.4, 32 rows and 2048 keys 1.0; 16 tokens .9 and .8. At D = 16 .6 to 1. Gradients, D = 128: 48 tokens .8, 64 1.1,
 // 128 1.4, 256 1.7.)
-constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitGradients = 64;
-INLINE bool splits(const Attention& a, int64_t rows = kFewestSplitRows) {
-  return a.q_len * (a.heads / a.kv_heads) >= rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
+constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitElsewhere = 64;
+INLINE bool splits(const Attention& a, int64_t fewest_rows) {
+  return a.q_len * (a.heads / a.kv_heads) >= fewest_rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
 }
-INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitGradients) && a.kv_len >= kFewestSplitGradients; }
+// A key that a dense mask or a bias hides from every row is split all the same: if it is not finite, all goes to vectors after all.
+INLINE bool splits(const Attention& a) { return splits(a, a.dense || a.bias ? kFewestSplitElsewhere : kFewestSplitRows); }
+INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitElsewhere) && a.kv_len >= kFewestSplitElsewhere; }
 // Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
 // longer ones.
 INLINE int64_t most_unsplit_keys(const Attention& a) {
