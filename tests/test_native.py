@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.levels import ALL as LEVELS
 from torch import Tensor
 
 import undivided
@@ -25,7 +26,6 @@ from undivided.masks import Mask
 
 LIBRARY = cpu.load()
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
-LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
 
 # Largest relative errors of the norm: fp32 a few roundings; bf16 and fp16 one rounding of the result (2^-9, 2^-12 at most,
 # about 0.6 of that on average), for bf16 dot products one of the weights besides.

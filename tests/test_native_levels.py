@@ -21,17 +21,10 @@ def test_every_case_is_within_its_budget_and_no_other_on_more_threads(case: Case
             outcomes = []
             for threads in (1, 2, 3):
                 with levels.running(level, threads):
-                    outcomes.append(runs.run(get("native"), asked))
-            assert outcomes[0].rows or case.name.startswith("last-axis-strided"), (
-                level,
-                dtype,
-                outcomes[0].reasons,
-            )
-            wrong = [
-                f"{row.quantity}: {row.error:.2e} of {row.budget:.2e}"
-                for row in outcomes[0].rows
-                if not row.ok
-            ]
+                    outcomes.append(runs.run(get("native"), asked).rows)
+            rows = outcomes[0]
+            assert rows or case.name.startswith("last-axis-strided"), (level, dtype)
+            wrong = [f"{row.quantity}: {row.error:.2e} of {row.budget:.2e}" for row in rows if not row.ok]
             assert not wrong, (level, dtype, wrong)
-            errors = [[(row.quantity, row.error) for row in outcome.rows] for outcome in outcomes]
+            errors = [[(row.quantity, row.error) for row in some] for some in outcomes]
             assert errors[1] == errors[2] == errors[0], (level, dtype)

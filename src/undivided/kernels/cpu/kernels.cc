@@ -83,10 +83,7 @@ int64_t block_scratch(const Attention& a, int64_t rows, bool few) {
 }
 int64_t few_keys(const Attention& a) {
   if (!kHasTiles) return 0;
-#if defined(UNDIVIDED_AMX)
-  if (few_in_vectors(a)) return most_unsplit_keys(a);
-#endif
-  return most_short_keys(a);
+  return few_in_vectors(a) ? most_unsplit_keys(a) : most_short_keys(a);
 }
 template <class Half>
 bool block(const Attention& a, const RowBlock& b, char* scratch) {

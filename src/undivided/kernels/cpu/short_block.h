@@ -332,11 +332,6 @@ class ShortBlock {
     }
   }
 
-  static void store_some(Vec x, float* to, int64_t columns) {
-    if (columns >= kLanes) store(to, x);
-    else _mm512_mask_storeu_ps(to, (__mmask16)(columns > 0 ? (1u << columns) - 1 : 0), (__m512)x);
-  }
-
   static constexpr int64_t kFewestAlike = kTileRows / 2, kFewestStreamed = 16 << 20;
   const Attention& a_;
   const RowBlock& block_;

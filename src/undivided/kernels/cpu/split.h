@@ -45,8 +45,13 @@ constexpr float unit_input() {
 }
 
 #if defined(UNDIVIDED_AMX)
+INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u << count) - 1 : 0); }  // of less than kLanes
 INLINE Vec load_some(const float* p, int64_t count) {
-  return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
+  return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(first_lanes(count), p);
+}
+INLINE void store_some(Vec x, float* p, int64_t count) {
+  if (count >= kLanes) store(p, x);
+  else _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x);
 }
 
 // The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
