@@ -21,9 +21,9 @@
 
 namespace {
 
-// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 32 tokens 1.2 and
-// 1.3, 64 1.5 and 1.4, 32 rows and 2048 keys 1.0; 16 tokens .9 and .8. At D = 16 .6 to 1. Gradients, D = 128: 48 tokens .8, 64 1.1,
-// 128 1.4, 256 1.7.)
+// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 16 tokens .8 and .9,
+// 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6, 32 rows and 2048 keys 1.2. At D = 16 .7 to .8. Gradients: 48 tokens .8, 64 tokens 1.2,
+// 128 tokens 1.4, 256 tokens 1.7 and 1.8.)
 constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitElsewhere = 64;
 INLINE bool splits(const Attention& a, int64_t fewest_rows) {
   return a.q_len * (a.heads / a.kv_heads) >= fewest_rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
