@@ -6,6 +6,7 @@ at their edges, units of keys that take turns, and sums whose order must not dep
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -522,6 +523,35 @@ def test_what_nobody_sees_may_be_anything(dtype: torch.dtype) -> None:
     got = native(tensors, grads, layout="bhsd", mask=masks.dense(kept))
     for name in got:
         assert torch.equal(got[name], wanted[name])
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30, 1e-30], ids=str)
+@pytest.mark.parametrize("hidden_by", ["mask", "bias"])
+@pytest.mark.parametrize("q_len", [40, 100, 600], ids="{}-rows".format)
+def test_what_a_mask_or_a_bias_hides_changes_no_bit(
+    q_len: int, hidden_by: str, number: float, dtype: torch.dtype
+) -> None:
+    """Not even which kernel runs: fp32 may be computed from halves, which do not hold every number."""
+    torch.manual_seed(0)
+    seen = torch.rand(q_len, 333) < 0.5
+    seen[:, 5:8] = seen[:, 101:130] = seen[:, 301:] = False
+    hidden = ~seen.any(0)
+    by: dict[str, Any] = {
+        "mask": {"mask": masks.dense(seen)},
+        "bias": {"bias": torch.randn(q_len, 333).masked_fill(~seen, -math.inf)},
+    }[hidden_by]
+    tensors = {name: torch.randn(1, 4, n, 64).to(dtype) for name, n in (("q", q_len), ("k", 333), ("v", 333))}
+    grads = [torch.randn(1, 4, q_len, 64), torch.randn(1, 4, q_len)]
+    results = []
+    for filler in (0.0, number):
+        for name in "kv":
+            tensors[name][:, :, hidden] = filler
+        out = undivided.attention(**tensors, **by, layout="bhsd", backend="native")
+        results.append({"out": out, **native(tensors, grads, layout="bhsd", **by)})
+    for name, x in results[0].items():
+        assert x.isfinite().all()
+        assert torch.equal(x, results[1][name]), name
 
 
 def random_mask(draw: random.Random, q_len: int, kv_len: int) -> Mask | None:

@@ -122,18 +122,39 @@ static void zero_what_is_not_finite(Half* x, int64_t count) {
 #endif
 
 #if defined(UNDIVIDED_AMX)
-// Which of the keys [key, key + count) some row may see.
-static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
-  memset(seen, 0, (size_t)count);
+// Call `f` with each panel of a head that may see some of the keys [key, key + count), its block of rows, and where it is in that.
+template <class F>
+INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
   Panel panel;
   for (int64_t i = 0; i < p.panels; i++) {
     const int32_t* hull = p.hull + 2 * (head.index * p.panels + i);
     if (hull[1] <= key || hull[0] >= key + count) continue;
-    read_ranges(p.a, rows_of(p, head, i / p.row_panels), i % p.row_panels * kPanel, panel);
+    const RowBlock block = rows_of(p, head, i / p.row_panels);
+    const int64_t first = i % p.row_panels * kPanel;
+    read_ranges(p.a, block, first, panel);
+    f(panel, block, first);
+  }
+}
+// Which of the keys [key, key + count) some row's ranges have.
+static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
+  memset(seen, 0, (size_t)count);
+  with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
     for (int s = 0; s < panel.segments; s++) {
       const int64_t start = larger_of(panel.segment[s].start - key, 0), stop = smaller_of(panel.segment[s].stop - key, count);
       if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
     }
+  });
+}
+// Those that a dense mask or a bias hides from every row are taken from `seen`; extra: kTile x kPanel.
+static void hide_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* extra, uint8_t* seen) {
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t keys = smaller_of(kTile, count - t);
+    uint8_t by_some[kTile] = {}, by_panel[kTile];
+    with_panels(p, head, key + t, keys, [&](const Panel& panel, const RowBlock& block, int64_t first) {
+      fill_extra(p.a, block, first, panel, key + t, key + t + keys, extra, by_panel);
+      for (int64_t j = 0; j < keys; j++) by_some[j] |= by_panel[j];
+    });
+    for (int64_t j = 0; j < keys; j++) seen[t + j] &= by_some[j];
   }
 }
 #endif
@@ -148,13 +169,18 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 #if defined(UNDIVIDED_AMX)
   if constexpr (kParts<Mode> > 1) {
     uint8_t* const seen = w.seen;
-    find_seen_keys(p, head, key, count, seen);
     const int64_t padded = round_up(count, kKeyBlock);
-    Irregular irregular = Irregular::of<Mode>(kLeastInput);
-    split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
-    split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
-    split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
-    if (irregular.found()) exceed(p);
+    auto split = [&] {
+      Irregular irregular = Irregular::of<Mode>(kLeastInput);
+      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
+      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
+      split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
+      return !irregular.found();
+    };
+    find_seen_keys(p, head, key, count, seen);
+    bool fits = split();
+    if (!fits && (a.dense || a.bias)) hide_keys(p, head, key, count, w.extra, seen), fits = split();
+    if (!fits) exceed(p);
     return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
   } else if constexpr (Mode::kTiled) {
     uint8_t every[kTile];

@@ -254,7 +254,7 @@ static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t
   if (g.grad_lse) *delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row] * expf(total - lse);
 }
 
-// |V| of the keys that a block of rows sees.
+// |V| of the keys that a block of rows sees; but for those that are not finite, which a mask hides, or else prepare_keys finds them.
 template <class T>
 class Lengths {
  public:
@@ -265,9 +265,10 @@ class Lengths {
       int64_t start = panel.segment[s].start;
       if (from_ <= start && start <= to_) start = to_;
       else from_ = to_ = start;
-      for (; to_ < panel.segment[s].stop; to_++, count_++) {
+      for (; to_ < panel.segment[s].stop; to_++) {
         const float square = dot_of(v_ + to_ * a_.v_s, v_ + to_ * a_.v_s, a_.v_dim);
-        longest_ = square > longest_ ? square : longest_, total_ += square;
+        if (!(square < kInfinity)) continue;
+        longest_ = square > longest_ ? square : longest_, total_ += square, count_++;
       }
     }
   }

@@ -81,7 +81,7 @@ class Block {
         Tile<Mode>& tile = tile_at(t);
         if (tile.start == kNoTile) lay_out(i, t, tile);
         const int64_t last = round_up(smaller_of(last_key(p), stop), kPackStep);
-        if (tile.packed < smaller_of(last, tile.stop)) pack_keys(a_, block_, smaller_of(last, tile.stop), tile, irregular_);
+        if (tile.packed < smaller_of(last, tile.stop)) pack(tile, smaller_of(last, tile.stop));
         step(p, sums, tile, t, stop, upcoming);
       }
       finish(p, sums);
@@ -102,7 +102,7 @@ class Block {
       if (!met) continue;
       Tile<Mode>& tile = w_.tiles<Mode>()[0];
       lay_out(0, t, tile);
-      pack_keys(a_, block_, tile.stop, tile, irregular_);
+      pack(tile, tile.stop);
       Upcoming upcoming = ask_for_keys(stop, smaller_of(stop + kTile, to_), count_ * work_of(kTile));
       for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), tile, t, stop, upcoming);
     }
@@ -154,6 +154,34 @@ class Block {
     begin_tile<Mode>(a_, block_, from, to, w_.tile_space<Mode>(a_, index), count_ > 1, by_rows_, tile);
     memcpy(tile.seen, seen + (from - t), (size_t)(t + kTile - from));
   }
+
+  void pack(Tile<Mode>& tile, int64_t stop) {
+    [[maybe_unused]] const int64_t start = tile.packed;
+    [[maybe_unused]] const Irregular before = irregular_;
+    pack_keys(a_, block_, stop, tile, irregular_);
+#if defined(UNDIVIDED_AMX)
+    if constexpr (kParts<Mode> > 1) {
+      if (!irregular_.found() || before.found() || !(a_.dense || a_.bias)) return;
+      hide_keys(tile, start, stop);
+      tile.packed = start, irregular_ = before;
+      pack_keys(a_, block_, stop, tile, irregular_);
+    }
+#endif
+  }
+#if defined(UNDIVIDED_AMX)
+  // Keys that a dense mask or a bias hides from every row may hold anything.
+  void hide_keys(Tile<Mode>& tile, int64_t start, int64_t stop) {
+    uint8_t seen[kTile] = {}, by_panel[kTile];
+    for (int64_t i = 0; i < count_; i++) {
+      const Panel& p = w_.panels[i];
+      find_seen(a_, block_, p, start, stop, w_.seen);
+      TiledExtra(a_, block_, p, start, 1, w_.extra).read_bias(stop, p.vectors(), w_.seen);
+      sum_up(w_.seen, stop - start, p.vectors(), by_panel);
+      for (int64_t j = 0; j < stop - start; j++) seen[j] |= by_panel[j];
+    }
+    for (int64_t j = 0; j < stop - start; j++) tile.seen[start - tile.start + j] &= seen[j];
+  }
+#endif
 
   // A panel against what it sees of a tile's keys [t, tile_stop).
   void step(Panel& p, const Sums& sums, const Tile<Mode>& tile, int64_t t, int64_t tile_stop, Upcoming& upcoming) {

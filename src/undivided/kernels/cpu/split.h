@@ -21,16 +21,14 @@
 
 namespace {
 
-// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 16 tokens .8 and .9,
-// 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6, 32 rows and 2048 keys 1.2. At D = 16 .7 to .8. Gradients: 48 tokens .8, 64 tokens 1.2,
-// 128 tokens 1.4, 256 tokens 1.7 and 1.8.)
-constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitElsewhere = 64;
-INLINE bool splits(const Attention& a, int64_t fewest_rows) {
+// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 16 tokens
+// .8 and .9, 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6, 32 rows and 2048 keys 1.2. At D = 16 .7 to .8. Gradients: 48 tokens .8,
+// 64 tokens 1.2, 128 tokens 1.4, 256 tokens 1.7 and 1.8.)
+constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitGradients = 64;
+INLINE bool splits(const Attention& a, int64_t fewest_rows = kFewestSplitRows) {
   return a.q_len * (a.heads / a.kv_heads) >= fewest_rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
 }
-// A key that a dense mask or a bias hides from every row is split all the same: if it is not finite, all goes to vectors after all.
-INLINE bool splits(const Attention& a) { return splits(a, a.dense || a.bias ? kFewestSplitElsewhere : kFewestSplitRows); }
-INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitElsewhere) && a.kv_len >= kFewestSplitElsewhere; }
+INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitGradients) && a.kv_len >= kFewestSplitGradients; }
 // Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
 // longer ones.
 INLINE int64_t most_unsplit_keys(const Attention& a) {
