@@ -99,6 +99,7 @@ struct RowBlock {
   int64_t key = 0, key_stop = INT64_MAX;
   float* partials = nullptr;
   int64_t few = 0;  // no row sees more keys than so many, few enough for `few_keys`; 0: any
+  const RowBlock* following = nullptr;  // what the thread is likely to take next
 };
 
 // A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,

@@ -220,6 +220,7 @@ class Block {
       upcoming.add(v_, fetched_, stop, a_.v_dim);
       fetched_ = larger_of(fetched_, stop);
     }
+    if (i + 1 == count_ && block_.following) ask_for_first<T>(upcoming, a_, *block_.following);
     int64_t steps = 0;
     for (int s = 0; s < p.segments; s++) {
       const int64_t keys = smaller_of(p.segment[s].stop, to_) - larger_of(p.segment[s].start, from_);

@@ -187,7 +187,8 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
     partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
     if (partials == nullptr) return kNoMemory;
   }
-  const std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
+  std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
+  for (size_t i = 0; i + (size_t)threads < blocks.size(); i++) blocks[i].following = &blocks[i + (size_t)threads];
   int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks of rows that see any number of keys, and few
   for (const RowBlock& block : blocks) rows[block.few > 0] = std::max(rows[block.few > 0], block.rows);
   for (int few = 0; few < 2; few++)

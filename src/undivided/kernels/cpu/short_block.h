@@ -248,6 +248,7 @@ class ShortBlock {
     Upcoming upcoming;
     if (!streams_) ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (next) ask_for(upcoming, *next);
+    else if (block_.following) ask_for_first<T>(upcoming, a_, *block_.following);
     upcoming.pace_rows(p.rows + steps * (depth_ + (a_.v_dim + kTileDepth - 1) / kTileDepth));
     Unstored before;
     for (int64_t t = 0; t < steps; t++) {
