@@ -174,9 +174,7 @@ class Block {
     uint8_t seen[kTile] = {}, by_panel[kTile];
     for (int64_t i = 0; i < count_; i++) {
       const Panel& p = w_.panels[i];
-      find_seen(a_, block_, p, start, stop, w_.seen);
-      TiledExtra(a_, block_, p, start, 1, w_.extra).read_bias(stop, p.vectors(), w_.seen);
-      sum_up(w_.seen, stop - start, p.vectors(), by_panel);
+      fill_extra(a_, block_, p.first, p, start, stop, w_.extra, by_panel);
       for (int64_t j = 0; j < stop - start; j++) seen[j] |= by_panel[j];
     }
     for (int64_t j = 0; j < stop - start; j++) tile.seen[start - tile.start + j] &= seen[j];
