@@ -173,29 +173,31 @@ FEW = {
 }
 
 
+@DTYPES
 @pytest.mark.parametrize("mask", FEW)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50)])
-def test_heads_of_few_tokens_in_fp32(rows: int, keys: int, mask: str) -> None:
+def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype) -> None:
     """Those that fit one panel both ways have lanes of keys. Grouped heads, and widths that fill no group of columns."""
     torch.manual_seed(rows)
     for heads, qk_dim, v_dim in ((2, 16, 80), (4, 64, 64)):
         made = {"q": (2, heads, max(rows, 20), qk_dim), "k": (2, 2, keys, qk_dim), "v": (2, 2, keys, v_dim)}
         if mask != "lengths":
             made["q"] = (2, heads, rows, qk_dim)
-        tensors = {name: torch.randn(shape).requires_grad_() for name, shape in made.items()}
+        tensors = {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in made.items()}
         tensors["sinks"] = torch.randn(heads).requires_grad_()
-        grads = torch.randn(*made["q"][:3], v_dim), torch.randn(made["q"][:3])
+        grads = torch.randn(*made["q"][:3], v_dim).to(dtype), torch.randn(made["q"][:3])
         check(tensors, grads, layout="bhsd", mask=FEW[mask](keys))
 
 
+@DTYPES
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_what_nobody_sees_of_few_tokens_may_be_anything(layout: str) -> None:
+def test_what_nobody_sees_of_few_tokens_may_be_anything(layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
     mask = masks.lengths(torch.tensor([11, 0, 16]), torch.tensor([3, 16, 0]))
     mask &= masks.causal("bottom_right")
-    tensors = {name: torch.randn(3, 16, 2, 32).permute(order) for name in "qkv"}
-    grads = [torch.randn(3, 16, 2, 32).permute(order), torch.randn(3, 2, 16)]
+    tensors = {name: torch.randn(3, 16, 2, 32).to(dtype).permute(order) for name in "qkv"}
+    grads = [torch.randn(3, 16, 2, 32).to(dtype).permute(order), torch.randn(3, 2, 16)]
     clean = native(tensors, grads, layout=layout, mask=mask)
     for names, lengths in (("q", (3, 0, 0)), ("kv", (11, 0, 0))):
         for batch, length in enumerate(lengths):
@@ -224,11 +226,10 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
         "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
-        "for mask in t.FEW:\n"
-        "  for rows, keys in ((5, 3), (23, 24), (24, 25)):\n"
-        "    t.test_heads_of_few_tokens_in_fp32(rows, keys, mask)\n"
-        "t.test_what_nobody_sees_of_few_tokens_may_be_anything('bshd')\n"
-        "for dtype in t.ALLOWED:\n"
+        "  for mask in t.FEW:\n"
+        "    for rows, keys in ((5, 3), (23, 24), (24, 25)):\n"
+        "      t.test_heads_of_few_tokens(rows, keys, mask, dtype)\n"
+        "  t.test_what_nobody_sees_of_few_tokens_may_be_anything('bshd', dtype)\n"
         "  t.test_long_values(dtype, 0.25)\n"
         "  t.test_small_gradients_do_not_vanish(dtype)\n"
         "for mask in ('full', 'causal'):\n"

@@ -75,6 +75,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32),
     "train-short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32, grad=True),
     "train-4-tokens": case(q_len=4, kv_len=4, grad=True),
+    "train-1-token": case(q_len=1, kv_len=1, heads=4, kv_heads=4, grad=True),
     "train-gqa": case(masks.causal(), grad=True, kv_heads=4),
     "decode": case(masks.causal(BR), q_len=1, kv_len=4096, kv_heads=4),
     "decode-lengths": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_len=4096, kv_heads=4),
@@ -125,7 +126,8 @@ train-causal            N    N    R   F          A     C     C     G
 train-causal-fp32       N    N    E   E          E     E     E     G
 short-fp32              N    N    E   E          E     E     E     G
 train-short-fp32        F    F    E   E          E     E     E     G
-train-4-tokens          F    F    R   F          A     C     C     G
+train-4-tokens          N    N    R   F          A     C     C     G
+train-1-token           F    F    R   F          A     A     A     G
 train-gqa               N    N    R   F          A     C     C     G
 decode                  N    N    R   F          A     C     C     G
 decode-lengths          N    N    R   G          A     A     G     G

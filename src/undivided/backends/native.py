@@ -25,10 +25,10 @@ follows: PyTorch records its own operator in C++, which saves some 25 us of a ca
 thread, ours over PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95,
 8x32x1x64 (2^15) 0.8."""
 
-SHORT_RECORDED = 4
-"""Plain sequences of 16-bit types of so many tokens at most are left to torch_flash where a backward follows, however many: a
-head of the kernel's gradients costs microseconds. Backward, same machine, 8 x 32 heads of D = 128, ours over PyTorch's: bf16
-5.3 at 1 token, 1.7 at 2, 1.2 at 4, 0.3 at 8."""
+TINY_RECORDED_16, FEW_ROWS = 1 << 13, 8
+"""The same for 16-bit types, where PyTorch's gradients are slow, and rows of all heads and sequences. Forward and backward as
+above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9, 1x32x1x64 1.05, 8x32x1x64 0.6;
+fp16 the same but 1x32x1x64 0.7."""
 
 
 class Native(Backend):
@@ -108,12 +108,13 @@ def _is_tiny(problem: Problem) -> bool:
         return False
     if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align == "bottom_right"):
         return False
-    if problem.dtype != torch.float32:
-        return max(problem.q_len, problem.kv_len) <= SHORT_RECORDED
     # lengths by power of two, as `Backend.reasons` may look at them
     heads = problem.batch * problem.heads
-    pairs = heads << (problem.q_len - 1).bit_length() << (problem.kv_len - 1).bit_length()
-    return heads <= FEW_HEADS and pairs * (problem.qk_dim + problem.v_dim) <= TINY_RECORDED
+    q_bits, kv_bits = (problem.q_len - 1).bit_length(), (problem.kv_len - 1).bit_length()
+    work = (heads << q_bits << kv_bits) * (problem.qk_dim + problem.v_dim)
+    if problem.dtype != torch.float32:
+        return heads << max(q_bits, kv_bits) <= FEW_ROWS and work <= TINY_RECORDED_16
+    return heads <= FEW_HEADS and work <= TINY_RECORDED
 
 
 def _kernel_views(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@
 //
 // Where heads suffice for the threads, a unit takes a head with all of its keys, block after block: then what is packed and
 // summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same. Heads of no more
-// rows and keys than a panel has lanes go another way in fp32: small_backward.h.
+// rows and keys than a panel has lanes go another way: small_backward.h.
 #pragma once
 
 #include <sched.h>
@@ -348,8 +348,8 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
 
 template <class Mode>
 static void run_head(const Backward& p, const Head& head, const BackwardSpace& w) {
-  if constexpr (std::is_same<Mode, Direct>::value)
-    if (w.is_small && run_small_head(p, head, w.head)) return;
+  if constexpr (!Mode::kTiled)
+    if (w.is_small && run_small_head<typename Mode::T>(p, head, w.head)) return;
   Backward own = p;
   lay_out_rows<Mode>(own, 1, w.head);
   const bool alone = p.key_blocks == 1 && !kScaled<Mode> && kParts<Mode> == 1;  // scales, and the keys seen, are those of all rows

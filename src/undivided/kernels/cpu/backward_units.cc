@@ -68,7 +68,7 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
 }  // namespace
 
 int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels().gradients(a, (int)g.attempt);
+  const Kernels& k = *kernels().gradients(a, g);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
   const int64_t row_panels = k.row_panels(a.dtype), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
   const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);

@@ -227,8 +227,9 @@ const undivided::Kernels* prefill(const Attention& a, int attempt) {
   return on_tiles<Half>(a, splits(a), attempt);
 }
 template <class Half>
-const undivided::Kernels* gradients(const Attention& a, int attempt) {
-  return on_tiles<Half>(a, splits_gradients(a), attempt);
+const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
+  if (a.dtype != kFloat32 && is_small(a, g, kMostSmall16)) return &kernels_avx512_bf16;
+  return on_tiles<Half>(a, splits_gradients(a), (int)g.attempt);
 }
 #else
 template <class>
@@ -236,7 +237,7 @@ const undivided::Kernels* prefill(const Attention&, int) {
   return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 template <class>
-const undivided::Kernels* gradients(const Attention&, int) {
+const undivided::Kernels* gradients(const Attention&, const Gradients&) {
   return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 #endif
