@@ -79,73 +79,67 @@ INLINE void begin_sum(const char* c) {
   else tile_load<N>(c, kPanelBytes);
 }
 
-// The products of parts that make one of numbers (see split.h), in an order that loads few tiles anew.
-template <int P>
+// The products of parts that make one of numbers (see split.h), by how many there are, in an order that loads few tiles anew.
+template <int N>
 struct Products;
 template <>
 struct Products<1> {
-  static constexpr int count = 1, a[] = {0}, b[] = {0};
-};
-template <>
-struct Products<2> {
-  static constexpr int count = 3, a[] = {1, 0, 0}, b[] = {0, 0, 1};
+  static constexpr int parts = 1, a[] = {0}, b[] = {0};
 };
 template <>
 struct Products<3> {
-  static constexpr int count = 6, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
+  static constexpr int parts = 2, a[] = {1, 0, 0}, b[] = {0, 0, 1};
+};
+template <>
+struct Products<4> {
+  static constexpr int parts = 2, a[] = {1, 1, 0, 0}, b[] = {0, 1, 1, 0};
+};
+template <>
+struct Products<6> {
+  static constexpr int parts = 3, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
 };
 
-// Where numbers are sums of parts: what is left of a step after the last part of A met the first of B, the other products that fp32
-// has bits for.
-template <class T, int V, int P>
+// What is left of a step after the first product.
+template <class T, int V, int N>
 INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
-  auto load_a = [&](int part) {
-    tile_load<4>(a + part * rows.part, rows.row), tile_load<5>(a + part * rows.part + rows.group, rows.row);
-  };
-  auto load_b = [&](int part) {
-    tile_load<6>(b + part * rows.b_part, kPanelBytes);
-    if constexpr (V == 2) tile_load<7>(b + part * rows.b_part + 64, kPanelBytes);
-  };
-  auto multiply = [&] {
+  typedef Products<N> Of;
+#pragma GCC unroll 6
+  for (int i = 1; i < N; i++) {
+    const char *x = a + Of::a[i] * rows.part, *y = b + Of::b[i] * rows.b_part;
+    if (Of::a[i] != Of::a[i - 1]) tile_load<4>(x, rows.row), tile_load<5>(x + rows.group, rows.row);
+    if (Of::b[i] != Of::b[i - 1]) {
+      tile_load<6>(y, kPanelBytes);
+      if constexpr (V == 2) tile_load<7>(y + 64, kPanelBytes);
+    }
     tile_multiply<0, 4, 6>(T()), tile_multiply<2, 5, 6>(T());
     if constexpr (V == 2) tile_multiply<1, 4, 7>(T()), tile_multiply<3, 5, 7>(T());
-  };
-  if constexpr (P == 2) {
-    load_a(0), multiply();
-    load_b(1), multiply();
-    return;
   }
-  load_a(1), multiply();
-  load_b(1), multiply();
-  load_a(0), multiply();
-  load_b(2), multiply();
-  load_b(0), multiply();
 }
 
 // One step of the contracted axis for 2 groups of A and the first V vectors of rows.
-template <class T, int V = kVectors, int P = 1>
+template <class T, int V = kVectors, int N = 1>
 INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
-  const char* last = a + (P - 1) * rows.part;
-  tile_load<6>(b, kPanelBytes), tile_load<4>(last, rows.row);
+  const char* first = a + Products<N>::a[0] * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
   if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
   tile_multiply<0, 4, 6>(T());
   if constexpr (V == 2) tile_multiply<1, 4, 7>(T());
-  tile_load<5>(last + rows.group, rows.row);
+  tile_load<5>(first + rows.group, rows.row);
   tile_multiply<2, 5, 6>(T());
   if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
-  if constexpr (P > 1) multiply_parts<T, V, P>(a, rows, b);
+  if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
 
 constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
 
 // The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
 // stores would hold up the multiplications for a third of their time.
-template <class T, bool kFromZero, int V = kVectors, int P = 1>
+template <class T, bool kFromZero, int V = kVectors, int N = 1>
 INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
-  const char* last = a + (P - 1) * rows.part;
-  tile_load<6>(b, kPanelBytes), tile_load<4>(last, rows.row);
+  const char* first = a + Products<N>::a[0] * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
   if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
-  tile_load<5>(last + rows.group, rows.row);
+  tile_load<5>(first + rows.group, rows.row);
   if (done) tile_store<0>(done, kPanelBytes);
   begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
   if constexpr (V == 2) {
@@ -158,7 +152,7 @@ INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, c
     if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
     begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
   }
-  if constexpr (P > 1) multiply_parts<T, V, P>(a, rows, b);
+  if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
 // The sums of two groups.
 template <int V = kVectors>
@@ -168,7 +162,7 @@ INLINE void store_sums(char* to) {
 }
 
 // C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing, int P = 1>
+template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing, int N = 1>
 static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
                                                      float* sums, Besides* besides = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
@@ -177,10 +171,10 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
   for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
-    multiply_first<T, kFromZero, V, P>(a, rows, b, c, done);
+    multiply_first<T, kFromZero, V, N>(a, rows, b, c, done);
     for (int64_t s = 1; s < steps; s++) {
       if (besides) besides->step();
-      multiply_step<T, V, P>(a + s * rows.step, rows, b + s * kBelow);
+      multiply_step<T, V, N>(a + s * rows.step, rows, b + s * kBelow);
     }
     done = c;
   }
@@ -188,8 +182,8 @@ static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const f
   if (g == groups) return;
   begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
   for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
-    for (int i = 0; i < Products<P>::count; i++) {
-      const char *x = a + Products<P>::a[i] * rows.part, *y = b + Products<P>::b[i] * rows.b_part;
+    for (int i = 0; i < N; i++) {
+      const char *x = a + Products<N>::a[i] * rows.part, *y = b + Products<N>::b[i] * rows.b_part;
       tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);
       tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
     }

@@ -175,7 +175,7 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
 template <class Mode>
 static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, int64_t start, int64_t stop) {
   typedef Weight<Mode> Half;
-  constexpr int P = kParts<Mode>;
+  constexpr int P = kParts<Mode>, N = kProducts<Mode>;
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const bool extras = a.bias || a.dense || a.slopes, general = extras || a.softcap != 0;
@@ -189,13 +189,13 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   const int64_t group = (tile - s.keys.first) / kTileRows;
   auto derive = [&](int64_t j) {
     const Derive d = inputs_of(s, index, tile, j, j + kKeyBlock, w.st - j * kPanel, w.dpt - j * kPanel);
-    derive_blocks<typename Mode::T>(d, general, j, weights, scores, w.pairs);
+    derive_blocks<Mode>(d, general, j, weights, scores, w.pairs);
   };
   for (int64_t j = start; j < stop; j += kKeyBlock) {  // the scores of a block are multiplied before the block before is worked on
     float* dpt = j > start ? w.dpt : nullptr;
-    multiply_block<Half, P>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), dpt);
+    multiply_block<Half, N>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), dpt);
     if (dpt) derive(j - kKeyBlock);
-    multiply_block<Half, P>((const char*)s.keys.v, group + j / kTileRows, rows.dot, depth_of<Mode>(a.v_dim), w.st);
+    multiply_block<Half, N>((const char*)s.keys.v, group + j / kTileRows, rows.dot, depth_of<Mode>(a.v_dim), w.st);
   }
   store_sums((char*)w.dpt);
   derive(stop - kKeyBlock);
@@ -205,9 +205,10 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   if (!s.p.dqt) return;
   const int64_t part = s.p.key_block / kTileDepth * kTileBytes, depth = dq_depth<Mode>(s.p);
   const TileRows kt = {w.k_pairs + (tile + start - s.keys.first) / kTileDepth * kTileBytes, 64, kTileBytes, P * part, part, kPairsPart * 4};
-  multiply_tiles<Half, kVectors, P != 1, Nothing, P>(kt, w.pairs + start / 2 * kPanel, (stop - start) / kTileDepth, depth / kTileRows,
-                                                     P == 1 ? s.dqt(index) : w.sums);
-  if constexpr (P > 1) {
+  constexpr bool apart = kIsFloat32<Mode>;
+  multiply_tiles<Half, kVectors, apart, Nothing, N>(kt, w.pairs + start / 2 * kPanel, (stop - start) / kTileDepth, depth / kTileRows,
+                                                    apart ? w.sums : s.dqt(index));
+  if constexpr (apart) {
     Vec unit[kVectors];
     for (int v = 0; v < kVectors; v++) unit[v] = kFitted<Mode> ? load(s.undo(index) + v * kLanes) : splat(1);
     add_scaled(w.sums, depth, unit, s.dqt(index));
@@ -261,7 +262,7 @@ static void add_block(Visit<Mode>& s, const Slots& slots, int64_t tile, int64_t 
   sums += (tile - s.keys.first) * kPanel;
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled)
-    return add_tile_blocks<Weight<Mode>, kParts<Mode>>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys, columns.panels, sums,
+    return add_tile_blocks<Mode>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys, columns.panels, sums,
                                                        out_column, ldexpf(1, -bits), s.w.sums);
   else
 #endif

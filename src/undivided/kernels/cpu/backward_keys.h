@@ -70,7 +70,7 @@ static BackwardSpace carve_backward(const Backward& p, char* base) {
   w.kept = (Kept*)at.take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
   w.st = (float*)at.take(st), w.dpt = (float*)at.take(st);
   w.pairs = (float*)at.take(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
-  w.sums = (float*)at.take(kParts<Mode> > 1 ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
+  w.sums = (float*)at.take(Mode::kTiled && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
   w.k = at.take(copy_bytes<Mode>(p, a.qk_dim)), w.v = at.take(copy_bytes<Mode>(p, a.v_dim));
   w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
   w.k_own = at.take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);

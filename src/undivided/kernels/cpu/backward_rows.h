@@ -41,7 +41,7 @@ INLINE int64_t dq_depth(const Backward& p) {
 // of the fp32 sums. Weights then reach 2^14. Gradients of scores are scaled by what makes the largest |dO| * |scale| of a head
 // 2^8 to 2^9: they fit where rows of V have norms below some 2^7. Where they do not the problem is computed in fp32 instead.
 template <class Mode>
-constexpr bool kScaled = Mode::kTiled && std::is_same<typename Mode::T, Float16>::value;
+constexpr bool kScaled = Mode::kTiled && kParts<Mode> == 1 && std::is_same<typename Mode::T, Float16>::value;
 
 // The same where fp32 is two fp16 (see split.h), whose range is that of one, but for scales: by what a block of rows has, so that
 // documents do not count for each other, and nothing can exceed. dO of a block is scaled to 2^15 and less. Gradients of a row's scores are
@@ -132,7 +132,7 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
       if constexpr (kParts<Mode> > 1) {
         Vec parts[kParts<Mode>];
         auto scaled = [&](int64_t of) { return row[of] ? load_some(row[of] + d, dim - d) * unit[of] : Vec{}; };
-        split_pairs<Part<Mode>>(scaled(r), scaled(r + 1), parts);
+        split_pairs<Part<Mode>, kParts<Mode>>(scaled(r), scaled(r + 1), parts);
         for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;
       } else

@@ -257,7 +257,7 @@ template <class Mode>
 static bool run_block(const Attention& a, const RowBlock& block, char* scratch) {
 #if defined(UNDIVIDED_AMX)
   std::conditional_t<Mode::kTiled, TileSetup, char> tiles{};
-  std::conditional_t<Mode::kTiled && kParts<Mode> == 1, FlushToZero, char> flush{};
+  std::conditional_t<Mode::kTiled && !kIsFloat32<Mode>, FlushToZero, char> flush{};
   (void)tiles, (void)flush;
   if constexpr (Mode::kTiled)
     if (block.few) return ShortBlock<Mode>(a, block, scratch).run();

@@ -36,12 +36,13 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`, and fp16 does not come where that is bf16.
+// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`, and fp16 where that is bf16.
 template <class Half, class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
   if (dtype == kFloat32) return f(Split<Half>());
-  return dtype == kBFloat16 ? f(Tiled<BFloat16>()) : f(Tiled<Float16>());
+  if (dtype == kBFloat16) return f(Tiled<BFloat16>());
+  return f(std::conditional_t<std::is_same<Half, Float16>::value, Tiled<Float16>, Split<BFloat16, Float16>>());
 #else
   return with_mode(dtype, f);
 #endif
@@ -217,19 +218,20 @@ int64_t block_rows(const Attention& a, int64_t few) {
 template <class Half>
 const undivided::Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
   constexpr bool fp16 = std::is_same<Half, Float16>::value;
-  const bool taken = a.dtype == kFloat32 ? wanted : a.dtype == kBFloat16 || fp16;
-  if (taken && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
-  if (taken && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
+  if (wanted && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
+  if (wanted && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
   return &kernels_avx512_bf16;
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  return on_tiles<Half>(a, splits(a), attempt);
+  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_split_well<decltype(mode)>(a); });
+  return on_tiles<Half>(a, wanted, attempt);
 }
 template <class Half>
 const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
   if (a.dtype != kFloat32 && is_small(a, g, kMostSmall16)) return &kernels_avx512_bf16;
-  return on_tiles<Half>(a, splits_gradients(a), (int)g.attempt);
+  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return gradients_are_split_well<decltype(mode)>(a); });
+  return on_tiles<Half>(a, wanted, (int)g.attempt);
 }
 #else
 template <class>

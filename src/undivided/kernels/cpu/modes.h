@@ -41,10 +41,9 @@ struct Tiled {  // AMX: K and V packed into tiles
   typedef char Tile;
   static constexpr bool kConvertsK = false, kTiled = true;
 };
-template <class Half>
-struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, see split.h
-  typedef float T;
-  typedef Half Part;
+template <class Half, class Number = float>
+struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 of two bf16, see split.h
+  typedef Number T;
   typedef TilePairs Arith;
   typedef char Tile;
   static constexpr bool kConvertsK = false, kTiled = true;
@@ -57,6 +56,11 @@ template <class Mode>
 constexpr int kParts = 1;
 template <class Mode>
 constexpr int kInputBits = 0;
+// Products of parts that make one of numbers, and one of Q and K.
+template <class Mode>
+constexpr int kProducts = kParts<Mode> * (kParts<Mode> + 1) / 2;
+template <class Mode>
+constexpr int kScoreProducts = kProducts<Mode>;
 template <class Mode>
 struct PartOf {
   typedef typename Mode::T type;
@@ -67,12 +71,18 @@ constexpr int kParts<Split<Float16>> = 2;
 template <>
 constexpr int kParts<Split<BFloat16>> = 3;
 template <>
+constexpr int kParts<Split<BFloat16, Float16>> = 2;
+template <>
+constexpr int kScoreProducts<Split<BFloat16, Float16>> = 4;
+template <>
 constexpr int kInputBits<Split<Float16>> = 8;
-template <class Half>
-struct PartOf<Split<Half>> {
+template <class Half, class Number>
+struct PartOf<Split<Half, Number>> {
   typedef Half type;
 };
 #endif
+template <class Mode>
+constexpr bool kIsFloat32 = std::is_same<typename Mode::T, float>::value;
 template <class Mode>
 using Part = typename PartOf<Mode>::type;
 

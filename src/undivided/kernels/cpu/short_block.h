@@ -255,7 +255,7 @@ class ShortBlock {
       int quarters = 0;
       for (int i = 0; i < 4; i++) quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
       const Operands of = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
-      before.quarters = score_step<Half, P>(quarters, of, depth_, before, upcoming);
+      before.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, of, depth_, before, upcoming);
       before.at = w_.scores + t * kStepScores<P>, before.row = kScoreRow<P>;
     }
     before.all();
@@ -274,7 +274,7 @@ class ShortBlock {
                   scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
     const float factor = (float)(a_.scale * (double)kLog2E) / (unit_input<Mode>() * unit_input<Mode>());
-    soften_rows<Half, P>(scores, reach.first, reach.last, reach.rows, factor, most, total, upcoming);
+    soften_rows<Mode>(scores, reach.first, reach.last, reach.rows, factor, most, total, upcoming);
   }
 
   void weigh(int64_t first, int64_t steps, const Reach (&group)[2], Upcoming& upcoming) const {
@@ -288,7 +288,7 @@ class ShortBlock {
       if (count > 0 && runs[count - 1].groups == groups) runs[count - 1].to++;
       else if (groups) runs[count++] = {t, t + 1, groups};
     }
-    weigh_values<Half, P>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, upcoming);
+    weigh_values<Mode>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, upcoming);
   }
 
   // ---- results
@@ -321,7 +321,7 @@ class ShortBlock {
         const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r];
         const Vec high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
         if constexpr (P > 1) {
-          if (streams_) _mm512_stream_ps(to + d, (__m512)low), _mm512_stream_ps(to + d + kLanes, (__m512)high);
+          if (streams_) stream_some(low, to + d), stream_some(high, to + d + kLanes);
           else store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
         } else {
           const __m512i x = join_columns(low, high, T());

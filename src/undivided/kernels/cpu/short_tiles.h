@@ -87,7 +87,7 @@ static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns,
 
 // The same where numbers are sums of parts, `part` bytes apart; `copy` holds 32 rows of them. Columns stay in order.
 template <class Mode>
-static void split_key_pairs(const float* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
+static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
                             Irregular& irregular) {
   const int64_t depth = (columns + kTileDepth - 1) / kTileDepth, bytes = depth * 64;
   for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, irregular);
@@ -98,19 +98,25 @@ static void split_key_pairs(const float* const (&row)[kShortStep], int64_t colum
   }
 }
 template <class Mode>
-static void split_value_pairs(const float* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, Irregular& irregular) {
+static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, Irregular& irregular) {
   for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
     UVec first = {}, second = {};
     for (int64_t d = 0; d < columns; d += kLanes) {
       const Vec x = load_some(row[i] + d, columns - d), y = load_some(row[i + kTileRows] + d, columns - d);
       first = larger_sizes(first, x), second = larger_sizes(second, y);
       Vec pairs[kParts<Mode>];
-      split_pairs<Part<Mode>>(scaled_up<Mode>(x), scaled_up<Mode>(y), pairs);
+      split_pairs<Part<Mode>, kParts<Mode>>(scaled_up<Mode>(x), scaled_up<Mode>(y), pairs);
       char* at = to + d / kTileDepth * kBelow + d % kTileDepth * 4;
       for (int p = 0; p < kParts<Mode>; p++) store((float*)(at + p * part), pairs[p]);
     }
     irregular.see(first), irregular.see(second);
   }
+}
+
+// Past the caches.
+INLINE void stream_some(Vec x, float* to) { _mm512_stream_ps(to, (__m512)x); }
+INLINE void stream_some(Vec x, Float16* to) {
+  _mm256_stream_si256((__m256i*)(void*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 INLINE __m512i in_order(__m512i x) {
@@ -148,18 +154,19 @@ struct Operands {
   int64_t b_part;
 };
 // Those quarters += A * B; a first product stores what the tiles hold and begins at zero.
-template <class T, int P, int Quarters, bool kFirst>
+template <class T, int N, int Quarters, bool kFirst>
 INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
   const Operands x = of;
   auto multiply = [&](auto tile, bool first) {
-    constexpr int N = decltype(tile)::value;
-    if (kFirst && first) Unstored::quarter<N>(before), tile_zero<N>();
-    if constexpr (Quarters >> N & 1) tile_multiply<N, 4 + N / 2, 6 + N % 2>(T());
+    constexpr int C = decltype(tile)::value;
+    if (kFirst && first) Unstored::quarter<C>(before), tile_zero<C>();
+    if constexpr (Quarters >> C & 1) tile_multiply<C, 4 + C / 2, 6 + C % 2>(T());
   };
 #pragma GCC unroll 6
-  for (int i = 0; i < Products<P>::count; i++) {
-    const bool a_new = i == 0 || Products<P>::a[i] != Products<P>::a[i - 1], b_new = i == 0 || Products<P>::b[i] != Products<P>::b[i - 1];
-    const char *a = x.a + Products<P>::a[i] * x.a_part, *b = x.b + Products<P>::b[i] * x.b_part;
+  for (int i = 0; i < N; i++) {
+    typedef Products<N> Of;
+    const bool a_new = i == 0 || Of::a[i] != Of::a[i - 1], b_new = i == 0 || Of::b[i] != Of::b[i - 1];
+    const char *a = x.a + Of::a[i] * x.a_part, *b = x.b + Of::b[i] * x.b_part;
     if (Quarters & 5 && b_new) tile_load<6>(b, kPanelBytes);
     if (Quarters & 3 && a_new) tile_load<4>(a, x.row);
     if (Quarters & 10 && b_new) tile_load<7>(b + 64, kPanelBytes);
@@ -170,21 +177,21 @@ INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
 }
 
 // Scores of 32 rows and 32 keys, of such quarters.
-template <class T, int P, int Quarters>
+template <class T, int N, int Quarters>
 static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
   Operands x = of;
-  multiply_quarters<T, P, Quarters, true>(x, before);
+  multiply_quarters<T, N, Quarters, true>(x, before);
   for (int64_t s = 1; s < steps; s++) {
     upcoming.step_rows();
     x.a += kTileBytes, x.b += kBelow;
-    multiply_quarters<T, P, Quarters, false>(x, before);
+    multiply_quarters<T, N, Quarters, false>(x, before);
   }
   upcoming.step_rows();
 }
 // Those, or more.
-template <class T, int P>
+template <class T, int N>
 static int score_step(int quarters, const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
-  auto call = [&](auto which) { return score_quarters<T, P, which.value>(of, steps, before, upcoming), which.value; };
+  auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, before, upcoming), which.value; };
   if (quarters == 13) return call(std::integral_constant<int, 13>());  // the diagonal
   if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
   if (quarters == 1) return call(std::integral_constant<int, 1>());
@@ -202,19 +209,20 @@ struct GroupRun {
 };
 
 // Those sums += weights * values of the run's steps; v: where each step's values lie.
-template <class T, int P, int Groups>
+template <class Mode, int Groups>
 INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
                       const Unstored& before, Upcoming& upcoming) {
-  constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0);
+  constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0), P = kParts<Mode>, N = kProducts<Mode>;
+  typedef Part<Mode> T;
   auto operands = [&](int64_t t) {
     return Operands{weights + t * kStepScores<P>, kScoreRow<P>, kScoreGroup<P>, 64, v[t] + column, v_part};
   };
   int64_t t = run.from;
-  if (first) multiply_quarters<T, P, quarters, true>(operands(t), before), t++, upcoming.step_rows();
-  for (; t < run.to; t++) upcoming.step_rows(), multiply_quarters<T, P, quarters, false>(operands(t), before);
+  if (first) multiply_quarters<T, N, quarters, true>(operands(t), before), t++, upcoming.step_rows();
+  for (; t < run.to; t++) upcoming.step_rows(), multiply_quarters<T, N, quarters, false>(operands(t), before);
 }
 // The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
-template <class T, int P>
+template <class Mode>
 static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int count, bool both, const char* weights,
                                                    const char* const* v, int64_t v_part, int64_t columns, char* sums,
                                                    Upcoming& upcoming) {
@@ -222,9 +230,9 @@ static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int cou
   for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kBelow) {
     const int64_t at = d / kTileDepth * kBelow;
     for (int i = 0; i < count; i++) {
-      if (runs[i].groups == 3) weigh_run<T, P, 3>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
-      else if (runs[i].groups == 1) weigh_run<T, P, 1>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
-      else weigh_run<T, P, 2>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      if (runs[i].groups == 3) weigh_run<Mode, 3>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else if (runs[i].groups == 1) weigh_run<Mode, 1>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else weigh_run<Mode, 2>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
     }
     before.at = sums, before.quarters = both ? 15 : 3;
   }
@@ -254,9 +262,11 @@ INLINE void larger_stage(Vec (&x)[kLanes]) {
 
 // Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score in units of
 // log 2 and the sum of the weights of each row.
-template <class T, int P>
+template <class Mode>
 static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
                                                   float* most, float* total, Upcoming& upcoming) {
+  typedef Part<Mode> T;
+  constexpr int P = kParts<Mode>;
   Vec high[kLanes];
   for (int64_t r = 0; r < kLanes; r++) {
     Vec x = splat(-kInfinity), y = x;
@@ -278,7 +288,7 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
     upcoming.step_rows();
     for (int64_t t = first / 2; 2 * t < last; t++) {
       float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
-      auto weights = [&](const float* at) { return P > 1 ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
+      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
       const Vec even = 2 * t >= first ? weights(s) : Vec{};
       const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
       x += even + odd;
@@ -286,7 +296,7 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
         store(s, pair_weights(even, odd, T()));
       } else {
         Vec parts[P];
-        split_pairs<T>(even, odd, parts);
+        split_pairs<T, P>(even, odd, parts);
         for (int p = 0; p < P; p++) store(s + p * kLanes, parts[p]);
       }
     }

@@ -1,5 +1,5 @@
 // fp32 on tiles of 16-bit numbers: each number is a sum of two fp16 or of three bf16, and a product of two numbers three or six
-// products of theirs.
+// products of theirs. And fp16 on tiles of bf16, as sums of two.
 //
 //     fp16   x = x0 + x1,       |x1| <= 2^-11 |x|                           x y = x1 y0 + x0 y0 + x0 y1
 //     bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|, |x2| <= 2^-17 |x|         x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
@@ -9,6 +9,9 @@
 // rounding. Each product is exact in fp32, where tiles add them up: 32 to one sum first, and that to the sum so far, so that there are
 // fewer roundings than in a chain of multiply-adds. A tile instruction does 8192 products of halves in 16 cycles; six of them are
 // 8192 products of fp32 in 96, three in 48, for which vectors take 256.
+//
+// A number of fp16 is a sum of two bf16 to the last bit. Scores take all four products, so that the log-sum-exp is that of other kernels;
+// the rest three, which lose up to 2^-18, before results are rounded to fp16, 2^-12.
 //
 // Range. fp16 has 40 powers of two, subnormal numbers included. Q, K and V are scaled up by 2^kInputBits, after which one number is
 // lost by 2^-25 at most; that is below 2^-24 of its row's largest as long as that is 2^-9 or more, and it has to stay below 255. Tiles take
@@ -21,14 +24,39 @@
 
 namespace {
 
-// Splitting numbers has to be shared by so many rows or keys. (Granite Rapids, times as fast as vectors, D = 64 and 128: 16 tokens
-// .8 and .9, 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6, 32 rows and 2048 keys 1.2. At D = 16 .7 to .8. Gradients: 48 tokens .8,
-// 64 tokens 1.2, 128 tokens 1.4, 256 tokens 1.7 and 1.8.)
-constexpr int64_t kFewestSplitRows = 32, kFewestSplitColumns = 32, kFewestSplitGradients = 64;
-INLINE bool splits(const Attention& a, int64_t fewest_rows = kFewestSplitRows) {
-  return a.q_len * (a.heads / a.kv_heads) >= fewest_rows && smaller_of(a.qk_dim, a.v_dim) >= kFewestSplitColumns;
+// Splitting numbers has to be shared by so many rows or keys, more where heads are narrower than 64. (Granite Rapids, heads of as many
+// tokens, times as fast as vectors. Two fp16, D = 64 and 128: 16 tokens .8 and .9, 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6; 32 rows
+// and 2048 keys 1.2. Three bf16: 32 tokens .8, 64 tokens 1.0, 128 tokens 1.2 and 1.1; D = 32: 64 to 256 tokens .8 to .9, 512 tokens 1.1.
+// fp16 as two bf16: 16 tokens .7, 32 tokens 1.1 and 1.2, 64 tokens 1.3 and 1.5; D = 32: 32 tokens .8, 64 tokens 1.1. At D = 16 .7 to .8.
+// Gradients: two fp16, 48 tokens .8, 64 tokens 1.2, 256 tokens 1.7 and 1.8; three bf16, 64 tokens 1.05 to 1.1, 128 tokens 1.2 and 1.3;
+// fp16, 64 tokens 1.5 and 1.2, 128 tokens 1.5 and 1.6.)
+struct Fewest {
+  int64_t rows, of_narrow;
+};
+template <class Mode>
+constexpr Fewest kFewestSplitRows = {0, 0};
+#if defined(UNDIVIDED_AMX)
+template <>
+constexpr Fewest kFewestSplitRows<Split<Float16>> = {32, 32};
+template <>
+constexpr Fewest kFewestSplitRows<Split<BFloat16>> = {64, 512};
+template <>
+constexpr Fewest kFewestSplitRows<Split<BFloat16, Float16>> = {32, 64};
+#endif
+constexpr int64_t kFewestSplitColumns = 32, kFewestSplitGradients = 64;
+
+// Whether a problem is worth it, or needs no splitting.
+template <class Mode>
+INLINE bool is_split_well(const Attention& a) {
+  const int64_t columns = smaller_of(a.qk_dim, a.v_dim), rows = a.q_len * (a.heads / a.kv_heads);
+  const Fewest fewest = kFewestSplitRows<Mode>;
+  return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && rows >= (columns < 64 ? fewest.of_narrow : fewest.rows));
 }
-INLINE bool splits_gradients(const Attention& a) { return splits(a, kFewestSplitGradients) && a.kv_len >= kFewestSplitGradients; }
+template <class Mode>
+INLINE bool gradients_are_split_well(const Attention& a) {
+  const int64_t columns = smaller_of(a.qk_dim, a.v_dim), rows = a.q_len * (a.heads / a.kv_heads);
+  return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && smaller_of(rows, a.kv_len) >= kFewestSplitGradients);
+}
 // Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
 // longer ones.
 INLINE int64_t most_unsplit_keys(const Attention& a) {
@@ -47,9 +75,16 @@ INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u
 INLINE Vec load_some(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(first_lanes(count), p);
 }
+INLINE Vec load_some(const Float16* p, int64_t count) {
+  return count >= kLanes ? load_as_float(p) : (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
 INLINE void store_some(Vec x, float* p, int64_t count) {
   if (count >= kLanes) store(p, x);
   else _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x);
+}
+INLINE void store_some(Vec x, Float16* p, int64_t count) {
+  if (count >= kLanes) store_from_float(p, x);
+  else _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 // The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
@@ -57,12 +92,14 @@ INLINE UVec larger_sizes(UVec sizes, Vec x) { return (UVec)_mm512_max_epu32((__m
 INLINE UVec size_of(float x) { return (UVec)splat(x) << 1; }
 
 // Of a row. (A pass of its own over whole rows is also how they come from memory fastest where they are transposed.)
-static UVec sizes_of(const float* row, int64_t dim) {
+template <class T>
+static UVec sizes_of(const T* row, int64_t dim) {
   UVec sizes = {};
   for (int64_t d = 0; d < dim; d += kLanes) sizes = larger_sizes(sizes, load_some(row + d, dim - d));
   return sizes;
 }
-static float largest_of(const float* row, int64_t dim) {
+template <class T>
+static float largest_of(const T* row, int64_t dim) {
   return bits_to_float(_mm512_reduce_max_epu32((__m512i)sizes_of(row, dim)) >> 1);
 }
 #endif
@@ -140,25 +177,23 @@ struct Parts<Float16> {
   INLINE __m512i together(Some low, Some high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 };
 
-template <class Half>
-constexpr int kPartsOf = kParts<Split<Half>>;
-template <class Half>
-using SomeParts = typename Parts<Half>::Some[kPartsOf<Half>];
+template <class Half, int P>
+using SomeParts = typename Parts<Half>::Some[P];
 
 // All parts of x.
-template <class Half>
-INLINE void take_parts(Vec x, SomeParts<Half>& parts) {
+template <class Half, int P>
+INLINE void take_parts(Vec x, SomeParts<Half, P>& parts) {
 #pragma GCC unroll 2
-  for (int p = 0; p < kPartsOf<Half> - 1; p++) parts[p] = Parts<Half>::take(x);
-  parts[kPartsOf<Half> - 1] = Parts<Half>::last(x);
+  for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::take(x);
+  parts[P - 1] = Parts<Half>::last(x);
 }
 // Pairs of the parts of two numbers in each lane.
-template <class Half>
-INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[kPartsOf<Half>]) {
-  SomeParts<Half> e, o;
-  take_parts<Half>(even, e), take_parts<Half>(odd, o);
+template <class Half, int P>
+INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
+  SomeParts<Half, P> e, o;
+  take_parts<Half, P>(even, e), take_parts<Half, P>(odd, o);
 #pragma GCC unroll 3
-  for (int p = 0; p < kPartsOf<Half>; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
+  for (int p = 0; p < P; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
 }
 
 template <class Mode>
@@ -168,22 +203,23 @@ INLINE Vec scaled_up(Vec x) {
 
 // A row, scaled up, in order: kTileDepth halves of each part, which are `part` bytes apart, then, `step` bytes on, the next.
 template <class Mode>
-INLINE void split_row(const float* row, int64_t columns, char* to, int64_t step, int64_t part, Irregular& irregular) {
+INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, Irregular& irregular) {
   typedef Part<Mode> Half;
   UVec sizes = {};
   for (int64_t d = 0; d < columns; d += kTileDepth, to += step) {
     const Vec x = load_some(row + d, columns - d), y = load_some(row + d + kLanes, columns - d - kLanes);
     sizes = larger_sizes(larger_sizes(sizes, x), y);
-    SomeParts<Half> low, high;
-    take_parts<Half>(scaled_up<Mode>(x), low), take_parts<Half>(scaled_up<Mode>(y), high);
-    for (int p = 0; p < kParts<Mode>; p++) _mm512_store_si512(to + p * part, Parts<Half>::together(low[p], high[p]));
+    constexpr int P = kParts<Mode>;
+    SomeParts<Half, P> low, high;
+    take_parts<Half, P>(scaled_up<Mode>(x), low), take_parts<Half, P>(scaled_up<Mode>(y), high);
+    for (int p = 0; p < P; p++) _mm512_store_si512(to + p * part, Parts<Half>::together(low[p], high[p]));
   }
   irregular.see(sizes);
 }
 
 // kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
 template <class Mode>
-static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
+static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
                        float unit = unit_input<Mode>()) {
   for (int i = 0; i < kLanes; i++)
     if (row[i]) irregular.see(sizes_of(row[i], dim));
@@ -192,7 +228,7 @@ static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t d
     for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) * unit : Vec{};
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
-      split_pairs<Part<Mode>>(x[i], x[i + 1], parts);
+      split_pairs<Part<Mode>, kParts<Mode>>(x[i], x[i + 1], parts);
       for (int p = 0; p < kParts<Mode>; p++) store(to + (p * depth + (d + i) / 2) * kPanel, parts[p]);
     }
   }
@@ -200,7 +236,7 @@ static void split_rows(const float* const (&row)[kLanes], int64_t dim, int64_t d
 
 // pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
 template <class Mode>
-static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
+static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
                     Irregular& irregular) {
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
   for (int64_t j = 0; j < padded; j++, k += stride) {
@@ -215,7 +251,7 @@ static void split_k(const float* k, int64_t stride, int64_t keys, int64_t padded
 
 // transpose_v: groups of kTileRows columns, each of all parts of `capacity` steps.
 template <class Mode>
-static void split_v(const float* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity, char* to,
+static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity, char* to,
                     Irregular& irregular) {
   const int64_t part = capacity * kTileBytes;
   for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
@@ -229,7 +265,7 @@ static void split_v(const float* v, int64_t stride, int64_t keys, int64_t column
           const int64_t key = 2 * i + odd;
           pair[odd] = scaled_up<Mode>(j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{});
         }
-        split_pairs<Part<Mode>>(pair[0], pair[1], parts);
+        split_pairs<Part<Mode>, kParts<Mode>>(pair[0], pair[1], parts);
         for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];
       }
       for (int p = 0; p < kParts<Mode>; p++) {

@@ -45,7 +45,7 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
     store(to, pair_weights(even, odd, Part<Mode>()));
   } else {
     Vec parts[P];
-    split_pairs<Part<Mode>>(even, odd, parts);
+    split_pairs<Part<Mode>, P>(even, odd, parts);
 #pragma GCC unroll 3
     for (int p = 0; p < P; p++) store(to + p * kWeightsPart, parts[p]);
   }
@@ -71,8 +71,8 @@ static __attribute__((noinline)) bool soften_block(const float* scores, const Ex
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
       const __mmask16 of_even = kMasked ? seen[j * kVectors + v] : 0xffff, of_odd = kMasked ? seen[(j + 1) * kVectors + v] : 0xffff;
-      Vec even = kParts<Mode> > 1 ? exp2_or_zero(x[2 * v], of_even) : weight_of(x[2 * v], of_even);
-      Vec odd = kParts<Mode> > 1 ? exp2_or_zero(x[2 * v + 1], of_odd) : weight_of(x[2 * v + 1], of_odd);
+      Vec even = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v], of_even) : weight_of(x[2 * v], of_even);
+      Vec odd = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v + 1], of_odd) : weight_of(x[2 * v + 1], of_odd);
       sum[v] += even + odd;
       if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
       store_weights<Mode>(even, odd, pairs + j / 2 * kPanel + v * kLanes);
@@ -158,7 +158,7 @@ class TiledStep {
         steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
         scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops),
         kept_(w.kept), tile_sums_(w.tile_sums), vectors_(panel.vectors()), summed_(panel.summed), upcoming_(upcoming),
-        apart_(P > 1 && summed_), begun_(summed_ && !apart_) {
+        apart_(kIsFloat32<Mode> && summed_), begun_(summed_ && !apart_) {
     const int64_t k_part = steps_ * kTileBytes, v_part = kTile / kTileDepth * kTileBytes, group = k_part * P;
     k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group, k_part, steps_ * kBelow};
     v_ = {v, 64, kTileBytes, v_part * P, v_part, kWeightsPart * 4};
@@ -189,10 +189,10 @@ class TiledStep {
     upcoming_.times = 5;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
     with_vectors(vectors_, [&](auto v) {
-      multiply_first<Half, true, v.value, P>(k, k_, q, nullptr, done);
+      multiply_first<Half, true, v.value, kScoreProducts<Mode>>(k, k_, q, nullptr, done);
       for (int64_t s = 1; s < steps_; s++) {
         upcoming_.step();
-        multiply_step<Half, v.value, P>(k + s * k_.step, k_, q + s * kBelow);
+        multiply_step<Half, v.value, kScoreProducts<Mode>>(k + s * k_.step, k_, q + s * kBelow);
       }
     });
   }
@@ -246,7 +246,8 @@ class TiledStep {
     TileRows v = v_;
     v.at += weighed_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
-      auto multiply = begun_ ? multiply_tiles<Half, n.value, false, BothUpcoming, P> : multiply_tiles<Half, n.value, true, BothUpcoming, P>;
+      constexpr int N = kProducts<Mode>;
+      auto multiply = begun_ ? multiply_tiles<Half, n.value, false, BothUpcoming, N> : multiply_tiles<Half, n.value, true, BothUpcoming, N>;
       multiply(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, apart_ ? tile_sums_ : ot_, &upcoming_);
     });
     begun_ = true;

@@ -52,7 +52,7 @@ static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* bas
   w.sums = at.take((narrow ? 1 : whole) * w.sums_bytes);
   // of AMX two blocks of scores, then weights
   w.scores = (float*)at.take((kTile + 2) * kPanel * 4 + (kParts<Mode> - 1) * kTile / 2 * kPanel * 4);
-  w.tile_sums = (float*)at.take(kParts<Mode> > 1 ? o_depth<Mode>(a) * kPanel * 4 : 0);
+  w.tile_sums = (float*)at.take(Mode::kTiled && kIsFloat32<Mode> ? o_depth<Mode>(a) * kPanel * 4 : 0);
   w.extra = (float*)at.take(extras ? kTile * kPanel * 4 : 0);
   w.v_own = at.take(extras ? kTile * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>) : 0);
   w.kept = (Kept*)at.take(a.dropout ? (kTile + 2) * kVectors * (int64_t)sizeof(Kept) : 0);
