@@ -27,7 +27,7 @@ constexpr int64_t kMostSmall16 = 24;
 // Of `most` rows and keys at most.
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most) {
   const bool extras = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
-  return a.heads / a.kv_heads * a.q_len <= most && a.kv_len <= most && !extras && g.type == a.dtype && !g.accumulate &&
+  return rows_of_group(a) <= most && a.kv_len <= most && !extras && g.type == a.dtype && !g.accumulate &&
          a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
 }
 
