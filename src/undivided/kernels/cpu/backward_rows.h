@@ -218,16 +218,6 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
 
 // ---- before and after the keys
 
-template <class T>
-static float dot_of(const T* x, const T* y, int64_t dim) {
-  Vec total = {};
-  float rest = 0;
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) total += load_as_float(x + d) * load_as_float(y + d);
-  for (; d < dim; d++) rest += to_float(x[d]) * to_float(y[d]);
-  return sum(total) + rest;
-}
-
 // A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
 template <class T>
 static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* length) {

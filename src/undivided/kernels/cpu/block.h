@@ -16,6 +16,7 @@
 #include "upcoming.h"
 #include "panel_step.h"
 #include "short_block.h"
+#include "small_forward.h"
 #include "tiled.h"
 
 namespace {
@@ -262,6 +263,8 @@ static bool run_block(const Attention& a, const RowBlock& block, char* scratch) 
   if constexpr (Mode::kTiled)
     if (block.few) return ShortBlock<Mode>(a, block, scratch).run();
 #endif
+  if constexpr (!Mode::kTiled)
+    if (is_small_forward(a) && run_small_block<typename Mode::T>(a, block, scratch)) return true;
   return Block<Mode>(a, block, scratch).run();
 }
 
@@ -273,7 +276,8 @@ static int64_t block_bytes(const Attention& a, int64_t rows, [[maybe_unused]] bo
     if (few) return carve_short<Mode>(a, nullptr).bytes;
 #endif
   const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
-  return larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes);
+  const int64_t small = !Mode::kTiled && is_small_forward(a) ? SmallForwardSpace(a, nullptr).bytes : 0;
+  return larger_of(small, larger_of(narrow, carve<Mode>(a, rows, kEveryKey, nullptr).bytes));
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ struct Is {
 #if defined(UNDIVIDED_AMX)
 template <class T, class F>
 INLINE auto with_tiles(const Attention& a, F f) {
-  return a.heads / a.kv_heads * a.q_len <= 4 ? f(Is<Tiles<T, 4>>()) : f(Is<Tiles<T, 8>>());
+  return rows_of_group(a) <= 4 ? f(Is<Tiles<T, 4>>()) : f(Is<Tiles<T, 8>>());
 }
 #endif
 
@@ -93,9 +93,13 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
+// Whether heads are so few rows and keys that neither tiles nor decoding pay.
+bool goes_small(const Attention& a) {
+  return is_small_forward(a, kHasTiles && a.dtype != kFloat32 ? kMostSmallForward16 : kMostSmallForward);
+}
 template <class Half>
 bool decodes(const Attention& a) {
-  return a.heads / a.kv_heads * a.q_len <= kFewRows && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  return rows_of_group(a) <= kFewRows && !goes_small(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
@@ -224,6 +228,7 @@ const undivided::Kernels* on_tiles(const Attention& a, bool wanted, int attempt)
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
+  if (goes_small(a)) return &kernels_avx512_bf16;
   const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_split_well<decltype(mode)>(a); });
   return on_tiles<Half>(a, wanted, attempt);
 }

@@ -1,34 +1,23 @@
-// Gradients of a head that is one panel of rows against no more keys than that.
+// Gradients of a head that is one panel of rows against no more keys than that (see small_head.h).
 //
 // backward.h packs Q and dO twice, copies K and V, clears sums and writes them in a pass of their own, which for 16 tokens takes
-// three times as long as the products. Here lanes are keys where there they are rows:
+// three times as long as the products. Here lanes are keys where there they are rows, and of all that is read K and V alone are transposed:
 //
 //     S[row][keys] = Q[row] (broadcast) . Kt       dP[row][keys] = dO[row] (broadcast) . Vt        score_tile
 //     dQ[row][d]   = dS[row][key] (broadcast) * K[key][d]                                          add_rows
 //     dV[key][d]   = P[row][key] (broadcast) * dO[row][d]    dK[key][d] = dS[row][key] (broadcast) * Q[row][d]
-//
-// so that K and V alone are transposed. Everything else is read where it lies, a few rows of some D floats that stay in L1, and
-// results leave the registers once. Rows of 16 bits are widened first, so that all of it is fp32.
 #pragma once
 
 #include "backward_rows.h"
-#include "row_sums.h"
+#include "small_head.h"
 
 namespace {
-
-// Up to so many keys scores are single products of rows: a transposition takes as long for one key as for kLanes.
-constexpr int64_t kFewestLanes = kLanes / 4;
-// Rows and vectors of columns of add_rows: 6 x 4 sums, 4 operands and a broadcast in 32 registers, 2 x 4 in 16.
-constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 
 // Up to so many rows and keys 16-bit types are left to this on AMX. (bf16, D = 32 to 256, times as fast as tiles: one token 4 to 18, 4
 // tokens 4 to 7, 8 tokens 3, 16 tokens 1.9, 24 tokens 1.2, 32 tokens .9.)
 constexpr int64_t kMostSmall16 = 24;
-// Of `most` rows and keys at most.
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most) {
-  const bool extras = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
-  return rows_of_group(a) <= most && a.kv_len <= most && !extras && g.type == a.dtype && !g.accumulate &&
-         a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
+  return is_small(a, most) && g.type == a.dtype && !g.accumulate;
 }
 
 struct SmallSpace {
@@ -59,15 +48,6 @@ struct SmallHead {
 template <class T>
 INLINE void clear_row(T* row, int64_t dim) {
   if (row) memset(row, 0, (size_t)dim * sizeof(T));
-}
-
-// A row in fp32; copies are rows of `dim` floats.
-INLINE const float* in_floats(const float* row, int64_t, int64_t, float*) { return row; }
-template <class T>
-INLINE const float* in_floats(const T* row, int64_t dim, int64_t index, float* copies) {
-  float* to = copies + index * dim;
-  for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load_as_float(row + d));
-  return to;
 }
 
 template <class T>
@@ -108,31 +88,6 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
   }
 }
 
-// to[row][keys] = rows . keys. turned: room for the keys' rows, transposed.
-template <class T>
-static void score_rows(const SmallHead<T>& h, const float* const* rows, const float* const* keys, int64_t dim, float* turned,
-                       float* to) {
-  if (h.keys <= kFewestLanes) {
-    for (int64_t r = 0; r < h.rows; r++) {
-      for (int64_t j = 0; j < kLanes; j++) to[r * kPanel + j] = j < h.keys ? dot_of(rows[r], keys[j], dim) : 0.0f;
-    }
-    return;
-  }
-  const int vectors = (int)((h.keys + kLanes - 1) / kLanes);
-  for (int v = 0; v < vectors; v++) {
-    const float* some[kLanes] = {};
-    for (int64_t j = 0; j < smaller_of(h.keys - v * kLanes, kLanes); j++) some[j] = keys[v * kLanes + j];
-    transpose_rows<Direct>(some, dim, dim, turned + v * kLanes);
-  }
-  for (int64_t r = 0; r < h.rows;) {  // as many at once as lie equally far apart
-    const int64_t stride = r + 1 < h.rows ? rows[r + 1] - rows[r] : 0;
-    int64_t stop = r + 1;
-    while (stop < h.rows && rows[stop] - rows[stop - 1] == stride) stop++;
-    score_tile<Fma>(turned, rows[r], stride, dim, stop - r, to + r * kPanel, vectors);
-    r = stop;
-  }
-}
-
 // S and dP become P and dS, in place. Lanes beyond the keys, and keys that a row does not see, become 0.
 template <class T>
 static void derive_rows(const Backward& p, const Panel& panel, const SmallHead<T>& h, const SmallSpace& w) {
@@ -154,38 +109,6 @@ static void derive_rows(const Backward& p, const Panel& panel, const SmallHead<T
   }
 }
 
-template <int R, int C, int... I>
-INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t apart, const Vec (&row)[C], std::integer_sequence<int, I...>) {
-  ((acc[I / C][I % C] += a[I / C * apart] * row[I % C]), ...);
-}
-template <int R, int C, class T>
-static __attribute__((noinline)) void add_row_group(const float* a, int64_t apart, int64_t next, const float* const* rows,
-                                                    int64_t count, int64_t d, T* const* out) {
-  Vec acc[R][C] = {};
-  for (int64_t n = 0; n < count; n++, a += next) {
-    Vec row[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) row[c] = load(rows[n] + d + c * kLanes);
-    add_row(acc, a, apart, row, std::make_integer_sequence<int, R * C>());
-  }
-#pragma GCC unroll 6
-  for (int i = 0; i < R; i++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store_from_float(out[i] + d + c * kLanes, acc[i][c]);
-}
-// out[i][d] = sum over n < count of a[i * apart + n * next] * rows[n][d], for i < results.
-template <class T>
-static void add_rows(const float* a, int64_t apart, int64_t next, const float* const* rows, int64_t count, int64_t dim,
-                     int64_t results, T* const* out) {
-  for (int64_t i = 0; i < results; i += kSmallRows)
-    with_rows<kSmallRows>(results - i, [&](auto r) {
-      int64_t d = 0;
-      for (; d + kSmallColumns * kLanes <= dim; d += kSmallColumns * kLanes)
-        add_row_group<decltype(r)::value, kSmallColumns>(a + i * apart, apart, next, rows, count, d, out + i);
-      for (; d < dim; d += kLanes) add_row_group<decltype(r)::value, 1>(a + i * apart, apart, next, rows, count, d, out + i);
-    });
-}
-
 // False where the keys have a gap, in which anything may stand: nothing was written then.
 template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
@@ -200,8 +123,8 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Segment seen = panel.segments && h.rows ? panel.segment[0] : Segment{0, 0};
   gather_keys(p, head, seen.start, seen.stop, w, h);
   if (h.rows == 0) return true;
-  score_rows(h, h.q, h.k, a.qk_dim, w.kt, w.weights);
-  score_rows(h, h.grad, h.v, a.v_dim, w.vt, w.scores);
+  score_rows(h.q, h.rows, h.k, h.keys, a.qk_dim, w.kt, w.weights);
+  score_rows(h.grad, h.rows, h.v, h.keys, a.v_dim, w.vt, w.scores);
   derive_rows(p, panel, h, w);
   if (p.g.dq) add_rows(w.scores, kPanel, 1, h.k, h.keys, a.qk_dim, h.rows, h.dq);
   if (p.g.dk) add_rows(w.scores, 1, kPanel, h.q, h.rows, a.qk_dim, h.keys, h.dk);
