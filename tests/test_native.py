@@ -79,6 +79,11 @@ SIZES = {
     "decode-four-rows": (1, 2, 1, 4, 300, 128, 64),
     "decode-odd-group": (1, 6, 2, 1, 77, 64, 32),
     "few-rows-odd-head": (1, 8, 2, 3, 140, 24, 40),
+    "few": (2, 4, 2, 7, 13, 64, 80),
+    "few-and-wide": (1, 2, 2, 16, 16, 256, 128),
+    "few-keys": (2, 6, 3, 5, 4, 32, 48),
+    "few-rows": (1, 4, 1, 2, 32, 128, 16),
+    "one-key": (2, 2, 1, 3, 1, 32, 32),
 }
 MASKS: dict[str, Callable[[int, int], Mask | None]] = {
     "full": lambda q, k: None,
@@ -358,6 +363,22 @@ def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
     out = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
     assert torch.equal(out, clean)
     assert not out[5:9].any()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("second", [9, 100])
+def test_nan_of_a_document_stays_in_it(second: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(12 + second, 2, 32).to(dtype) for _ in range(3))
+    alone = undivided.attention(
+        q[12:], k[12:], v[12:], layout="thd", mask=masks.documents([0, second]), backend="native"
+    )
+    q[:12] = k[:12] = v[:12] = torch.nan
+    mask = masks.documents([0, 12, 12 + second])
+    packed = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
+    assert packed[:12].isnan().all()
+    assert apart(packed[12:], alone.double()) < ALLOWED[dtype]
 
 
 @needs_library

@@ -30,6 +30,20 @@ struct SmallForwardSpace {
   }
 };
 
+// Whether the rows of a panel are of one piece: their keys have no gap, in which anything may stand, and no neighbours see none of each
+// other's, as two documents do: what is not finite stays in its own.
+static inline bool is_one_piece(const Attention& a, const RowBlock& block, const Panel& p) {
+  if (p.segments > 1) return false;
+  const int32_t* before = nullptr;
+  for (int64_t r = 0; a.ranges && r < p.rows; r++) {
+    if (p.start[0][r] >= p.stop[0][r] && p.start[1][r] >= p.stop[1][r]) continue;
+    const int32_t* range = ranges_at(a, block, r);
+    if (before && are_apart(a, before, range)) return false;
+    before = range;
+  }
+  return true;
+}
+
 // Scores of the keys from `first` on become weights that add up to 1, or less beside a sink; false where there is nothing to see, not even
 // NaN. Lanes beyond the keys, and keys that the row does not see, become 0.
 INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
@@ -61,12 +75,12 @@ INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t he
   return !empty;
 }
 
-// False where the keys have a gap, in which anything may stand: nothing was written then.
+// False where rows are not of one piece: nothing was written then.
 template <class T>
 static bool run_small_block(const Attention& a, const RowBlock& block, char* scratch) {
   Panel panel;
   read_ranges(a, block, 0, panel);
-  if (panel.segments > 1) return false;
+  if (!is_one_piece(a, block, panel)) return false;
   const SmallForwardSpace w(a, scratch);
   const Segment seen = panel.segments ? panel.segment[0] : Segment{0, 0};
   const int64_t b = block.batch, n = block.kv_head, keys = seen.stop - seen.start;
