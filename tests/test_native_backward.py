@@ -175,9 +175,9 @@ FEW = {
 
 @DTYPES
 @pytest.mark.parametrize("mask", FEW)
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)])
 def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype) -> None:
-    """Those that fit one panel both ways have lanes of keys. Grouped heads, and widths that fill no group of columns."""
+    """Lanes are keys, in panels of them. Grouped heads, and widths that fill no group of columns."""
     torch.manual_seed(rows)
     for heads, qk_dim, v_dim in ((2, 16, 80), (4, 64, 64)):
         made = {"q": (2, heads, max(rows, 20), qk_dim), "k": (2, 2, keys, qk_dim), "v": (2, 2, keys, v_dim)}
@@ -227,7 +227,7 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
         "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
         "  for mask in t.FEW:\n"
-        "    for rows, keys in ((5, 3), (23, 24), (24, 25)):\n"
+        "    for rows, keys in ((5, 3), (23, 24), (24, 25), (60, 90)):\n"
         "      t.test_heads_of_few_tokens(rows, keys, mask, dtype)\n"
         "  t.test_what_nobody_sees_of_few_tokens_may_be_anything('bshd', dtype)\n"
         "  t.test_long_values(dtype, 0.25)\n"

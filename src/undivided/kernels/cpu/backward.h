@@ -16,8 +16,8 @@
 // results, no second pass, and the order of every sum is a function of the problem alone.
 //
 // Where heads suffice for the threads, a unit takes a head with all of its keys, block after block: then what is packed and
-// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same. Heads of no more
-// rows and keys than a panel has lanes go another way: small_backward.h.
+// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same. Heads of few rows
+// and keys go another way: small_backward.h.
 #pragma once
 
 #include <sched.h>

@@ -82,7 +82,7 @@ static BackwardSpace carve_backward(const Backward& p, char* base) {
   w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
   Backward own = p;
   int64_t of_head = p.whole ? lay_out_rows<Mode>(own, 1, nullptr) : 0;
-  w.is_small = !Mode::kTiled && p.whole && is_small(a, p.g, kPanel);
+  w.is_small = !Mode::kTiled && p.whole && is_small(a, p.g);
   if (w.is_small) of_head = larger_of(of_head, SmallSpace(a, nullptr).bytes);
   w.head = at.take(of_head);
   w.bytes = at.bytes;

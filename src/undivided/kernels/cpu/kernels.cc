@@ -234,8 +234,9 @@ const undivided::Kernels* prefill(const Attention& a, int attempt) {
 }
 template <class Half>
 const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
-  if (a.dtype != kFloat32 && is_small(a, g, kMostSmall16)) return &kernels_avx512_bf16;
-  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return gradients_are_split_well<decltype(mode)>(a); });
+  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) {
+    return gradients_are_split_well<decltype(mode)>(a) && !is_better_small<decltype(mode)>(a, g);
+  });
   return on_tiles<Half>(a, wanted, (int)g.attempt);
 }
 #else

@@ -1,4 +1,4 @@
-// Gradients of a head that is one panel of rows against no more keys than that (see small_head.h).
+// Gradients of a head of few rows and keys (see small_head.h).
 //
 // backward.h packs Q and dO twice, copies K and V, clears sums and writes them in a pass of their own, which for 16 tokens takes
 // three times as long as the products. Here lanes are keys where there they are rows, and of all that is read K and V alone are transposed:
@@ -13,24 +13,41 @@
 
 namespace {
 
-// Up to so many rows and keys 16-bit types are left to this on AMX. (bf16, D = 32 to 256, times as fast as tiles: one token 4 to 18, 4
-// tokens 4 to 7, 8 tokens 3, 16 tokens 1.9, 24 tokens 1.2, 32 tokens .9.)
-constexpr int64_t kMostSmall16 = 24;
-INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most) {
+// Up to so many rows and keys. (AVX-512, times as fast as by way of backward.h, heads of 64, 100, 128 and 256 tokens: fp32 1.2 to 1.3, 1.2
+// to 1.3, 1.1 to 1.2, 1.04 to 1.1; bf16 1.5 to 1.7. With more than a tile of keys the number of threads would decide which way is taken.)
+constexpr int64_t kMostSmall = 128;
+static_assert(kMostSmall <= kTile);
+constexpr int64_t kSmallWidth = (kMostSmall + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
+INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMostSmall) {
   return is_small(a, most) && g.type == a.dtype && !g.accumulate;
 }
 
+#if defined(UNDIVIDED_AMX)
+// Whether that is faster than tiles. (Tiles against it: bf16, D = 32 to 256, one token .06 to .25, 4 tokens .15 to .25, 8 tokens .3, 16 tokens
+// .5, 24 tokens .8, 32 tokens 1.1. fp32 as two fp16: 64 tokens .9 to 1.0, 80 tokens .8 to 1.0, 96 tokens 1.0 to 1.2, 100 tokens .9 to 1.0, 112
+// tokens 1.0 to 1.1, 128 tokens 1.2 to 1.3; as three bf16: 64 tokens .8 to 1.0, 100 tokens .4 to .8, 128 tokens .6 to 1.1. fp16 as two bf16:
+// 48 tokens 1.0, 64 to 128 tokens 1.1 to 1.6.)
+template <class Mode>
+INLINE bool is_better_small(const Attention& a, const Gradients& g) {
+  if (kParts<Mode> == 1) return is_small(a, g, 24);
+  if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
+  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < 96 || filled_part(a) < 0.76;
+}
+#endif
+
 struct SmallSpace {
-  float *kt, *vt, *weights, *scores;  // [d][kPanel]; P and dS: [row][kPanel]
-  float *q, *grad, *k, *v;            // rows of 16 bits, widened, one after another
+  float *kt, *vt, *s, *dp;   // of a panel of keys: [d][kPanel], [row][kPanel]
+  float *weights, *scores;   // P and dS: [row][kSmallWidth]
+  float *q, *grad, *k, *v;   // rows of 16 bits, widened, one after another
   int64_t bytes;
   SmallSpace(const Attention& a, char* base) {
     Carving at{base};
-    const int64_t of_qk = a.qk_dim * kPanel * 4, of_v = a.v_dim * kPanel * 4, widened = a.dtype == kFloat32 ? 0 : 1;
-    kt = (float*)at.take(of_qk), vt = (float*)at.take(of_v);
-    weights = (float*)at.take(kPanel * kPanel * 4), scores = (float*)at.take(kPanel * kPanel * 4);
-    q = (float*)at.take(of_qk * widened), k = (float*)at.take(of_qk * widened);
-    grad = (float*)at.take(of_v * widened), v = (float*)at.take(of_v * widened);
+    const int64_t rows = rows_of_group(a), widened = a.dtype == kFloat32 ? 0 : 4;
+    kt = (float*)at.take(a.qk_dim * kPanel * 4), vt = (float*)at.take(a.v_dim * kPanel * 4);
+    s = (float*)at.take(rows * kPanel * 4), dp = (float*)at.take(rows * kPanel * 4);
+    weights = (float*)at.take(rows * kSmallWidth * 4), scores = (float*)at.take(rows * kSmallWidth * 4);
+    q = (float*)at.take(rows * a.qk_dim * widened), k = (float*)at.take(a.kv_len * a.qk_dim * widened);
+    grad = (float*)at.take(rows * a.v_dim * widened), v = (float*)at.take(a.kv_len * a.v_dim * widened);
     bytes = at.bytes;
   }
 };
@@ -39,10 +56,11 @@ struct SmallSpace {
 template <class T>
 struct SmallHead {
   int64_t rows = 0, keys = 0, first_key = 0;
-  int from[kPanel];  // the row of the panel
-  const float *q[kPanel], *grad[kPanel], *k[kPanel], *v[kPanel];
-  T *dq[kPanel], *dk[kPanel], *dv[kPanel];
-  float base[kPanel], delta[kPanel];
+  int32_t start[2][kMostSmall], stop[2][kMostSmall];  // of each row
+  Segment seen[kMostSmall], by[kMostSmall];           // the keys of each row, from first_key on, and the rows of each key, or more
+  const float *q[kMostSmall], *grad[kMostSmall], *k[kMostSmall], *v[kMostSmall];
+  T *dq[kMostSmall], *dk[kMostSmall], *dv[kMostSmall];
+  float base[kMostSmall], delta[kMostSmall];
 };
 
 template <class T>
@@ -50,11 +68,27 @@ INLINE void clear_row(T* row, int64_t dim) {
   if (row) memset(row, 0, (size_t)dim * sizeof(T));
 }
 
+// The keys that some row sees; false where they have a gap, in which anything may stand.
+static inline bool find_keys(const Attention& a, const RowBlock& block, Segment& seen) {
+  Panel panel;
+  for (int64_t first = 0; first < block.rows; first += kPanel) {
+    read_ranges(a, block, first, panel);
+    if (panel.segments == 0) continue;
+    const Segment own = panel.segment[0];
+    if (seen.start >= seen.stop) seen = own;
+    if (panel.segments > 1 || own.start > seen.stop || own.stop < seen.start) return false;
+    seen = {smaller_of(seen.start, own.start), larger_of(seen.stop, own.stop)};
+  }
+  return true;
+}
+
 template <class T>
 static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpace& w, SmallHead<T>& h) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
+  Panel panel;
   for (int64_t r = 0; r < block.rows; r++) {
+    if (r % kPanel == 0) read_ranges(a, block, r, panel);
     const int64_t b = block.batch, head = block.first_head + r / a.q_len, row = r % a.q_len, n = h.rows;
     h.dq[n] = g.dq ? (T*)g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_s : nullptr;
     describe_row<T>(p, b, head, row, h.base + n, h.delta + n, nullptr);
@@ -64,7 +98,13 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     }
     const auto [q, grad] = row_pointers<T>(p, block, r);
     h.q[n] = in_floats(q, a.qk_dim, n, w.q), h.grad[n] = in_floats(grad, a.v_dim, n, w.grad);
-    h.from[h.rows++] = (int)r;
+    for (int side = 0; side < 2; side++)
+      h.start[side][n] = panel.start[side][r % kPanel], h.stop[side][n] = panel.stop[side][r % kPanel];
+    const bool one = h.start[1][n] >= h.stop[1][n], other = h.start[0][n] >= h.stop[0][n];
+    h.seen[n] = {other ? h.start[1][n] : one ? h.start[0][n] : smaller_of(h.start[0][n], h.start[1][n]),
+                 other ? h.stop[1][n] : one ? h.stop[0][n] : larger_of(h.stop[0][n], h.stop[1][n])};
+    h.seen[n] = {h.seen[n].start - h.first_key, h.seen[n].stop - h.first_key};
+    h.rows++;
   }
 }
 
@@ -74,7 +114,6 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const int64_t b = head.batch, n = head.kv_head;
-  h.first_key = start;
   for (int64_t j = 0; j < a.kv_len; j++) {
     T* dk = g.dk ? (T*)g.dk + b * g.dk_b + n * g.dk_h + j * g.dk_s : nullptr;
     T* dv = g.dv ? (T*)g.dv + b * g.dv_b + n * g.dv_h + j * g.dv_s : nullptr;
@@ -88,23 +127,35 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
   }
 }
 
-// S and dP become P and dS, in place. Lanes beyond the keys, and keys that a row does not see, become 0.
+// The rows from the first that sees some of the keys [first, stop) to the last.
 template <class T>
-static void derive_rows(const Backward& p, const Panel& panel, const SmallHead<T>& h, const SmallSpace& w) {
+static Segment rows_seeing(const SmallHead<T>& h, int64_t first, int64_t stop) {
+  Segment rows = {0, h.rows};
+  auto sees = [&](int64_t n) { return h.seen[n].start < stop && h.seen[n].stop > first; };
+  while (rows.start < rows.stop && !sees(rows.start)) rows.start++;
+  while (rows.start < rows.stop && !sees(rows.stop - 1)) rows.stop--;
+  return rows;
+}
+
+// S and dP of the panel of keys from `first` on become P and dS. Lanes beyond the keys, and keys that a row does not see, become 0.
+template <class T>
+static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
   const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
   IVec lane = {};
-  for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)h.first_key + i;
+  for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)(h.first_key + first) + i;
+  const int64_t keys = smaller_of(h.keys - first, kPanel);
   for (int64_t n = 0; n < h.rows; n++) {
-    const int r = h.from[n];
-    for (int64_t j = 0; j < h.keys; j += kLanes) {
+    if (n < rows.start || n >= rows.stop) {
+      memset(w.weights + n * kSmallWidth + first, 0, kPanel * 4), memset(w.scores + n * kSmallWidth + first, 0, kPanel * 4);
+      continue;
+    }
+    for (int64_t j = 0; j < keys; j += kLanes) {
       const IVec key = lane + (int32_t)j;
-      const IVec allowed = ((key >= panel.start[0][r]) & (key < panel.stop[0][r])) |
-                           ((key >= panel.start[1][r]) & (key < panel.stop[1][r]));
-      float *weights = w.weights + n * kPanel + j, *scores = w.scores + n * kPanel + j;
-      const Vec x = load(weights) * scale2 - h.base[n];
-      const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(scores) - h.delta[n]);
-      store(weights, weight);
-      store(scores, allowed ? u * scale : Vec{});
+      const IVec allowed = ((key >= h.start[0][n]) & (key < h.stop[0][n])) | ((key >= h.start[1][n]) & (key < h.stop[1][n]));
+      const Vec x = load(w.s + n * kPanel + j) * scale2 - h.base[n];
+      const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
+      store(w.weights + n * kSmallWidth + first + j, weight);
+      store(w.scores + n * kSmallWidth + first + j, allowed ? u * scale : Vec{});
     }
   }
 }
@@ -113,22 +164,27 @@ static void derive_rows(const Backward& p, const Panel& panel, const SmallHead<T
 template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Attention& a = p.a;
-  const RowBlock block = rows_of(p, head, 0);
-  Panel panel;
-  read_ranges(a, block, 0, panel);
-  if (panel.segments > 1) return false;
+  const RowBlock block = {head.batch, head.kv_head * (a.heads / a.kv_heads), head.kv_head, 0, p.rows, 0};
+  Segment seen = {0, 0};
+  if (!find_keys(a, block, seen)) return false;
   const SmallSpace w(a, scratch);
   SmallHead<T> h;
+  h.first_key = seen.start;
   gather_rows(p, block, w, h);
-  const Segment seen = panel.segments && h.rows ? panel.segment[0] : Segment{0, 0};
-  gather_keys(p, head, seen.start, seen.stop, w, h);
+  gather_keys(p, head, seen.start, h.rows ? seen.stop : seen.start, w, h);
   if (h.rows == 0) return true;
-  score_rows(h.q, h.rows, h.k, h.keys, a.qk_dim, w.kt, w.weights);
-  score_rows(h.grad, h.rows, h.v, h.keys, a.v_dim, w.vt, w.scores);
-  derive_rows(p, panel, h, w);
-  if (p.g.dq) add_rows(w.scores, kPanel, 1, h.k, h.keys, a.qk_dim, h.rows, h.dq);
-  if (p.g.dk) add_rows(w.scores, 1, kPanel, h.q, h.rows, a.qk_dim, h.keys, h.dk);
-  if (p.g.dv) add_rows(w.weights, 1, kPanel, h.grad, h.rows, a.v_dim, h.keys, h.dv);
+  for (int64_t first = 0; first < h.keys; first += kPanel) {
+    const int64_t keys = smaller_of(h.keys - first, kPanel);
+    const Segment rows = rows_seeing(h, first, first + keys);
+    const int64_t at = rows.start, count = rows.stop - at;
+    score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
+    score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);
+    derive_rows(p, h, first, rows, w);
+    for (int64_t j = first; j < first + keys; j++) h.by[j] = rows;
+  }
+  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.seen, a.qk_dim, h.rows, h.dq);
+  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk);
+  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv);
   return true;
 }
 

@@ -107,12 +107,14 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   }
   score_rows(q, rows, k, keys, a.qk_dim, w.kt, w.weights);
   bool some[kPanel];
+  Segment every[kPanel];
   for (int64_t i = 0; i < rows; i++) {
     const auto [head, row] = place(from[i]);
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
     some[i] = soften_row(a, panel, (int)from[i], head, seen.start, keys, w.weights + i * kPanel, lse);
   }
-  add_rows(w.weights, kPanel, 1, v, keys, a.v_dim, rows, out);
+  for (int64_t i = 0; i < rows; i++) every[i] = {0, keys};
+  add_rows(w.weights, kPanel, 1, v, every, a.v_dim, rows, out);
   for (int64_t i = 0; i < rows; i++)
     if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
   return true;

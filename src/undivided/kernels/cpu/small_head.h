@@ -1,5 +1,5 @@
-// What heads of few rows and keys need, forward (small_forward.h) and backward (small_backward.h): one panel of rows against no more keys
-// than that, in fp32, with lanes that are keys, and then columns.
+// What heads of few rows and keys need, forward (small_forward.h) and backward (small_backward.h): all rows against a panel of keys at a
+// time, in fp32, with lanes that are keys, and then columns.
 //
 // The kernels for longer ones pack what they read and clear what they add to, which for 16 tokens takes longer than the products. Here the
 // keys' rows are transposed, or not even that; everything else is read where it lies, a few rows of some D floats that stay in L1, and
@@ -83,17 +83,24 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t apar
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store_from_float(out[i] + d + c * kLanes, acc[i][c]);
 }
-// out[i][d] = sum over n < count of a[i * apart + n * next] * rows[n][d], for i < results.
+// out[i][d] = sum over the n of some[i] of a[i * apart + n * next] * rows[n][d], for i < results; a is 0 where another one's n are not.
 template <class T>
-static void add_rows(const float* a, int64_t apart, int64_t next, const float* const* rows, int64_t count, int64_t dim,
+static void add_rows(const float* a, int64_t apart, int64_t next, const float* const* rows, const Segment* some, int64_t dim,
                      int64_t results, T* const* out) {
-  for (int64_t i = 0; i < results; i += kSmallRows)
-    with_rows<kSmallRows>(results - i, [&](auto r) {
-      int64_t d = 0;
-      for (; d + kSmallColumns * kLanes <= dim; d += kSmallColumns * kLanes)
-        add_row_group<decltype(r)::value, kSmallColumns>(a + i * apart, apart, next, rows, count, d, out + i);
-      for (; d < dim; d += kLanes) add_row_group<decltype(r)::value, 1>(a + i * apart, apart, next, rows, count, d, out + i);
-    });
+  int64_t d = 0;
+  auto columns = [&](auto vectors) {  // of all results, while those of the rows are near by
+    constexpr int C = decltype(vectors)::value;
+    for (; d + C * kLanes <= dim; d += C * kLanes)
+      for (int64_t i = 0; i < results; i += kSmallRows)
+        with_rows<kSmallRows>(results - i, [&](auto r) {
+          constexpr int R = decltype(r)::value;
+          int64_t from = some[i].start, to = some[i].stop;
+          for (int n = 1; n < R; n++) from = smaller_of(from, some[i + n].start), to = larger_of(to, some[i + n].stop);
+          add_row_group<R, C>(a + i * apart + from * next, apart, next, rows + from, to - from, d, out + i);
+        });
+  };
+  columns(std::integral_constant<int, kSmallColumns>());
+  columns(std::integral_constant<int, 1>());
 }
 
 }  // namespace

@@ -53,19 +53,21 @@ INLINE bool is_split_well(const Attention& a) {
   return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && rows_of_group(a) >= (columns < 64 ? fewest.of_narrow : fewest.rows));
 }
 
-// The same of gradients: so many rows and keys, and three bf16 only where these fill 32 x 32 tiles. (Two fp16: 48 tokens .8, 64 and 65
-// tokens 1.2 and .9 to 1.1, 100 tokens 1.0 to 1.2, 256 tokens 1.6 and 1.8. Three bf16: 65 tokens .8 to 1.0, 96 tokens 1.0 and 1.1, 97
-// tokens .8 to .9, 112 tokens .9 to 1.0, 128 tokens 1.1 and 1.2, 129 tokens .9, 160 tokens 1.2 and 1.3. fp16: 64 tokens 1.5 and 1.2, 65 tokens
-// 1.2, 128 tokens 1.5 and 1.6.)
+// The part of tiles of 32 rows by 32 keys that a problem fills.
+INLINE double filled_part(const Attention& a) {
+  const int64_t rows = rows_of_group(a), keys = a.kv_len;
+  return (double)rows * (double)keys / ((double)round_up(rows, 32) * (double)round_up(keys, 32));
+}
+// The same of gradients: so many rows and keys, and three bf16 only where these fill their tiles. (Against vectors by way of backward.h. Two
+// fp16: 48 tokens .8, 64 and 65 tokens 1.2 and .9 to 1.1, 100 tokens 1.0 to 1.2, 256 tokens 1.6 and 1.8. Three bf16: 65 tokens .8 to 1.0, 96
+// tokens 1.0 and 1.1, 97 tokens .8 to .9, 112 tokens .9 to 1.0, 128 tokens 1.1 and 1.2, 129 tokens .9, 160 tokens 1.2 and 1.3. fp16: 64
+// tokens 1.5 and 1.2, 65 tokens 1.2, 128 tokens 1.5 and 1.6.)
 constexpr int64_t kFewestSplitGradients = 64;
 template <class Mode>
-constexpr double kLeastFilled = kParts<Mode> == 3 ? 0.77 : 0;
-template <class Mode>
 INLINE bool gradients_are_split_well(const Attention& a) {
-  const int64_t columns = smaller_of(a.qk_dim, a.v_dim), rows = rows_of_group(a), keys = a.kv_len;
-  const double filled = (double)rows * (double)keys / ((double)round_up(rows, kPanel) * (double)round_up(keys, kKeyStep<Mode>));
-  return kParts<Mode> == 1 ||
-         (columns >= kFewestSplitColumns && smaller_of(rows, keys) >= kFewestSplitGradients && filled >= kLeastFilled<Mode>);
+  const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
+  return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && smaller_of(rows_of_group(a), a.kv_len) >= kFewestSplitGradients &&
+                               (kParts<Mode> == 2 || filled_part(a) >= 0.77));
 }
 // Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
 // longer ones.
