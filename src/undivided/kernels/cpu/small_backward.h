@@ -14,11 +14,15 @@
 namespace {
 
 // Up to so many rows and keys. (AVX-512, times as fast as by way of backward.h, heads of 64, 100, 128 and 256 tokens: fp32 1.2 to 1.3, 1.2
-// to 1.3, 1.1 to 1.2, 1.04 to 1.1; bf16 1.5 to 1.7. With more than a tile of keys the number of threads would decide which way is taken.)
-constexpr int64_t kMostSmall = 128;
+// to 1.3, 1.1 to 1.2, 1.04 to 1.1. With more than a tile of keys the number of threads would decide which way is taken.) Of bf16 where there
+// are dot products less: Intel's are no faster than multiply-adds (128 tokens 1.6 times as fast this way), but others' are twice as fast.
+constexpr int64_t kMostSmall = 128, kMostSmallPairs = 32;
 static_assert(kMostSmall <= kTile);
 constexpr int64_t kSmallWidth = (kMostSmall + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMostSmall) {
+#if defined(__AVX512BF16__)
+  if (a.dtype == kBFloat16) most = smaller_of(most, kMostSmallPairs);
+#endif
   return is_small(a, most) && g.type == a.dtype && !g.accumulate;
 }
 
