@@ -338,6 +338,18 @@ class TestFigures:
         assert fraction["short"] == pytest.approx(1 - ours["fraction"] / 0.9)
         assert (faster["what"], faster["met"], faster["short"]) == ("x sdpa", True, 0.0)
 
+    def test_decoding_is_held_against_reads_that_took_turns_with_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reads = replace(QUIET, what="read", turn=lambda: None, work=3e6)
+        monkeypatch.setattr(peak, "reading", lambda size, device: reads)
+        decoding = replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode")
+        case = self.run(decoding, monkeypatch, undivided=1e-4, sdpa=3e-4, math=5e-4, read=1e-3)
+        assert case["rate"]["used"] == pytest.approx(3e9)
+        assert case["rate"]["before"] != case["rate"]["used"]
+        assert entries(case)["undivided"]["fraction"] == pytest.approx(case["bytes"] / 1e-4 / 3e9)
+        assert "read" not in entries(case)
+
     def test_causal_counts_the_pairs_it_allows(self) -> None:
         assert runs.operations(prepare(tiny(mask=masks.causal))) == 4 * (24 * 25 // 2) * 16 * 2
         assert (

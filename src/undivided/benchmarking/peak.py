@@ -5,8 +5,8 @@
 - Matrix products (half types; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in, or
   the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32. Matrix units
   (AMX) do more than twice that from registers alone, at a rate that no product of matrices in memory comes near.
-- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, so that what a cache
-  holds of one it holds of the other. On a GPU a copy between two halves of such a buffer, bytes read and written counted, for
+- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, which takes turns with
+  the competitors, so that what a cache holds of one it holds of the other: alone, a buffer may stay in it. On a GPU a copy between two halves of such a buffer, bytes read and written counted, for
   that is what its memory does at most; at least 1 GiB, which no cache holds.
 """
 
@@ -51,11 +51,16 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One rate of this machine: what it is, in what unit ("FLOP/s" or "B/s"), and how to measure it now."""
+    """One rate of this machine: what it is, in what unit ("FLOP/s" or "B/s"), and how to measure it now.
+
+    turn: a call that does `work` and takes turns with competitors; what they are held against then.
+    """
 
     what: str
     unit: str
     measure: Callable[[], Reading]
+    turn: Callable[[], object] | None = None
+    work: float = 0.0
 
 
 def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
@@ -95,7 +100,8 @@ def reading(size: int, device: str = "cpu") -> Probe:
         size = max(size, COPIED)
         return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy(size, device))
     buffer = torch.ones(max(size // 4, 1), device=device)
-    return Probe(f"read of {round(size / 2**20)} MiB", "B/s", lambda: read(buffer))
+    name, work = f"read of {round(size / 2**20)} MiB", float(buffer.numel() * buffer.element_size())
+    return Probe(name, "B/s", lambda: read(buffer), buffer.sum, work)
 
 
 def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:

@@ -68,11 +68,14 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     found, absent = _competitors.competitors(prepared, settings.backends, settings.others)
     entries, right = _verified(found)
     probe = _probe(prepared, settings)
-    calls = {competitor.name: competitor.call for competitor in right}
+    calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
+    if probe.turn is not None:
+        calls[probe.what] = probe.turn
     timed = _steadily(lambda: timing.race(calls, settings.patience, settings.stopwatch), probe, settings)
     seconds, turns = timed.value
+    used = probe.work / seconds[probe.what] if probe.turn is not None else timed.peak
     rate = {"what": probe.what, "unit": probe.unit, "before": timed.before.rate, "after": timed.after.rate,
-            "share": min(timed.before.share, timed.after.share), "used": timed.peak,
+            "share": min(timed.before.share, timed.after.share), "used": used,
             "attempts": timed.attempts, "contended": timed.contended}  # fmt: skip
     case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
