@@ -104,10 +104,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     h.q[n] = in_floats(q, a.qk_dim, n, w.q), h.grad[n] = in_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++)
       h.start[side][n] = panel.start[side][r % kPanel], h.stop[side][n] = panel.stop[side][r % kPanel];
-    const bool one = h.start[1][n] >= h.stop[1][n], other = h.start[0][n] >= h.stop[0][n];
-    h.seen[n] = {other ? h.start[1][n] : one ? h.start[0][n] : smaller_of(h.start[0][n], h.start[1][n]),
-                 other ? h.stop[1][n] : one ? h.stop[0][n] : larger_of(h.stop[0][n], h.stop[1][n])};
-    h.seen[n] = {h.seen[n].start - h.first_key, h.seen[n].stop - h.first_key};
+    const Segment own = keys_of_row(panel, r % kPanel);
+    h.seen[n] = {own.start - h.first_key, own.stop - h.first_key};
     h.rows++;
   }
 }

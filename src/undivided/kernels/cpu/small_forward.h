@@ -36,7 +36,8 @@ static inline bool is_one_piece(const Attention& a, const RowBlock& block, const
   if (p.segments > 1) return false;
   const int32_t* before = nullptr;
   for (int64_t r = 0; a.ranges && r < p.rows; r++) {
-    if (p.start[0][r] >= p.stop[0][r] && p.start[1][r] >= p.stop[1][r]) continue;
+    const Segment own = keys_of_row(p, r);
+    if (own.start >= own.stop) continue;
     const int32_t* range = ranges_at(a, block, r);
     if (before && are_apart(a, before, range)) return false;
     before = range;
@@ -87,17 +88,20 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
+  Segment own[kPanel];  // keys of each row, from the first that is seen on
   auto place = [&](int64_t r) { return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len); };
   auto clear = [&](T* row) { memset(row, 0, (size_t)a.v_dim * sizeof(T)); };
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);
     out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
-    if (panel.start[0][r] >= panel.stop[0][r] && panel.start[1][r] >= panel.stop[1][r]) {  // one without keys may hold anything
+    own[rows] = keys_of_row(panel, r);
+    if (own[rows].start >= own[rows].stop) {  // one without keys may hold anything
       clear(out[rows]);
       if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
       continue;
     }
     q[rows] = in_floats((const T*)a.q + b * a.q_b + head * a.q_h + row * a.q_s, a.qk_dim, rows, w.q);
+    own[rows] = {own[rows].start - seen.start, own[rows].stop - seen.start};
     from[rows++] = r;
   }
   if (rows == 0) return true;
@@ -107,14 +111,12 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   }
   score_rows(q, rows, k, keys, a.qk_dim, w.kt, w.weights);
   bool some[kPanel];
-  Segment every[kPanel];
   for (int64_t i = 0; i < rows; i++) {
     const auto [head, row] = place(from[i]);
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
     some[i] = soften_row(a, panel, (int)from[i], head, seen.start, keys, w.weights + i * kPanel, lse);
   }
-  for (int64_t i = 0; i < rows; i++) every[i] = {0, keys};
-  add_rows(w.weights, kPanel, 1, v, every, a.v_dim, rows, out);
+  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out);
   for (int64_t i = 0; i < rows; i++)
     if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
   return true;

@@ -22,6 +22,14 @@ INLINE bool is_small(const Attention& a, int64_t most) {
   return rows_of_group(a) <= most && a.kv_len <= most && !extras && a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
 }
 
+// From the first key that a row of a panel sees to the last; start >= stop: none.
+INLINE Segment keys_of_row(const Panel& p, int64_t r) {
+  const Segment first = {p.start[0][r], p.stop[0][r]}, second = {p.start[1][r], p.stop[1][r]};
+  if (second.start >= second.stop) return first;
+  if (first.start >= first.stop) return second;
+  return {smaller_of(first.start, second.start), larger_of(first.stop, second.stop)};
+}
+
 // A row in fp32; copies are rows of `dim` floats.
 INLINE const float* in_floats(const float* row, int64_t, int64_t, float*) { return row; }
 template <class T>
