@@ -85,6 +85,7 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   const SmallForwardSpace w(a, scratch);
   const Segment seen = panel.segments ? panel.segment[0] : Segment{0, 0};
   const int64_t b = block.batch, n = block.kv_head, keys = seen.stop - seen.start;
+  const bool alike = panel.covers(seen.start, seen.stop);
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
@@ -94,7 +95,7 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);
     out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
-    own[rows] = keys_of_row(panel, r);
+    own[rows] = alike ? seen : keys_of_row(panel, r);
     if (own[rows].start >= own[rows].stop) {  // one without keys may hold anything
       clear(out[rows]);
       if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
