@@ -175,7 +175,9 @@ FEW = {
 
 @DTYPES
 @pytest.mark.parametrize("mask", FEW)
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)])
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)]
+)
 def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype) -> None:
     """Lanes are keys, in panels of them. Grouped heads, and widths that fill no group of columns."""
     torch.manual_seed(rows)
