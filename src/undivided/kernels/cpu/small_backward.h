@@ -72,11 +72,17 @@ INLINE void clear_row(T* row, int64_t dim) {
   if (row) memset(row, 0, (size_t)dim * sizeof(T));
 }
 
-// The keys that some row sees; false where they have a gap, in which anything may stand.
-static inline bool find_keys(const Attention& a, const RowBlock& block, Segment& seen) {
+// What each row of the block sees, and `seen`, what some row does; false where that has a gap, in which anything may stand.
+template <class T>
+static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& seen) {
   Panel panel;
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
+    for (int64_t r = 0; r < panel.rows; r++) {
+      for (int side = 0; side < 2; side++)
+        h.start[side][first + r] = panel.start[side][r], h.stop[side][first + r] = panel.stop[side][r];
+      h.seen[first + r] = keys_of_row(panel, r);
+    }
     if (panel.segments == 0) continue;
     const Segment own = panel.segment[0];
     if (seen.start >= seen.stop) seen = own;
@@ -86,13 +92,12 @@ static inline bool find_keys(const Attention& a, const RowBlock& block, Segment&
   return true;
 }
 
+// The rows that have a key move up.
 template <class T>
 static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpace& w, SmallHead<T>& h) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
-  Panel panel;
   for (int64_t r = 0; r < block.rows; r++) {
-    if (r % kPanel == 0) read_ranges(a, block, r, panel);
     const int64_t b = block.batch, head = block.first_head + r / a.q_len, row = r % a.q_len, n = h.rows;
     h.dq[n] = g.dq ? (T*)g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_s : nullptr;
     describe_row<T>(p, b, head, row, h.base + n, h.delta + n, nullptr);
@@ -102,10 +107,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     }
     const auto [q, grad] = row_pointers<T>(p, block, r);
     h.q[n] = in_floats(q, a.qk_dim, n, w.q), h.grad[n] = in_floats(grad, a.v_dim, n, w.grad);
-    for (int side = 0; side < 2; side++)
-      h.start[side][n] = panel.start[side][r % kPanel], h.stop[side][n] = panel.stop[side][r % kPanel];
-    const Segment own = keys_of_row(panel, r % kPanel);
-    h.seen[n] = {own.start - h.first_key, own.stop - h.first_key};
+    for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
+    h.seen[n] = {h.seen[r].start - h.first_key, h.seen[r].stop - h.first_key};
     h.rows++;
   }
 }
@@ -168,9 +171,9 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Attention& a = p.a;
   const RowBlock block = {head.batch, head.kv_head * (a.heads / a.kv_heads), head.kv_head, 0, p.rows, 0};
   Segment seen = {0, 0};
-  if (!find_keys(a, block, seen)) return false;
-  const SmallSpace w(a, scratch);
   SmallHead<T> h;
+  if (!find_keys(a, block, h, seen)) return false;
+  const SmallSpace w(a, scratch);
   h.first_key = seen.start;
   gather_rows(p, block, w, h);
   gather_keys(p, head, seen.start, h.rows ? seen.stop : seen.start, w, h);
