@@ -160,7 +160,7 @@ struct Kernels {
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // the same for gradients
-  int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows
+  int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows, at most
   int64_t (*lay_out_rows)(Backward&, int64_t heads, char* base);  // returns the bytes that the description takes; null: only that
   int64_t (*key_scratch)(const Backward&);
   void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]

@@ -115,8 +115,7 @@ static Derive inputs_of(const Visit<Mode>& s, int64_t index, int64_t tile, int64
   const Attention& a = s.p.a;
   const Panel& panel = s.w.panels[index];
   const int64_t key = tile + start, first = index * kPanel;
-  const bool extras = a.bias || a.dense || a.slopes, covered = (panel.covered[0][0] <= key && tile + stop <= panel.covered[0][1]) ||
-                                                              (panel.covered[1][0] <= key && tile + stop <= panel.covered[1][1]);
+  const bool extras = a.bias || a.dense || a.slopes, covered = panel.covers(key, tile + stop);
   return {a,        panel, s.base + first,      s.delta + first, st, dpt, s.w.extra, s.w.kept, tile,
           panel.vectors(), !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, ldexp(a.scale, -2 * kInputBits<Mode>),
           s.slope(index), s.unit, s.p.exceeded};

@@ -14,6 +14,8 @@ namespace {
 // few units. Never by the number of threads, which would change the order of sums. Blocks of one tile are made even, so that
 // threads are: of 256 keys two of 128, not 192 and 64.
 constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16, kEvenKeys = 32;
+// Rows of a block at least, where blocks are cut further than memory asks for.
+constexpr int64_t kFewestBlockRows = 64;
 // Scratch of a thread up to which a unit takes a whole head.
 constexpr int64_t kMostHeadBytes = 48 << 20;
 
@@ -23,6 +25,13 @@ int64_t keys_of_block(const Attention& a, int64_t tile) {
   if (keys >= 2 * tile) return keys / tile * tile;
   const int64_t blocks = std::max((a.kv_len + tile - 1) / tile, (int64_t)1), even = (a.kv_len + blocks - 1) / blocks;
   return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
+}
+
+// Panels of a block of rows; fewer where that leaves few blocks, at which a head's units take turns. Not by the number of threads either.
+int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
+  int64_t most = k.row_panels(a.dtype);
+  while (most * k.panel >= 2 * kFewestBlockRows && a.batch * a.kv_heads * ((panels + most - 1) / most) < kFewestUnits) most /= 2;
+  return most;
 }
 
 // What all units of a backward share, in one allocation.
@@ -73,7 +82,7 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
 int run_backward(const Attention& a, const Gradients& g) {
   const Kernels& k = *kernels().gradients(a, g);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  const int64_t row_panels = k.row_panels(a.dtype), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
+  const int64_t row_panels = panels_of_block(a, k, panels), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
   const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
   Backward p = {a, g, rows, panels, row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
                 nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};

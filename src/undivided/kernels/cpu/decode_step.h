@@ -154,7 +154,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
       if (!covered) {
         const int64_t row = first + r;
         IVec at = lane + (int32_t)(key + j);
-        IVec allowed = ((at >= p.start[0][row]) & (at < p.stop[0][row])) | ((at >= p.start[1][row]) & (at < p.stop[1][row]));
+        IVec allowed = is_within(at, p.start[0][row], p.stop[0][row], p.start[1][row], p.stop[1][row]);
         allowed &= at < (int32_t)(key + keys);
         x = allowed ? x : splat(-kInfinity);
       }

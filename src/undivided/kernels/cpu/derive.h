@@ -45,7 +45,7 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
     const Panel& p = d.panel;
     IVec key = isplat((int32_t)(d.first + j));
     auto bound = [&](const int32_t* of) { return *(const UnalignedIVec*)(of + v * kLanes); };
-    allowed = ((key >= bound(p.start[0])) & (key < bound(p.stop[0]))) | ((key >= bound(p.start[1])) & (key < bound(p.stop[1])));
+    allowed = is_within(key, bound(p.start[0]), bound(p.stop[0]), bound(p.start[1]), bound(p.stop[1]));
   }
   if (kKind == kGeneral) {
     if (cap != 0) {

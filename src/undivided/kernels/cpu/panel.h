@@ -30,6 +30,12 @@ struct Panel {
   }
 };
 
+// Which keys lie in one of two ranges, each bound a lane or the same for all.
+template <class Bound>
+INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bound second_stop) {
+  return ((key >= start) & (key < stop)) | ((key >= second_start) & (key < second_stop));
+}
+
 static void find_segments(Panel& p) {
   p.segments = p.next = 0;
   for (int side = 0; side < 2; side++)

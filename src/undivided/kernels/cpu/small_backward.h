@@ -156,7 +156,7 @@ static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first,
     }
     for (int64_t j = 0; j < keys; j += kLanes) {
       const IVec key = lane + (int32_t)j;
-      const IVec allowed = ((key >= h.start[0][n]) & (key < h.stop[0][n])) | ((key >= h.start[1][n]) & (key < h.stop[1][n]));
+      const IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
       const Vec x = load(w.s + n * kPanel + j) * scale2 - h.base[n];
       const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
       store(w.weights + n * kSmallWidth + first + j, weight);

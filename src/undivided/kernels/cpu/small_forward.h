@@ -55,8 +55,7 @@ INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t he
   Vec high = splat(-kInfinity), total = {};
   for (int64_t j = 0; j < keys; j += kLanes) {
     const IVec key = lane + (int32_t)j;
-    const IVec allowed = ((key >= panel.start[0][r]) & (key < panel.stop[0][r])) |
-                         ((key >= panel.start[1][r]) & (key < panel.stop[1][r]));
+    const IVec allowed = is_within(key, panel.start[0][r], panel.stop[0][r], panel.start[1][r], panel.stop[1][r]);
     const Vec x = allowed ? load(weights + j) * factor : splat(-kInfinity);
     high = larger(x, high);
     store(weights + j, x);

@@ -33,7 +33,7 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float& fac
       bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
     for (int64_t j = 0; j < keys; j++) {
       IVec key = isplat((int32_t)(start + j));
-      IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
+      IVec allowed = is_within(key, bound[0], bound[1], bound[2], bound[3]);
       float* s = st + j * kPanel + v * kLanes;
       store(s, allowed ? load(s) * scale : splat(masked));
     }
