@@ -91,15 +91,15 @@ int run_backward(const Attention& a, const Gradients& g) {
   if (!shared) return kNoMemory;
   int status = kOk;
   if (!p.whole)
-    status = run_units(heads * row_blocks, 64, threads,
+    status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.rows_before(p, i / row_blocks, i % row_blocks); });
   const std::vector<KeyBlock> units = key_units(p);
   if (status == kOk)
-    status = run_units((int64_t)units.size(), k.key_scratch(p), threads,
+    status = run_units(p.whole ? even_shares((int64_t)units.size(), threads) : one_share((int64_t)units.size()), k.key_scratch(p), threads,
                        [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
   if (status == kOk && *p.exceeded) return kExceeded;
   if (status == kOk && g.dq && !p.whole)
-    status = run_units(heads * row_blocks, 64, threads,
+    status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
   return status;
 }

@@ -78,8 +78,8 @@ int run_chunks(const Attention& a) {
   float* partials = (float*)caller_scratch.at_least(std::max(units * per_chunk * 4, (int64_t)64));
   if (partials == nullptr) return kNoMemory;
   const int64_t threads = threads_for(a);
-  int status = run_units(units, k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
-    const KeyChunk* following = i + threads < units ? &chunks.all[(size_t)(i + threads)] : nullptr;
+  int status = run_units(even_shares(units, threads), k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
+    const KeyChunk* following = i + 1 < units ? &chunks.all[(size_t)(i + 1)] : nullptr;
     k.chunk(a, chunks.all[(size_t)i], following, partials + i * per_chunk, scratch);
   });
   if (status == kOk) merge_chunks(a, chunks, heads, row_size, partials);

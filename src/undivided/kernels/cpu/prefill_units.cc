@@ -1,4 +1,4 @@
-// Prefill: blocks of query rows, the most expensive first; where rows are few and keys many, of parts of the keys.
+// Prefill: blocks of query rows, each thread's most expensive first; where rows are few and keys many, of parts of the keys.
 #include <stdint.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -107,7 +107,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
 }
 
-// The blocks of a problem: of a span, and of consecutive rows of it, one head after another; the most expensive first.
+// The blocks of a problem: of a span, and of consecutive rows of it, one head after another.
 class Cutting {
  public:
   Cutting(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
@@ -119,8 +119,6 @@ class Cutting {
       const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.tile, b, d_.parts) : KeyParts();
       for (const Span& span : spans_) add(b, span, keys);
     }
-    if (threads_ > 1)
-      std::stable_sort(blocks_.begin(), blocks_.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
     return std::move(blocks_);
   }
 
@@ -152,6 +150,24 @@ class Cutting {
   std::vector<Span> spans_;
   std::vector<RowBlock> blocks_;
 };
+
+// Every thread's share of the blocks, the most expensive first. Of those that cost the same, heads side by side, each has a run.
+Shares share_out(std::vector<RowBlock>& blocks, int64_t threads) {
+  if (threads == 1) return one_share((int64_t)blocks.size());
+  std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
+  std::vector<std::vector<RowBlock>> shares((size_t)threads);
+  for (size_t start = 0, stop = 0; start < blocks.size(); start = stop) {
+    while (stop < blocks.size() && blocks[stop].cost == blocks[start].cost) stop++;
+    for (size_t i = start; i < stop; i++) shares[(i - start) * shares.size() / (stop - start)].push_back(blocks[i]);
+  }
+  Shares starts = {0};
+  blocks.clear();
+  for (const std::vector<RowBlock>& share : shares) {
+    blocks.insert(blocks.end(), share.begin(), share.end());
+    starts.push_back((int64_t)blocks.size());
+  }
+  return starts;
+}
 
 void merge_parts(const Attention& a, const Kernels& k, const Division& d, float* partials) {
   const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
@@ -188,13 +204,14 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
     if (partials == nullptr) return kNoMemory;
   }
   std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
-  for (size_t i = 0; i + (size_t)threads < blocks.size(); i++) blocks[i].following = &blocks[i + (size_t)threads];
+  const Shares shares = share_out(blocks, threads);
+  for (size_t i = 0; i + 1 < blocks.size(); i++) blocks[i].following = &blocks[i + 1];
   int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks of rows that see any number of keys, and few
   for (const RowBlock& block : blocks) rows[block.few > 0] = std::max(rows[block.few > 0], block.rows);
   for (int few = 0; few < 2; few++)
     if (rows[few] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[few], few));
   std::atomic<bool> exceeded{false};
-  const int status = run_units((int64_t)blocks.size(), bytes, threads, [&](int64_t i, char* scratch) {
+  const int status = run_units(shares, bytes, threads, [&](int64_t i, char* scratch) {
     if (!exceeded && !k.block(a, blocks[(size_t)i], scratch)) exceeded = true;
   });
   if (status == kOk && exceeded) return kExceeded;

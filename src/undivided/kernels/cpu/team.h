@@ -2,7 +2,7 @@
 //
 // Threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, bound by the loader
 // to whatever runtime is there (none of our own, so no two teams fight over the cores), and without one work runs serially.
-// Units are handed out by a counter; what a unit computes does not depend on who computes it.
+// What a unit computes does not depend on who computes it.
 #pragma once
 
 #include <stdint.h>
@@ -11,10 +11,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "attention.h"
 
 extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+extern "C" int omp_get_thread_num() __attribute__((weak));
 
 namespace undivided {
 
@@ -49,39 +51,65 @@ inline thread_local Scratch caller_scratch;  // of a call
 
 inline const pid_t loaded_by = getpid();
 
-// Run body(unit) for every unit in [0, units) with `bytes` of scratch a thread.
+// Where shares of the units begin, and where the last one ends. A thread takes the units of its own share one after another, so that
+// what lies side by side in memory is in its caches, from call to call as well, and then helps the others. (Two threads, times as fast as
+// with one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5, of 128 tokens 1.0 to 1.15.)
+typedef std::vector<int64_t> Shares;
+
+// Units that have to begin in their order.
+inline Shares one_share(int64_t units) { return {0, units}; }
+inline Shares even_shares(int64_t units, int64_t threads) {
+  Shares starts;
+  for (int64_t i = 0; i <= threads; i++) starts.push_back(i * units / threads);
+  return starts;
+}
+
+// Run body(unit) for every unit of the shares with `bytes` of scratch a thread.
 template <class Body>
 class Team {
  public:
-  Team(int64_t units, int64_t bytes, Body body) : units_(units), bytes_(bytes), body_(body) {}
+  Team(const Shares& starts, int64_t bytes, Body body) : queues_(starts.size() - 1), bytes_(bytes), body_(body) {
+    for (size_t i = 0; i < queues_.size(); i++) queues_[i].next = starts[i], queues_[i].stop = starts[i + 1];
+  }
 
   int run(int64_t threads) {
-    threads = std::min(threads, units_);
+    threads = std::min(threads, queues_.back().stop);
     // the team of a parent process does not survive a fork: waiting for it would never end
     if (threads > 1 && GOMP_parallel != nullptr && getpid() == loaded_by)
       GOMP_parallel(&Team::work, this, (unsigned)threads, 0);
     else
       work(this);
-    return next_.load() >= units_ ? kOk : kNoMemory;
+    for (const Queue& queue : queues_)
+      if (queue.next < queue.stop) return kNoMemory;
+    return kOk;
   }
 
  private:
+  struct alignas(64) Queue {
+    std::atomic<int64_t> next{0};
+    int64_t stop = 0;
+  };
+
   static void work(void* data) {
     Team& team = *(Team*)data;
     char* scratch = thread_scratch.at_least(team.bytes_);
     if (scratch == nullptr) return;  // others do the work, if they can
-    for (int64_t i; (i = team.next_.fetch_add(1)) < team.units_;) team.body_(i, scratch);
+    const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
+    for (size_t i = 0; i < count; i++) {
+      Queue& queue = team.queues_[(own + i) % count];
+      for (int64_t unit; queue.next < queue.stop && (unit = queue.next.fetch_add(1)) < queue.stop;) team.body_(unit, scratch);
+    }
     thread_scratch.shrink();
   }
 
-  const int64_t units_, bytes_;
+  std::vector<Queue> queues_;
+  const int64_t bytes_;
   Body body_;
-  std::atomic<int64_t> next_{0};
 };
 
 template <class Body>
-int run_units(int64_t units, int64_t bytes, int64_t threads, Body body) {
-  return Team<Body>(units, bytes, body).run(threads);
+int run_units(const Shares& starts, int64_t bytes, int64_t threads, Body body) {
+  return Team<Body>(starts, bytes, body).run(threads);
 }
 
 }  // namespace undivided
