@@ -149,6 +149,7 @@ struct Kernels {
   const Kernels* (*prefill)(const Attention&, int attempt);
   int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
   int64_t (*block_rows)(const Attention&, int64_t few);  // query rows of a block, as a RowBlock has them, at most
+  int64_t packing_rows;  // how many rows' work it takes to pack the keys of a block
   int64_t panel;        // query rows that one micro-kernel call covers
   int64_t tile;         // keys of a tile
   int64_t (*block_scratch)(const Attention&, int64_t rows, bool few);  // few: where no row sees more than few_keys

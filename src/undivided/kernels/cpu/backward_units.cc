@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16, kEvenKeys = 32;
 // Rows of a block at least, where blocks are cut further than memory asks for.
 constexpr int64_t kFewestBlockRows = 64;
-// Scratch of a thread up to which a unit takes a whole head.
-constexpr int64_t kMostHeadBytes = 48 << 20;
+// Scratch of a thread up to which a unit takes a whole head, and how many of them a thread there are then, for balance.
+constexpr int64_t kMostHeadBytes = 48 << 20, kUnitsPerThread = 4;
 
 int64_t keys_of_block(const Attention& a, int64_t tile) {
   int64_t keys = std::min(kKeyBlockBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMostBlockKeys);

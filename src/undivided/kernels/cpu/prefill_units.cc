@@ -19,6 +19,8 @@ constexpr int64_t kShareHeadsBelow = 64;
 // Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
 // Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
 constexpr int64_t kPartsTotal = 32, kFewestPartKeys = 1024, kFewestBlockRows = 64;
+// Blocks a thread beyond which more would even out nothing.
+constexpr int64_t kMostRounds = 16;
 
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
@@ -100,11 +102,20 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
   return spans;
 }
 
-// Query rows of a block of a span with so few keys.
-int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t few) {
-  int64_t panel = k.panel, rows = k.block_rows(a, few), wanted = a.threads * kUnitsPerThread;
-  if (a.threads > 1) rows = std::min(rows, std::max(kFewestBlockRows, a.batch * d.heads * d.rows / wanted));
-  return std::max((rows + panel - 1) / panel, (int64_t)1) * panel;
+// Query rows of a block of a span with so few keys. One thread takes as many as it can; several what makes the last of them done first:
+// the more blocks, the more evenly they are shared, and the more often keys are packed.
+int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t few, int64_t threads) {
+  auto whole_panels = [&](int64_t rows) { return std::max((rows + k.panel - 1) / k.panel, (int64_t)1) * k.panel; };
+  const int64_t most = whole_panels(k.block_rows(a, few)), fewest_rounds = a.ranges || a.band ? 2 : 1;  // blocks that are not alike
+  int64_t best = most, least = INT64_MAX;
+  for (int64_t pieces = std::max((d.rows + most - 1) / most, (int64_t)1), rounds = 0; threads > 1 && rounds < kMostRounds; pieces++) {
+    const int64_t rows = whole_panels((d.rows + pieces - 1) / pieces), blocks = a.batch * d.heads * pieces * d.parts;
+    if (least < INT64_MAX && rows < kFewestBlockRows) break;
+    rounds = std::max((blocks + threads - 1) / threads, fewest_rounds);
+    const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);  // a quarter of a block: threads do not begin at once
+    if (time < least) least = time, best = rows;
+  }
+  return best;
 }
 
 // The blocks of a problem: of a span, and of consecutive rows of it, one head after another.
@@ -124,7 +135,7 @@ class Cutting {
 
  private:
   void add(int64_t b, const Span& span, const KeyParts& keys) {
-    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.few);
+    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.few, threads_);
     for (int64_t row = span.row; row < span.row + span.rows; row += step) {
       const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
       for (int64_t h = 0; h < d_.heads; h++) {

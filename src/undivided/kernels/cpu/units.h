@@ -17,9 +17,6 @@ bool is_decoding(const Attention& a);
 int run_chunks(const Attention& a);  // where is_decoding
 int run_backward(const Attention& a, const Gradients& g);
 
-// Units shrink until there are so many a thread, for balance.
-constexpr int64_t kUnitsPerThread = 4;
-
 // How many threads a problem is worth: below so many multiply-adds, waking them (some microseconds) costs more than it brings.
 inline int64_t threads_for(const Attention& a) {
   constexpr double kSerialBelow = 1 << 18;
