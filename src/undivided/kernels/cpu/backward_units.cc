@@ -12,7 +12,7 @@ namespace {
 
 // Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
 // few units. Never by the number of threads, which would change the order of sums. Blocks of one tile are made even, so that
-// threads are: of 256 keys two of 128, not 192 and 64.
+// threads are: of 256 keys two of 128, not 192 and 64, of 512 four.
 constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16, kEvenKeys = 32;
 // Rows of a block at least, where blocks are cut further than memory asks for.
 constexpr int64_t kFewestBlockRows = 64;
@@ -23,7 +23,9 @@ int64_t keys_of_block(const Attention& a, int64_t tile) {
   int64_t keys = std::min(kKeyBlockBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMostBlockKeys);
   while (keys > tile && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kFewestUnits) keys /= 2;
   if (keys >= 2 * tile) return keys / tile * tile;
-  const int64_t blocks = std::max((a.kv_len + tile - 1) / tile, (int64_t)1), even = (a.kv_len + blocks - 1) / blocks;
+  int64_t blocks = std::max((a.kv_len + tile - 1) / tile, (int64_t)1);
+  if (blocks > 2 && a.batch * a.kv_heads * blocks < kFewestUnits) blocks = (blocks + 3) / 4 * 4;
+  const int64_t even = (a.kv_len + blocks - 1) / blocks;
   return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
 }
 
