@@ -108,9 +108,10 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   auto whole_panels = [&](int64_t rows) { return std::max((rows + k.panel - 1) / k.panel, (int64_t)1) * k.panel; };
   const int64_t most = whole_panels(k.block_rows(a, few)), fewest_rounds = a.ranges || a.band ? 2 : 1;  // blocks that are not alike
   int64_t best = most, least = INT64_MAX;
-  for (int64_t pieces = std::max((d.rows + most - 1) / most, (int64_t)1), rounds = 0; threads > 1 && rounds < kMostRounds; pieces++) {
-    const int64_t rows = whole_panels((d.rows + pieces - 1) / pieces), blocks = a.batch * d.heads * pieces * d.parts;
-    if (least < INT64_MAX && rows < kFewestBlockRows) break;
+  for (int64_t pieces = std::max((d.rows + most - 1) / most, (int64_t)1), rows = most, rounds = 0;
+       threads > 1 && rows > k.panel && rounds < kMostRounds; pieces++) {
+    const int64_t blocks = a.batch * d.heads * pieces * d.parts;
+    rows = whole_panels((d.rows + pieces - 1) / pieces);
     rounds = std::max((blocks + threads - 1) / threads, fewest_rounds);
     const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);  // a quarter of a block: threads do not begin at once
     if (time < least) least = time, best = rows;
