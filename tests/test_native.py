@@ -140,20 +140,31 @@ def test_every_level_that_this_machine_has(level: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+# Batch, heads, key/value heads, query and key length: more units than threads, fewer, and one head that is cut for them.
+SHARED: dict[str, tuple[int, int, int, int, int]] = {
+    "prefill": (2, 4, 2, 700, 3000),
+    "window": (2, 4, 2, 700, 3000),
+    "one-head": (1, 1, 1, 300, 900),
+    "short-heads": (5, 18, 9, 12, 20),
+    "decode": (2, 4, 2, 1, 3000),
+    "decode-bshd": (2, 4, 2, 1, 3000),
+}
+
+
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("case", ["prefill", "window", "decode", "decode-bshd"])
+@pytest.mark.parametrize("case", SHARED)
 def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: torch.dtype) -> None:
-    q_len = 700 if case in ("prefill", "window") else 1
+    batch, heads, kv_heads, q_len, kv_len = SHARED[case]
     mask = masks.window(100, 7, "bottom_right") if case == "window" else masks.causal("bottom_right")
-    q = torch.randn(2, 4, q_len, 64).to(dtype)
-    k, v = (torch.randn(2, 2, 3000, 64).to(dtype) for _ in range(2))
+    q = torch.randn(batch, heads, q_len, 64).to(dtype)
+    k, v = (torch.randn(batch, kv_heads, kv_len, 64).to(dtype) for _ in range(2))
     layout = "bshd" if case == "decode-bshd" else "bhsd"
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 16):
             torch.set_num_threads(threads)
             results.append(
                 undivided.attention(
