@@ -167,7 +167,7 @@ class Cutting {
 Shares share_out(std::vector<RowBlock>& blocks, int64_t threads) {
   if (threads == 1) return one_share((int64_t)blocks.size());
   std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
-  std::vector<std::vector<RowBlock>> shares((size_t)threads);
+  std::vector<std::vector<RowBlock>> shares(std::max(std::min(blocks.size(), (size_t)threads), (size_t)1));
   for (size_t start = 0, stop = 0; start < blocks.size(); start = stop) {
     while (stop < blocks.size() && blocks[stop].cost == blocks[start].cost) stop++;
     for (size_t i = start; i < stop; i++) shares[(i - start) * shares.size() / (stop - start)].push_back(blocks[i]);

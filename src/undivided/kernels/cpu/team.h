@@ -59,8 +59,9 @@ typedef std::vector<int64_t> Shares;
 // Units that have to begin in their order.
 inline Shares one_share(int64_t units) { return {0, units}; }
 inline Shares even_shares(int64_t units, int64_t threads) {
+  const int64_t shares = std::max(std::min(units, threads), (int64_t)1);
   Shares starts;
-  for (int64_t i = 0; i <= threads; i++) starts.push_back(i * units / threads);
+  for (int64_t i = 0; i <= shares; i++) starts.push_back(i * units / shares);
   return starts;
 }
 
