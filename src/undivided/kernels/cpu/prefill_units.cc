@@ -119,7 +119,8 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   return best;
 }
 
-// The blocks of a problem: of a span, and of consecutive rows of it, one head after another.
+// The blocks of a problem: of a span, and of consecutive rows of it, one head after another, so that its keys stay in L2 (2048 and 4096
+// tokens up to 5 % faster than with all heads' first rows first).
 class Cutting {
  public:
   Cutting(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
@@ -137,20 +138,23 @@ class Cutting {
  private:
   void add(int64_t b, const Span& span, const KeyParts& keys) {
     const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.few, threads_);
+    std::vector<RowBlock> of_head;
     for (int64_t row = span.row; row < span.row + span.rows; row += step) {
       const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
-      for (int64_t h = 0; h < d_.heads; h++) {
-        RowBlock block = {b, d_.share ? h * group : h, d_.share ? h : h / group, row, rows, cost};
-        block.few = span.few;
+      of_head.push_back({b, 0, 0, row, rows, cost});
+      of_head.back().few = span.few;
+    }
+    for (int64_t h = 0; h < d_.heads; h++)
+      for (RowBlock block : of_head) {
+        block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
         if (d_.parts == 1) blocks_.push_back(block);
         else
           for (int64_t part = 0; part < keys.count; part++) {
             block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
-            block.partials = partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + row) * partial_size(a_);
+            block.partials = partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
             blocks_.push_back(block);
           }
       }
-    }
   }
 
   const Attention& a_;
