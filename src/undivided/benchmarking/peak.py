@@ -37,6 +37,9 @@ SIDE = 2048
 GPU_SIDE = 8192
 """The same on a GPU: smaller products do not fill it, and take less than the events around them cost."""
 
+WITNESS_SIDE, WITNESS_PRODUCTS = 256, 20
+"""Of a witness: 128 KiB a matrix, and half a millisecond on one core."""
+
 TILES = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
 """The levels of the native library that compute in matrix units."""
 
@@ -83,6 +86,15 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
 
             return Probe(f"{name} matrix product or multiply-adds", "FLOP/s", faster)
     return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype))
+
+
+def tiles() -> Callable[[], object] | None:
+    """For a witness of the matrix unit, where the native library computes on one: products that stay in the caches."""
+    library = cpu.load()
+    if isinstance(library, str) or library.level not in TILES[torch.bfloat16]:
+        return None
+    a, b = (torch.randn(WITNESS_SIDE, WITNESS_SIDE).bfloat16() for _ in range(2))
+    return lambda: [torch.mm(a, b) for _ in range(WITNESS_PRODUCTS)]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ A competitor whose results are outside the error budget is not timed. What comes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,16 @@ class Settings:
         """The same for a quick run."""
         return dataclasses.replace(self, patience=0.3, small_patience=0.03, attempts=2)
 
+    @functools.cached_property
+    def witness(self) -> timing.Witness | None:
+        """One for all runs: it remembers its best."""
+        call = peak.tiles() if self.device == "cpu" else None
+        return timing.Witness(call) if call else None
+
+    def race(self, competitors: Mapping[str, timing.Call], patience: float) -> timing.Race:
+        """Competitors in turns."""
+        return timing.race(competitors, patience, self.stopwatch, self.witness, self.attempts)
+
     @property
     def stopwatch(self) -> Stopwatch:
         """The given one, or that of the device."""
@@ -71,12 +82,12 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
     if probe.turn is not None:
         calls[probe.what] = probe.turn
-    timed = _steadily(lambda: timing.race(calls, settings.patience, settings.stopwatch), probe, settings)
-    seconds, turns = timed.value
+    timed = _steadily(lambda: settings.race(calls, settings.patience), probe, settings)
+    seconds, turns, slowed = timed.value
     used = probe.work / seconds[probe.what] if probe.turn is not None else timed.peak
     rate = {"what": probe.what, "unit": probe.unit, "before": timed.before.rate, "after": timed.after.rate,
             "share": min(timed.before.share, timed.after.share), "used": used,
-            "attempts": timed.attempts, "contended": timed.contended}  # fmt: skip
+            "attempts": timed.attempts, "contended": timed.contended or slowed}  # fmt: skip
     case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
         problem = prepared.problem
@@ -101,13 +112,13 @@ def run_small(
         ready.append((_described(prepared) | {"entries": entries, "absent": absent},
                       {competitor.name: competitor.call for competitor in right}))  # fmt: skip
 
-    def all_of_them() -> list[tuple[dict[str, float], int]]:
-        return [timing.race(calls, settings.small_patience, settings.stopwatch) for _, calls in ready]
+    def all_of_them() -> list[timing.Race]:
+        return [settings.race(calls, settings.small_patience) for _, calls in ready]
 
     probe = peak.arithmetic(group[0].dtype, settings.device)
     timed = _steadily(all_of_them, probe, settings)
-    for (case, _), (seconds, turns), benchmark in zip(ready, timed.value, group, strict=True):
-        case |= {"turns": turns, "rate": {"contended": timed.contended, "attempts": timed.attempts}}
+    for (case, _), (seconds, turns, slowed), benchmark in zip(ready, timed.value, group, strict=True):
+        case |= {"turns": turns, "rate": {"contended": timed.contended or slowed, "attempts": timed.attempts}}
         _with_figures(case, seconds, benchmark)
     return [case for case, _ in ready]
 
