@@ -105,22 +105,25 @@ class TestTurns:
 
     @pytest.mark.parametrize(
         ("witnessed", "found"),
-        [([1.0, 1.0], (2.0, False)), ([3.0, 1.2], (2.5, False)), ([3.0, 2.0], (2.5, True))],
+        [
+            ([1.0, 1.4], (2.0, False)),
+            ([1.0, 3.0, 1.2, 1.0], (2.5, False)),
+            ([3.0, 1.0, 2.0, 1.0], (2.5, True)),
+        ],
         ids=["calm", "calm-again", "never-calm"],
     )
     def test_a_witness_has_a_disturbed_race_run_again(
         self, witnessed: list[float], found: tuple[float, bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its median beside its best, which is 1."""
-        spans = {"a": [2.0] * 4 + [2.5] * 3, "witness": [1.0, *(x for x in witnessed for _ in range(3))]}
-
-        def watch(function: Callable[[], object], calls: int) -> float:
-            return calls * spans[str(function())].pop(0)
-
+        """It looks before and after, three calls each time; its best is 1."""
+        looks = iter([x for x in (1.0, *witnessed) for _ in range(3)])
+        witness = timing.Witness(lambda: None, lambda function, calls: next(looks))
+        assert witness.slowness() == 1.0
+        spans = iter([2.0] * 4 + [2.5] * 3)
         monkeypatch.setattr(timing, "PAUSE", 0.0)
-        witness = timing.Witness(lambda: "witness")
-        witness.slowness(1.0)
-        race = timing.race({"a": lambda: "a"}, 0.0, watch, witness, attempts=2)
+        race = timing.race(
+            {"a": lambda: "a"}, 0.0, lambda function, calls: calls * next(spans), witness, attempts=2
+        )
         assert (race.seconds, race.contended) == ({"a": found[0]}, found[1])
 
     def test_a_gpu_is_timed_by_events(self) -> None:
