@@ -38,7 +38,7 @@ GPU_SIDE = 8192
 """The same on a GPU: smaller products do not fill it, and take less than the events around them cost."""
 
 WITNESS_SIDE, WITNESS_PRODUCTS = 256, 20
-"""Of a witness: 128 KiB a matrix, and half a millisecond on one core."""
+"""Of a witness: 128 KiB a matrix, and 0.8 ms on one core."""
 
 TILES = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
 """The levels of the native library that compute in matrix units."""

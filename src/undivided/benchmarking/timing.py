@@ -126,7 +126,7 @@ def race(
     """As `interleaved`, with as many turns as fit into `patience` seconds, and never fewer than three.
 
     Where the witness is slow before it or after it, it is run again, up to `attempts` times; the calmest counts.
-    """  # fmt: skip
+    """
     for function in competitors.values():
         function()
     once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}

@@ -99,9 +99,10 @@ int run_backward(const Attention& a, const Gradients& g) {
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.rows_before(p, i / row_blocks, i % row_blocks); });
   const std::vector<KeyBlock> units = key_units(p);
+  const int64_t count = (int64_t)units.size();
+  const Shares shares = p.whole ? even_shares(count, threads) : one_share(count);  // turns need one order
   if (status == kOk)
-    status = run_units(p.whole ? even_shares((int64_t)units.size(), threads) : one_share((int64_t)units.size()), k.key_scratch(p), threads,
-                       [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
+    status = run_units(shares, k.key_scratch(p), threads, [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
   if (status == kOk && *p.exceeded) return kExceeded;
   if (status == kOk && g.dq && !p.whole)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,

@@ -259,8 +259,8 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
-  return {name, prefill<Half>, few_keys, block_rows, kPackingRows, kPanel, kTile, block_scratch<Half>, block<Half>, decodes<Half>, chunk_scratch<Half>,
-          chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, rows_before<Half>,
+  return {name, prefill<Half>, few_keys, block_rows, kPackingRows, kPanel, kTile, block_scratch<Half>, block<Half>,
+          decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, rows_before<Half>,
           key_block<Half>, rows_after<Half>, peak<Half>};
 }
 

