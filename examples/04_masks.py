@@ -6,13 +6,13 @@ import undivided
 from undivided import masks
 
 print(masks.causal() & masks.window(3, 0))  # the last four tokens, its own included
-print(masks.window(2, 0) | masks.prefix(1))  # a window, and the first key always
+print(masks.window(2, 0) | masks.sinks(1))  # a window, and the first key always
 print(masks.causal() | masks.prefix(3))  # prefix-LM: the first three tokens see each other
 print(masks.causal() & masks.documents([0, 3, 8]))  # packed documents of 3 and 5 tokens
 print(masks.chunks(4) & masks.causal())  # chunked attention
 
 # A mask knows its pairs without building a square: each row's keys are one range, or two.
-form = (masks.window(1023, 0) | masks.prefix(4)).intervals(1_000_000, 1_000_000)
+form = (masks.window(1023, 0) | masks.sinks(4)).intervals(1_000_000, 1_000_000)
 print(f"a million tokens: {tuple(form.shape)} numbers, {form.numel() * form.element_size() / 1e6:.0f} MB")
 
 # What is no range is a boolean tensor or a function.

@@ -14,7 +14,7 @@ torch.manual_seed(0)
 LENGTH, RANKS = 1001, 4  # no length has to be divisible by anything
 q = torch.randn(1, LENGTH, 8, 32)
 k, v = torch.randn(1, LENGTH, 2, 32), torch.randn(1, LENGTH, 2, 32)
-mask = masks.window(63, 0) | masks.prefix(4)  # a window with four global tokens
+mask = masks.window(63, 0) | masks.sinks(4)  # a window with four global tokens
 
 whole = [t.clone().requires_grad_() for t in (q, k, v)]
 alone = undivided.attention(*whole, layout="bshd", mask=mask)
@@ -42,4 +42,4 @@ for strategy in ("ring", "all_gather", "all_to_all"):
 
 # Before renting 64 GPUs for a million tokens: exact bytes and pairs, from the mask's row ranges alone.
 print()
-print(plan(1 << 20, 32, 128, masks.window(4095, 0) | masks.prefix(4), world=64, kv_heads=8))
+print(plan(1 << 20, 32, 128, masks.window(4095, 0) | masks.sinks(4), world=64, kv_heads=8))

@@ -341,6 +341,45 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have padded_q[-1] of at most 9, the q tokens, got 10",
         None,
     ),
+    "documents-too-short": (
+        lambda: thd(mask=masks.documents([0, 4])),
+        "mask must have cu_seqlens_q[-1] of 9, the q tokens, got 4",
+        (
+            "append the missing offsets; if the last 5 tokens are padding, "
+            "give masks.documents total_q=9, or padded offsets that end there"
+        ),
+    ),
+    "documents-kv-too-short": (
+        lambda: thd(mask=masks.documents([0, 4, 9], [0, 4, 8])),
+        "mask must have cu_seqlens_kv[-1] of 9, the kv tokens, got 8",
+        (
+            "append the missing offsets; if the last 1 tokens are padding, "
+            "give masks.documents total_kv=9, or padded offsets that end there"
+        ),
+    ),
+    "padded-too-short": (
+        lambda: thd(mask=masks.documents([0, 4, 8], padded_q=[0, 4, 8])),
+        "mask must have padded_q[-1] of 9, the q tokens, got 8",
+        (
+            "append the missing offsets; if the last 1 tokens are padding, "
+            "give masks.documents total_q=9, or padded offsets that end there"
+        ),
+    ),
+    "documents-total-of-another-call": (
+        lambda: thd(mask=masks.documents([0, 4], total_q=8)),
+        "mask must have total_q of 9, the q tokens of the call, got 8",
+        None,
+    ),
+    "documents-total-too-small": (
+        lambda: thd(mask=masks.documents([0, 4, 10], total_q=9)),
+        "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
+        None,
+    ),
+    "documents-total-a-float": (
+        lambda: masks.documents([0, 4], total_q=9.0),
+        "total_q must be an int, got 9.0",
+        None,
+    ),
     "lengths-too-long": (
         lambda: att(mask=masks.lengths([7, 8])),
         "mask must have lengths(kv) of at most 7, the kv length of the call, got 8",
@@ -664,18 +703,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "or-non-prefix": (
         lambda: masks.causal() | masks.window(3, 0),
-        "mask must join causal or window to a bare prefix with `|`, got causal() | window(3, 0)",
+        "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | window(3, 0)",
         "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
     ),
     "or-lengths": (
         lambda: masks.causal() | masks.lengths([3]),
-        "mask must join causal or window to a bare prefix with `|`, got causal() | lengths(kv=[3])",
+        "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | lengths(kv=[3])",
         "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
     ),
     "or-prefix-and-lengths": (
         lambda: masks.causal() | masks.prefix(2) & masks.lengths([3]),
         (
-            "mask must join causal or window to a bare prefix with `|`, got causal() | prefix(2) & "
+            "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | prefix(2) & "
             "lengths(kv=[3])"
         ),
         "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",

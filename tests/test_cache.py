@@ -67,6 +67,7 @@ ATTENTIONS = {
     "chunks-of-4-causal": Kind(masks.chunks(4) & masks.causal()),
     "prefix-lm": Kind(masks.causal() | masks.prefix(2), first=2),
     "window-beside-2-global-keys": Kind(masks.window(2, 0) | masks.prefix(2), first=2),
+    "window-beside-2-sinks": Kind(masks.window(2, 0) | masks.sinks(2)),
     "first-5-keys-alone": Kind(masks.causal() & masks.prefix(5)),
     "two-windows-with-global-keys": Kind(
         (masks.window(5, 0) | masks.prefix(2)) & (masks.window(2, 0) | masks.prefix(4)), first=4

@@ -173,6 +173,10 @@ def prefix_rule(n: int | list[int]) -> Rule:
     return lambda place: place.j < (n if isinstance(n, int) else n[place.sequence])
 
 
+def sinks_rule(n: int | list[int]) -> Rule:
+    return lambda place: prefix_rule(n)(place) and causal_rule(place)
+
+
 def chunks_rule(size: int, offset: int | list[int] | None) -> Rule:
     def rule(place: Place) -> bool:
         shift = place.d if offset is None else offset if isinstance(offset, int) else offset[place.sequence]
@@ -234,6 +238,20 @@ class TestConstructors:
             for mask in (
                 masks.window(left, right, align) | masks.prefix(n),
                 masks.prefix(n) | masks.window(left, right, align),
+            ):
+                agree(Case(mask, 1, q_len, kv_len, rules=rules, align=align))
+
+    @pytest.mark.parametrize("n", [0, 2, 9])
+    def test_sinks(self, q_len: int, kv_len: int, align: str, n: int) -> None:
+        agree(Case(masks.sinks(n, align), 1, q_len, kv_len, rules=(sinks_rule(n),), align=align))
+
+    @pytest.mark.parametrize("n", [0, 2, 9])
+    def test_sinks_beside_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
+        for left, right in [(None, 0), (0, 0), (1, 0), (0, 1), (2, 3), (1, None), (None, None)]:
+            rules = (either(window_rule(left, right), sinks_rule(n)),)
+            for mask in (
+                masks.window(left, right, align) | masks.sinks(n),
+                masks.sinks(n) | masks.window(left, right, align),
             ):
                 agree(Case(mask, 1, q_len, kv_len, rules=rules, align=align))
 
@@ -310,7 +328,7 @@ DOCUMENTS = {
 
 def documents_case(name: str, align: str | None) -> Case:
     cu_q, cu_kv, padded_q, padded_kv = DOCUMENTS[name]
-    mask = masks.documents(cu_q, cu_kv, padded_q=padded_q, padded_kv=padded_kv)
+    mask = masks.documents(cu_q, cu_kv, padded_q=padded_q, padded_kv=padded_kv, total_q=6, total_kv=7)
     slots_q = padded_q or cu_q
     slots_kv = padded_kv or cu_kv or padded_q or cu_q
     cu_kv = cu_kv or cu_q
@@ -458,6 +476,21 @@ def test_two_windows_with_prefixes_keep_exact_pairs_beside_ranges() -> None:
     assert not mask.normal_form(1, 1, 12, 12, CPU).exact
 
 
+def test_a_streaming_window_with_sinks_never_sees_the_future() -> None:
+    """`window(left, 0) | prefix(n)` lets the first n - 1 rows see keys after their own; `sinks(n)` does not."""
+    future = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    assert not (masks.window(2, 0) | masks.sinks(4)).to_dense(1, 1, 8, 8)[..., future].any()
+    assert (masks.window(2, 0) | masks.prefix(4)).to_dense(1, 1, 8, 8)[..., future].any()
+
+
+def test_sinks_beside_a_window_are_described_as_they_were_written() -> None:
+    mask = masks.window(2, 0, align="bottom_right") | masks.sinks(4)
+    assert repr(mask) == "window(2, 0, align='bottom_right') | sinks(4)"
+    assert masks.describe(mask.structure) == "(window(2, 0) | sinks) (bottom-right)"
+    spec, tensors = mask.flatten()
+    assert repr(masks.Mask.unflatten(spec, tensors)) == repr(mask)
+
+
 def test_prefix_lm_needs_one_range_a_row() -> None:
     assert (masks.causal() | masks.prefix(3)).intervals(5, 5).shape[-1] == 2
 
@@ -520,7 +553,9 @@ def with_documents(draw: st.DrawFn, case: Case) -> Case:
     padded = draw(st.booleans())
     (slots_q, q), (slots_kv, kv) = side(case.q_len, padded), side(case.kv_len, padded)
     cu_q, cu_kv = ([sum(sizes[:n]) for n in range(count + 1)] for sizes in (q, kv))
-    mask = masks.documents(cu_q, cu_kv, slots_q, slots_kv) if padded else masks.documents(cu_q, cu_kv)
+    totals = {"total_q": case.q_len, "total_kv": case.kv_len}
+    slots = (slots_q, slots_kv) if padded else (None, None)
+    mask = masks.documents(cu_q, cu_kv, *slots, **totals)
     sequences = tuple(zip(slots_q[:-1], q, slots_kv[:-1], kv, strict=True))
     return replace(case, mask=mask, sequences=sequences, packed=True)
 
@@ -552,8 +587,9 @@ def drawn_prefix(draw: st.DrawFn, case: Case, count: int) -> Drawn:
 
 def drawn_union(draw: st.DrawFn, case: Case, count: int) -> Drawn:
     (left, right), n = drawn_sides(draw), drawn_count(draw, count)
-    mask = masks.window(left, right, case.align) | masks.prefix(n)  # type: ignore[arg-type]
-    return Drawn(mask, [either(window_rule(left, right), prefix_rule(n))])
+    first, rule = (masks.sinks, sinks_rule) if draw(st.booleans()) else (masks.prefix, prefix_rule)
+    mask = masks.window(left, right, case.align) | first(n)  # type: ignore[arg-type]
+    return Drawn(mask, [either(window_rule(left, right), rule(n))])
 
 
 def drawn_chunks(draw: st.DrawFn, case: Case, count: int) -> Drawn:

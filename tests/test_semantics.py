@@ -593,7 +593,7 @@ def test_padding_may_be_nan(name: str, layout: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causally", [False, True], ids=["all", "causal"])
 def test_padding_between_and_after_documents_may_be_nan(backend: str, causally: bool) -> None:
-    mask = masks.documents([0, 3, 5, 9], padded_q=[0, 4, 8, 13])
+    mask = masks.documents([0, 3, 5, 9], padded_q=[0, 4, 8, 13], total_q=15)
     places = packed([0, 3, 5, 9], slots_q=[0, 4, 8, 13], tokens_q=15, tokens_kv=15)
     poisoned(
         qkv(1, q_len=15, kv_len=15),

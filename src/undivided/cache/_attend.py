@@ -180,7 +180,7 @@ def _check_mask(mask: Mask, layout: Layout) -> None:
         )
     if layout == "thd" and mask.kinds & _OF_PAIRS:
         raise InputError(
-            "mask", "be made of causal, window, chunks and prefix in layout 'thd'", repr(mask),
+            "mask", "be made of causal, window, sinks, chunks and prefix in layout 'thd'", repr(mask),
             hint="a cache in layout 'bshd', with padding",
         )  # fmt: skip
 

@@ -127,7 +127,7 @@ class Cache(ABC):
         Args:
             q: queries in the cache's layout, of any number of heads that N divides: usually those of the tokens that were
                 appended last.
-            mask: causal, window, chunks, prefix, dense, document_ids or predicate, and what ``&`` and ``|`` make of
+            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, and what ``&`` and ``|`` make of
                 them; None is causal. ``masks.window(None, None)`` hides nothing but what is not there. The lengths come
                 from the cache; an alignment that is left out is bottom-right. Key j is the j-th token of its sequence.
             q_lengths: how many of the queries are real, the first of each sequence, as `lengths` of `append`; rows beyond

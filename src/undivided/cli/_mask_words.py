@@ -8,7 +8,7 @@ from typing import Any
 from undivided import masks
 from undivided.errors import InputError
 
-CALLS = ("causal", "window", "lengths", "documents", "document_ids", "prefix", "chunks")
+CALLS = ("causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks")
 
 
 def parse(text: str) -> masks.Mask:
@@ -56,5 +56,5 @@ def _value(node: ast.expr, text: str) -> Any:
 def _wrong(text: str) -> InputError:
     return InputError(
         "mask", f"be made of {', '.join(CALLS)} with & and |", repr(text),
-        hint="for example 'causal() & documents([0, 3, 10])' or 'window(256, 0) | prefix(4)'",
+        hint="for example 'causal() & documents([0, 3, 10])' or 'window(256, 0) | sinks(4)'",
     )  # fmt: skip

@@ -36,7 +36,7 @@ def mask(
 ) -> None:
     """Draw which query may attend to which key: rows are queries, columns are keys.
 
-    Example: undivided mask 'window(3, 0) | prefix(1)' --q-len 12
+    Example: undivided mask 'window(3, 0) | sinks(1)' --q-len 12
     """
     if out is not None:
         _charts.require()

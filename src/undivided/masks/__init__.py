@@ -1,7 +1,7 @@
 """Which query may attend to which key.
 
 A mask is an exact set of pairs (i, j) of a query row and a key. Each function here describes one set, ``&``
-intersects them, and ``window(...) | prefix(n)`` adds the first n keys to a window. Every mask but ``dense``
+intersects them, and ``window(...) | sinks(n)`` adds the first n keys to a window. Every mask but ``dense``
 and ``predicate`` takes memory in proportion to the sequence, never to its square.
 
 Positions are counted within a sequence: i' = i - q_start and j' = j - kv_start, where a sequence is a batch
@@ -46,7 +46,7 @@ from undivided.masks._structure import Structure
 
 __all__ = [
     "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",
-    "documents", "lengths", "predicate", "prefix", "window",
+    "documents", "lengths", "predicate", "prefix", "sinks", "window",
 ]  # fmt: skip
 
 Ints = Tensor | Sequence[int]
@@ -134,11 +134,17 @@ def lengths(
 def documents(
     cu_seqlens_q: Ints, cu_seqlens_kv: Ints | None = None, padded_q: Ints | None = None,
     padded_kv: Ints | None = None, max_q: int | None = None, max_kv: int | None = None,
+    total_q: int | None = None, total_kv: int | None = None,
 ) -> Mask:  # fmt: skip
     """Documents packed one after another: a query attends to the keys of its own document alone.
 
     ``document(i) == document(j)``, where document n is the tokens from ``padded[n]`` on, as many as
-    ``cu_seqlens[n + 1] - cu_seqlens[n]``. Tokens in the gaps belong to none.
+    ``cu_seqlens[n + 1] - cu_seqlens[n]``. Tokens that belong to no document (in the gaps, or after the last one)
+    are padding: their rows give 0 and nothing sees them.
+
+    The last offset must be the number of tokens in the tensors, so that a forgotten document is an error and not rows
+    of 0. Where a buffer of fixed size holds fewer tokens than it has room for, give its size as ``total_q`` and
+    ``total_kv``. (Offsets on a GPU are not read: there tokens after the last offset are padding either way.)
 
     Args:
         cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, any integer dtype ``[N + 1]`` or a
@@ -149,13 +155,17 @@ def documents(
             ``cu_seqlens_kv`` are None.
         max_q, max_kv: tokens in the longest document, int, for kernels that need it on the host; None: read
             from offsets on the CPU.
+        total_q, total_kv: tokens in the tensors of queries and of keys, int, if the documents may end before the
+            last of them; ``total_kv`` is ``total_q`` if neither it nor ``cu_seqlens_kv`` is given. None: the last
+            offset is the number of tokens.
 
     Returns:
         The pairs of a query and a key of one document.
 
     Raises:
         InputError: no integers, offsets that do not start at 0 or decrease, different numbers of documents,
-            gaps too small, or a ``max_`` below the longest document.
+            gaps too small, or a ``max_`` below the longest document. In the
+            call: the last offset, or ``total_``, is not the number of tokens.
 
     Source: the ``cu_seqlens_q`` and ``cu_seqlens_k`` of flash-attn's ``flash_attn_varlen_func``.
 
@@ -163,6 +173,8 @@ def documents(
     [[[0, 2], [0, 2], [2, 3]]]
     >>> documents([0, 1, 3], padded_q=[0, 2, 4]).intervals(4, 4).tolist()
     [[[0, 1], [0, 0], [2, 4], [2, 4]]]
+    >>> documents([0, 2, 3], total_q=5).intervals(5, 5).tolist()
+    [[[0, 2], [0, 2], [2, 3], [0, 0], [0, 0]]]
     """
     same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
     real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
@@ -176,11 +188,10 @@ def documents(
         if value is not None and value.shape != real_q.shape:
             must = f"have as many entries as cu_seqlens_q ({real_q.shape[0]})"
             raise InputError(argument, must, f"{value.shape[0]} entries")
-    most_q = None if max_q is None else as_integer("max_q", max_q, 0)
-    most_kv = None if max_kv is None else as_integer("max_kv", max_kv, 0)
-    return _of(
-        Documents(real_q, real_kv, slots_q, slots_kv, most_q, most_q if same and max_kv is None else most_kv)
-    )
+    longest_q, room_q = _count("max_q", max_q), _count("total_q", total_q)
+    longest_kv = longest_q if same and max_kv is None else _count("max_kv", max_kv)
+    room_kv = room_q if same and total_kv is None else _count("total_kv", total_kv)
+    return _of(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
 
 
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
@@ -210,7 +221,10 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
 
 
 def prefix(n: int | Ints) -> Mask:
-    """The first keys of each sequence: ``j' < n``. With ``|``, beside a window: prefix-LM, global tokens.
+    """The first keys of each sequence, for every query: ``j' < n``. With ``|``, beside causal: prefix-LM.
+
+    A prefix is not causal: in ``causal() | prefix(n)`` and ``window(left, 0) | prefix(n)`` the first n - 1 queries
+    see keys after their own. The first keys kept beside a streaming window, without a look ahead, are ``sinks(n)``.
 
     Args:
         n: number of keys, int; or one for each batch element (packed: each document), any integer dtype
@@ -222,13 +236,37 @@ def prefix(n: int | Ints) -> Mask:
     Raises:
         InputError: not an integer, or negative.
 
-    Source: Raffel et al. 2020 (arXiv:1910.10683), prefix LM; Xiao et al. 2023 (arXiv:2309.17453), first keys
-    kept beside a window.
+    Source: Raffel et al. 2020 (arXiv:1910.10683), prefix LM.
 
     >>> (causal() | prefix(2)).intervals(4, 4).tolist()
     [[[0, 2], [0, 2], [0, 3], [0, 4]]]
     """
     return _of(Prefix(_size("n", n, 0)))
+
+
+def sinks(n: int | Ints, align: Align | None = None) -> Mask:
+    """The first keys of each sequence, causally: ``j' < n`` and ``j' <= i' + d``. With ``|``, beside a window.
+
+    ``window(left, 0) | sinks(n)`` is a streaming window: each query sees its last left + 1 keys and the first n, and
+    never a key after its own, so that tokens may come one at a time, in chunks or all at once.
+
+    Args:
+        n: number of keys, int; or one for each batch element (packed: each document), any integer dtype
+            ``[B]`` or a list.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
+
+    Returns:
+        The pairs of a query and a key among the first n that is not after the query: ``causal() & prefix(n)``.
+
+    Raises:
+        InputError: ``n`` is not an integer or is negative, or ``align`` is another word.
+
+    Source: Xiao et al. 2023 (arXiv:2309.17453), StreamingLLM's attention sinks.
+
+    >>> (window(1, 0) | sinks(2)).intervals(5, 5).tolist()
+    [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 4, 0, 0], [0, 2, 3, 5]]]
+    """
+    return causal(align) & prefix(n)
 
 
 def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
@@ -340,6 +378,10 @@ def _align(align: object) -> Align | None:
     if align is None or align == "top_left" or align == "bottom_right":
         return align
     raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
+
+
+def _count(argument: str, value: int | None) -> int | None:
+    return None if value is None else as_integer(argument, value, 0)
 
 
 def _optional(argument: str, value: Ints | None) -> Tensor | None:

@@ -39,10 +39,15 @@ def describe(mask: Mask) -> str:
     "window(3, 0, align='bottom_right') & prefix(5)"
     """
     align = f"align={mask.align!r}" if mask.align else ""
-    words = []
-    if mask.band != (None, None):
-        words.append(_band(*mask.band, align))
-    words += [_part(part, align) for part in mask.parts]
+    unions = [
+        part for part in mask.parts if isinstance(part, GlobalBand) and _has_sinks(part.right, *mask.band)
+    ]
+    words = [] if unions or mask.band == (None, None) else [_band(*mask.band, align)]
+    for part in mask.parts:
+        if part in unions:
+            words.append(f"{_band(part.left, part.right, align)} | sinks({_value(part.prefix)})")
+        else:
+            words.append(_part(part, align))
     if not words:
         return _band(None, None, align) if align else "every pair"
     return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
@@ -55,16 +60,20 @@ def describe_structure(structure: Structure) -> str:
     >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
     'causal & lengths (bottom-right)'
     """
+    outer = (structure.left, structure.right)
     words = []
-    if "causal" in structure.kinds:
-        words.append("causal")
-    elif structure.left is not None or structure.right is not None:
-        words.append(f"window({structure.left}, {structure.right})")
+    if not any(
+        name == GlobalBand.name and _has_sinks(fields[1], *outer) for name, *fields in structure.detail
+    ):
+        if "causal" in structure.kinds:
+            words.append("causal")
+        elif outer != (None, None):
+            words.append(f"window({structure.left}, {structure.right})")
     for name, *fields in structure.detail:
         if name == GlobalBand.name:
             left, right, _ = fields
             band = "causal" if (left, right) == (None, 0) else f"window({left}, {right})"
-            words.append(f"({band} | prefix)")
+            words.append(f"({band} | {'sinks' if _has_sinks(right, *outer) else 'prefix'})")
         elif name == Chunk.name:
             words.append(f"chunks({fields[0]})")
         else:
@@ -77,6 +86,11 @@ def _band(left: int | None, right: int | None, align: str) -> str:
     return (
         _call("causal", align) if (left, right) == (None, 0) else _call("window", f"{left}, {right}", align)
     )
+
+
+def _has_sinks(right: object, outer_left: int | None, outer_right: int | None) -> bool:
+    """Whether a union ends where the mask's own band does: then it is ``window(left, right) | sinks(n)``."""
+    return outer_left is None and right is not None and right == outer_right
 
 
 def _call(name: str, *arguments: str) -> str:
@@ -96,7 +110,8 @@ def _part(part: Part, align: str) -> str:
         case Documents():
             keys = "" if part.cu_seqlens_kv is part.cu_seqlens_q else _value(part.cu_seqlens_kv)
             padded = "" if part.padded_q is None else f"padded_q={_value(part.padded_q)}"
-            return _call("documents", _value(part.cu_seqlens_q), keys, padded)
+            total = "" if part.total_q is None else f"total_q={part.total_q}"
+            return _call("documents", _value(part.cu_seqlens_q), keys, padded, total)
         case DocumentIds():
             return _call(
                 "document_ids", _value(part.ids_q), "" if part.ids_kv is part.ids_q else _value(part.ids_kv)
@@ -138,8 +153,7 @@ def natural_sizes(mask: Mask) -> tuple[int, int, int, int]:
                 kv_len = _end(part.kv, part.kv_start)
                 q_len = kv_len if part.q is None else _end(part.q, part.q_start)
             case Documents():
-                q_len = _end((part.cu_seqlens_q if part.padded_q is None else part.padded_q)[-1:], None)
-                kv_len = _end((part.cu_seqlens_kv if part.padded_kv is None else part.padded_kv)[-1:], None)
+                q_len, kv_len = (part.tokens(side) for side in ("q", "kv"))
             case DocumentIds():
                 batch, q_len, kv_len = (
                     max(batch, len(part.ids_q), len(part.ids_kv)),

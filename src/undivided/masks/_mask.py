@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_FIRST_KEYS = ((None, None), (None, 0))  # the bands of prefix(n) and of sinks(n)
 OWN_ENTRIES = 16  # results remembered by one mask: sizes differ by layer kind and by step, rarely by more
 
 
@@ -72,7 +73,12 @@ class Mask(Remembers):
     @property
     def is_full(self) -> bool:
         """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
-        return len(self.parts) == 0 and self.left is None and self.right is None
+        return self.is_band and self.left is None and self.right is None
+
+    @property
+    def is_band(self) -> bool:
+        """Whether it is causal, a window or every pair, and nothing else."""
+        return len(self.parts) == 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -92,7 +98,7 @@ class Mask(Remembers):
     @property
     def kinds(self) -> frozenset[str]:
         """What is there: ``causal`` or ``window`` for the band, and the constructors' names; ``global`` for a
-        window with a prefix; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold
+        window with a prefix or sinks; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold
         those.
         """
         return kinds_of(self.band, self.parts)
@@ -118,7 +124,9 @@ class Mask(Remembers):
     def with_padded_kv(self, padded_kv: Tensor) -> Mask:
         """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``."""
         parts = tuple(
-            dataclasses.replace(part, padded_kv=padded_kv) if isinstance(part, Documents) else part
+            dataclasses.replace(part, padded_kv=padded_kv, total_kv=None)
+            if isinstance(part, Documents)
+            else part
             for part in self.parts
         )
         return dataclasses.replace(self, parts=parts)
@@ -165,19 +173,23 @@ class Mask(Remembers):
 
     def __or__(self, other: Mask) -> Mask:
         other = _operand("|", other)
-        band, first = (self, other) if len(self.parts) == 0 else (other, self)
-        bare = len(first.parts) == 1 and first.band == (None, None) and isinstance(first.parts[0], Prefix)
-        if not bare or len(band.parts):
+        band, first = (other, self) if other.is_band else (self, other)
+        bare = len(first.parts) == 1 and isinstance(first.parts[0], Prefix) and first.band in _FIRST_KEYS
+        if not bare or not band.is_band:
             raise InputError(
-                "mask", "join causal or window to a bare prefix with `|`", f"{self!r} | {other!r}",
+                "mask", "join causal or window to a bare prefix or sinks with `|`", f"{self!r} | {other!r}",
                 "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
             )  # fmt: skip
         align = _one_align(self, other, "|")
+        if band.left is None and first.right == 0:  # every key up to the query's own holds the sinks
+            return Mask(align, None, band.right)
         if band.is_full:
             return Mask(align)
         length = first.parts[0].fields()[0]
         assert isinstance(length, int | Tensor)
-        return Mask(align, None, None, (GlobalBand(band.left, band.right, length),))
+        # Sinks after the query's own key lie in the window, or in neither: the band's right side bounds both.
+        right = band.right if first.right == 0 else None
+        return Mask(align, None, right, (GlobalBand(band.left, band.right, length),))
 
     def check(
         self, batch: int, heads: int, q_len: int, kv_len: int, *, packed: bool, device: torch.device,

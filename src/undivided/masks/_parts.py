@@ -113,10 +113,13 @@ class Documents(Part):
     padded_kv: Tensor | None = None
     max_q: int | None = None
     max_kv: int | None = None
+    total_q: int | None = None
+    total_kv: int | None = None
 
     def fields(self) -> tuple[Field, ...]:
         return (
             self.cu_seqlens_q, self.cu_seqlens_kv, self.padded_q, self.padded_kv, self.max_q, self.max_kv,
+            self.total_q, self.total_kv,
         )  # fmt: skip
 
     def longest(self, side: str) -> int | None:
@@ -126,6 +129,16 @@ class Documents(Part):
         if given is not None or not readable(offsets):
             return given
         return int(offsets.diff().max()) if offsets.numel() > 1 else 0
+
+    def tokens(self, side: str) -> int:
+        """The tokens that the tensors of side "q" or "kv" must have; reads the offsets."""
+        total: int | None = getattr(self, f"total_{side}")
+        return int(self._ends(side)[1][-1]) if total is None else total
+
+    def _ends(self, side: str) -> tuple[str, Tensor]:
+        """Name and value of the offsets that say where the documents of side "q" or "kv" end in memory."""
+        name = f"cu_seqlens_{side}" if getattr(self, f"padded_{side}") is None else f"padded_{side}"
+        return name, getattr(self, name)
 
     def check_values(self) -> None:
         for side in ("q", "kv"):
@@ -153,13 +166,26 @@ class Documents(Part):
                 call.argument, "be used with packed documents on a batch of one", f"a batch of {call.batch}",
                 "use layout='thd', or masks.lengths for a padded batch, or masks.document_ids [B, S]",
             )  # fmt: skip
-        for side, limit in (("q", call.q_len), ("kv", call.kv_len)):
-            for argument in (f"padded_{side}", f"cu_seqlens_{side}"):
-                offsets: Tensor | None = getattr(self, argument)
-                if offsets is not None and readable(offsets) and int(offsets[-1]) > limit:
-                    raise InputError(
-                        call.argument, f"have {argument}[-1] of at most {limit}, the {side} tokens", int(offsets[-1]),
-                    )  # fmt: skip
+        for side, tokens in (("q", call.q_len), ("kv", call.kv_len)):
+            self._check_end(call.argument, side, tokens)
+
+    def _check_end(self, argument: str, side: str, tokens: int) -> None:
+        """The documents of side "q" or "kv" end at the call's last token, unless ``total`` says that they need not."""
+        total: int | None = getattr(self, f"total_{side}")
+        if total is not None and total != tokens:
+            raise InputError(argument, f"have total_{side} of {tokens}, the {side} tokens of the call", total)
+        name, offsets = self._ends(side)
+        if not readable(offsets):
+            return
+        end = int(offsets[-1])
+        if end > tokens:
+            raise InputError(argument, f"have {name}[-1] of at most {tokens}, the {side} tokens", end)
+        if end < tokens and total is None:
+            raise InputError(
+                argument, f"have {name}[-1] of {tokens}, the {side} tokens", end,
+                f"append the missing offsets; if the last {tokens - end} tokens are padding, give masks.documents "
+                f"total_{side}={tokens}, or padded offsets that end there",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

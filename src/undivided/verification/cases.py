@@ -224,6 +224,7 @@ CAUSAL = _tagged(
     Case("prefix-lm", layout="bhsd", mask=lambda: masks.causal() | masks.prefix(5)),
     Case("prefix-lm-a-length-each", mask=lambda: masks.causal() | masks.prefix([0, 6])),
     Case("window-with-4-global-keys", q_len=37, mask=lambda: masks.window(5, 0) | masks.prefix(4)),
+    Case("window-with-4-sinks", q_len=37, mask=lambda: masks.window(5, 0) | masks.sinks(4)),
     Case("prefix-lm-left-padded", mask=lambda: (masks.causal() | masks.prefix(3)) & _left_padded([13, 8], 13)),
 )  # fmt: skip
 
