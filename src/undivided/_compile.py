@@ -127,7 +127,7 @@ def _prepare(
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
     allowed = policy(spec.backend or None, deterministic, switches)
     decision = select(problem, Machine.this(q.device), allowed)
-    return decision.backend, problem, operands
+    return decision.backend, decision.problem, operands
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")

@@ -97,7 +97,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tenso
         return cast(Tensor, _compile.attention(q, k, v, {**absent, **arguments}, None, None, switches))
     problem, operands = _problem.normalise(q, k, v, **arguments)
     decision = select(problem, Machine.this(q.device), policy(switches=switches))
-    return _autograd.run(decision.backend, problem, operands)  # type: ignore[return-value]  # no lse was asked for
+    return _autograd.run(decision.backend, decision.problem, operands)  # type: ignore[return-value]  # no lse was asked for
 
 
 def _check_flags(attn_mask: object, is_causal: object, enable_gqa: object) -> None:

@@ -123,7 +123,7 @@ def attention(
         sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, pages=pages,
     )  # fmt: skip
     decision = select(problem, Machine.this(q.device), policy(backend, deterministic))
-    return _autograd.run(decision.backend, problem, operands)
+    return _autograd.run(decision.backend, decision.problem, operands)
 
 
 def explain(

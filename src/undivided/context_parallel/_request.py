@@ -48,9 +48,13 @@ class Request(NamedTuple):
 
     def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
         """The backend of every piece, the same forward and backward; raises NoBackendError."""
-        return tuple(
-            tuple((select(part, machine, allowed).backend, part) for part in parts) for parts in self.parts
-        )
+        return tuple(tuple(decided(part, machine, allowed) for part in parts) for parts in self.parts)
+
+
+def decided(part: Problem, machine: Machine, allowed: Policy) -> Run:
+    """The backend that runs a piece, and the problem as it was decided; raises NoBackendError."""
+    decision = select(part, machine, allowed)
+    return decision.backend, decision.problem
 
 
 def request(

@@ -26,12 +26,11 @@ from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
-from undivided._selection import select
 from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._handshake import Said, mask_words
 from undivided.context_parallel._index import as_index, unless_broadcast
 from undivided.context_parallel._pieces import Piece, in_simple_words
-from undivided.context_parallel._request import check_own
+from undivided.context_parallel._request import check_own, decided
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.collectives import Communicator, gather_uneven
 from undivided.errors import InputError
@@ -151,7 +150,7 @@ def _own(
         operands, q=q, k=k, v=v, layout="bshd", mask=piece.mask, bias=bias, sinks=None,
         alibi_slopes=arguments["alibi_slopes"], bound=None,
     )  # fmt: skip
-    return (select(part, Machine.this(q.device), allowed).backend, part), mine
+    return decided(part, Machine.this(q.device), allowed), mine
 
 
 def _whole(
