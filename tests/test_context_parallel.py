@@ -219,6 +219,55 @@ def test_explain_says_what_a_rank_would_run_without_talking_to_the_others() -> N
     assert (decision.problem.q_len, decision.problem.kv_len) == (16, 16)
 
 
+H100 = undivided.Machine(device="cuda", compute_capability=(9, 0), packages={"flash_attn": "2.8.4"})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_explain_answers_for_the_machine_described(device: str, strategy: str) -> None:
+    """It looked at the device of the tensors: a machine with a GPU ran CPU kernels, and meta tensors ended in a
+    NotImplementedError."""
+    q = torch.empty(2, 256, 8, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    cp = undivided.ContextParallel(rank=1, world=4, strategy=strategy).bind(1024, mask=masks.causal())
+    n = torch.tensor([1000, 1024])
+    mask = masks.causal() & masks.lengths(n, n)
+    decision = undivided.explain(q, q, q, layout="bshd", mask=mask, context_parallel=cp, machine=H100)
+    assert decision.problem.device == "cuda"
+    assert decision.machine is H100
+    assert decision.reasons["native"][0] == "device=cuda (runs on cpu)"
+    assert decision.backend.limits.devices >= {"cuda"}
+
+
+def test_explain_takes_meta_tensors_of_every_kind_for_this_machine() -> None:
+    q, sinks = torch.empty(1, 4, 16, 8, device="meta"), torch.empty(4, device="meta")
+    bias = torch.empty(4, 16, 64, device="meta")
+    cp = undivided.ContextParallel(rank=1, world=4).bind(64)
+    arguments = {
+        "layout": "bhsd",
+        "bias": bias,
+        "sinks": sinks,
+        "alibi_slopes": sinks,
+        "dropout_p": 0.1,
+        "dropout_seed": 3,
+    }
+    decision = undivided.explain(q, q, q, **arguments, context_parallel=cp)
+    assert decision.chosen is not None
+    assert decision.problem.device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_values_are_asked_for_where_work_is_planned_by_them() -> None:
+    q, n = torch.empty(1, 16, 2, 8, device="meta"), torch.tensor([60], device="meta")
+    cp = undivided.ContextParallel(rank=1, world=4).bind(64)
+    with pytest.raises(undivided.InputError, match="mask must hold values under context parallelism"):
+        undivided.explain(q, q, q, layout="bshd", mask=masks.lengths(n), context_parallel=cp)
+
+    def rank(group: SimulatedGroup) -> None:
+        undivided.attention(q, q, q, layout="bshd", context_parallel=undivided.ContextParallel(group))
+
+    with pytest.raises(undivided.InputError, match="q must hold values under context parallelism"):
+        simulate(2, rank)
+
+
 def test_a_compiled_model_leaves_the_exchange_out_of_its_graph() -> None:
     q = torch.randn(1, 12, 2, 8)
 

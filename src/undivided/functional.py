@@ -174,11 +174,17 @@ def explain(
     q, k, v = _autograd.autocast(q, k, v)
     if context_parallel is not None:
         given = dict.fromkeys(_EXPLAINED) | {"dropout_p": 0.0, "return_lse": False} | arguments
-        return _of(context_parallel).explain(q, k, v, given, machine, policy(backend, deterministic))
+        return _of(context_parallel).explain(
+            q, k, v, given, machine or _this(q, device), policy(backend, deterministic), device
+        )
     problem, _ = _problem.normalise(q, k, v, device=device, **arguments)
-    if machine is None:
-        machine = Machine.this("cuda" if device == "cuda" else q.device)
+    machine = machine or _this(q, device)
     return decide(problem, machine, policy(backend, deterministic))
+
+
+def _this(q: Tensor, device: str | None) -> Machine:
+    """The machine that q is on; `device` where that is the meta device."""
+    return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
 def _of(context_parallel: object) -> ContextParallel:

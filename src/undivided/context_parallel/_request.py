@@ -58,9 +58,12 @@ def decided(part: Problem, machine: Machine, allowed: Policy) -> Run:
 
 
 def request(
-    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], strategy: Strategy, mesh: Mesh, placement: Placement
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], strategy: Strategy, mesh: Mesh, placement: Placement,
+    device: str | None = None,
 ) -> Request:  # fmt: skip
     """Check this rank's arguments, of which `check_own` has found nothing wrong, as those of the whole.
+
+    `device` replaces that of the tensors, which may then be on the meta device.
 
     Raises:
         InputError: as `undivided.attention`'s; or a length that is not this rank's part of the placement.
@@ -83,8 +86,9 @@ def request(
         )
     inputs = (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"])
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    problem, operands = _problem.normalise(*whole, **given, device=q.device.type, needs=needs)
-    schedule = _schedule_of(problem, operands.mask, strategy, mesh, placement, q.device)
+    problem, operands = _problem.normalise(*whole, **given, device=device or q.device.type, needs=needs)
+    here = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
+    schedule = _schedule_of(problem, operands.mask, strategy, mesh, placement, here)
     parts = tuple(
         tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds
     )
@@ -100,7 +104,11 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
     for name in ("bias", "sinks", "alibi_slopes"):
         if arguments[name] is not None:
             check_tensor(name, arguments[name])
-    checked_mask(arguments["mask"])
+    if any(tensor.is_meta for tensor in checked_mask(arguments["mask"]).tensors):
+        raise InputError(
+            "mask", "hold values under context parallelism: the ranks' work is planned by them", "a meta tensor",
+            hint="q, k and v may be meta tensors for undivided.explain; lengths, offsets and ids may not",
+        )  # fmt: skip
     check_ranks(q, k, v, layout, None)
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
@@ -115,6 +123,13 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
             "dropout_seed", "be given under context parallelism, the same on every rank", "None",
             hint="dropout_seed=step: each rank would draw another one, and the pattern is a function of the seed",
         )  # fmt: skip
+
+
+def check_values(q: Tensor) -> None:
+    """InputError for a meta tensor: the ranks exchange values."""
+    if isinstance(q, Tensor) and q.is_meta:
+        hint = "undivided.explain takes meta tensors"
+        raise InputError("q", "hold values under context parallelism", "a meta tensor", hint=hint)
 
 
 def _check_length(

@@ -24,6 +24,7 @@ from undivided.context_parallel._request import (
     Request,
     bias_by_row,
     check_own,
+    check_values,
     request,
     said,
     small_inputs,
@@ -305,23 +306,18 @@ class ContextParallel:
         return decode(axes, own, by)
 
     def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arguments: dict[str, Any],
-        machine: Machine | None,
-        allowed: Policy,
-    ) -> Decision:
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], machine: Machine, allowed: Policy,
+        device: str | None,
+    ) -> Decision:  # fmt: skip
         """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
-        asked, _ = self._asked(q, k, v, arguments)
+        asked = self._request(q, k, v, arguments, device)
         found = [
             (piece.pairs, part)
             for round_, parts in zip(asked.schedule.rounds, asked.parts, strict=True)
             for piece, part in zip(round_.pieces, parts, strict=True)
         ]
         problem = max(found, key=lambda pair: pair[0])[1] if found else asked.problem
-        return decide(problem, machine or Machine.this(q.device), allowed)
+        return decide(problem, machine, allowed)
 
     def _talking(self) -> tuple[Counted, Counted]:
         if self._axes is None:
@@ -333,9 +329,16 @@ class ContextParallel:
 
     def _asked(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Request, Said]:
         """The request, and what the others must say of theirs."""
-        check_own(q, k, v, arguments)
-        asked = request(q, k, v, arguments, self.strategy, self.mesh, self._placement(q, k, arguments))
+        check_values(q)
+        asked = self._request(q, k, v, arguments)
         return asked, said(asked, self.strategy)
+
+    def _request(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], device: str | None = None
+    ) -> Request:
+        check_own(q, k, v, arguments)
+        placement = self._placement(q, k, arguments)
+        return request(q, k, v, arguments, self.strategy, self.mesh, placement, device)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy

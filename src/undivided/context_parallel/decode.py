@@ -30,7 +30,7 @@ from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._handshake import Said, mask_words
 from undivided.context_parallel._index import as_index, unless_broadcast
 from undivided.context_parallel._pieces import Piece, in_simple_words
-from undivided.context_parallel._request import check_own, decided
+from undivided.context_parallel._request import check_own, check_values, decided
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.collectives import Communicator, gather_uneven
 from undivided.errors import InputError
@@ -60,6 +60,7 @@ def prepared(
     by: By,
 ) -> tuple[Step, Said]:
     """This rank's part, validated, and what must be the same on every rank; see `ContextParallel.decode`."""
+    check_values(q)
     check_own(q, k, v, arguments)
     if by not in ("all_gather", "ring"):
         raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
