@@ -81,7 +81,13 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # A cache knows tensors and lengths; `attend` is one call of the public function.
     "cache": ({"undivided.cache"}, {"request", "problem", "errors"}),
     "request": (
-        {"undivided.functional", "undivided._autograd", "undivided._compile", "undivided._sdpa"},
+        {
+            "undivided.functional",
+            "undivided._autograd",
+            "undivided._batches",
+            "undivided._compile",
+            "undivided._sdpa",
+        },
         {"selection", "backends", "kernels", "problem", "errors"},
     ),
     "selection": (

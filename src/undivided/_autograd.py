@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from undivided import _layout
+from undivided._batches import over_hidden_batch, vmap_rule
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
 from undivided._tensors import versions
@@ -72,7 +73,7 @@ def _exchange_gradients(
     )
     operands = dataclasses.replace(operands, layout="bhsd")
     arguments = (backend, problem._replace(layout="bhsd"), operands, out, lse, grad, None, q, k, v)
-    found = _AttentionBackward.apply(*arguments, None, None, None)[:3]  # type: ignore[no-untyped-call]
+    found = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
     return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))
 
 
@@ -177,9 +178,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
-        if torch.is_grad_enabled():
-            return (None, *_AttentionBackward.apply(*arguments)[:count])  # type: ignore[no-untyped-call]
-        return (None, *gradients(*arguments)[:count])
+        return (None, *over_hidden_batch(_gradients_to_derive(), *arguments)[:count])
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
@@ -220,34 +219,63 @@ def gradients(
     return tuple(backend.gradients(problem, operands, out, lse, grad_out, grad_lse))
 
 
+def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
+    """`gradients`, as an operation with a derivative and a batching rule where either may be asked for."""
+    if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _AttentionBackward.apply  # type: ignore[no-any-return]
+    return gradients
+
+
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as an operation of its own, so that it has a derivative."""
+    """The backward as an operation of its own, so that it has a derivative and a batching rule."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *inputs = arguments
-        ctx.save_for_backward(*inputs, grad_out, grad_lse)
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *tensors = inputs
+        ctx.save_for_backward(*tensors, grad_out, grad_lse)
         ctx.state = _state(ctx.operands)
         ctx.set_materialize_grads(False)
-        return gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _check_unchanged(ctx.operands, ctx.state)
-        double_backward = _recorded_double_backward if torch.is_grad_enabled() else _double_backward
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            found = double_backward(ctx.problem, ctx.operands, ctx.saved_tensors, grad_gradients)
+        call = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
+        saved = ctx.saved_tensors
+        with torch.autocast(saved[0].device.type, enabled=False):
+            found = over_hidden_batch(call, ctx.problem, ctx.operands, *saved, *grad_gradients)
         return (None,) * 5 + found
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
+        return vmap_rule(_AttentionBackward, info, axes, arguments)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """The double backward as an operation of its own, so that it has a batching rule."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return _double_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Nothing to keep: where a third derivative may follow, `_recorded_double_backward` runs."""
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
+        return vmap_rule(_DoubleBackward, info, axes, arguments)
 
 
 def _double_backward(
-    problem: Problem,
-    operands: Operands,
-    saved: Sequence[Tensor | None],
-    grad_gradients: Sequence[Tensor | None],
+    problem: Problem, operands: Operands, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory."""
-    *inputs, grad_out, grad_lse = saved
+    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward` saves
+    and the gradients of what it returns."""
+    (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
     if grad_lse is not None and problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
     assert grad_out is not None
@@ -260,14 +288,12 @@ def _double_backward(
 
 
 def _recorded_double_backward(
-    problem: Problem,
-    operands: Operands,
-    saved: Sequence[Tensor | None],
-    grad_gradients: Sequence[Tensor | None],
+    problem: Problem, operands: Operands, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The same as operations that autograd records, where a third derivative may follow: O(S^2) memory."""
     # views, so that one tensor given as q, k and v is three variables here
-    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in saved)
+    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
+    grad_gradients = tensors[8:]
     out, lse = restore(reference.composite(problem, operands.with_differentiable(inputs)), problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
     first = gradients_of([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)

@@ -1,0 +1,79 @@
+"""Batched gradients: a backward that is called for a batch of incoming gradients runs once per element.
+
+PyTorch has two kinds of batch. `torch.vmap` and torch.func call the `vmap` method of an autograd.Function. The older kind, of
+``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.functional.jacobian(vectorize=True)`` and
+``gradcheck(check_batched_grad=True)``, calls no method: its tensors arrive in the backward and hide their batch axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[..., Sequence[Tensor | None]]
+
+_is_hidden = torch._C._functorch.is_legacy_batchedtensor
+_LEVELS = 64
+"""PyTorch's own limit on how deep its older batches nest."""
+
+
+def over_hidden_batch(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """`call` of the arguments; once per element, if tensors among them are batches of the older kind.
+
+    Args:
+        call: takes the arguments, and returns tensors or None.
+        arguments: tensors of any shape, and anything else, which every element gets as it is.
+
+    Returns:
+        What `call` returns, batched again.
+    """
+    batched = [isinstance(a, Tensor) and _is_hidden(a) for a in arguments]
+    if not any(batched):
+        return tuple(call(*arguments))
+    level = _level(arguments[batched.index(True)])
+    arguments = tuple(
+        torch._remove_batch_dim(a, level, 1, 0) if b else a for a, b in zip(arguments, batched, strict=True)
+    )
+    size = arguments[batched.index(True)].shape[0]
+    found = one_by_one(call, size, [0 if b else None for b in batched], arguments)
+    return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
+
+
+def one_by_one(
+    call: Call, size: int, axes: Sequence[Any], arguments: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The results of `call` for each of `size` elements, stacked along a new first axis.
+
+    Args:
+        call: takes the arguments, and returns tensors or None.
+        size: number of elements, at least 1.
+        axes: the batch axis of each argument; None, or a tuple of None for a named tuple, if it has none.
+        arguments: tensors, and anything else.
+
+    Returns:
+        A tensor [size, ...] for each tensor that `call` returns, and None for each None.
+    """
+    each = [
+        call(*(a.select(x, n) if isinstance(x, int) else a for a, x in zip(arguments, axes, strict=True)))
+        for n in range(size)
+    ]
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))  # type: ignore[arg-type]
+
+
+def vmap_rule(
+    function: type[torch.autograd.Function], info: Any, axes: Sequence[Any], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+    """What the `vmap` method of `function` returns: its results for each element, and their batch axes."""
+    found = one_by_one(function.apply, info.batch_size, axes, arguments)
+    return found, tuple(None if t is None else 0 for t in found)
+
+
+def _level(tensor: Tensor) -> int:
+    """The level of a batch of the older kind: found by trying, for the backward may run on a thread that knows no level."""
+    for level in range(1, _LEVELS + 1):
+        if not _is_hidden(torch._remove_batch_dim(tensor, level, 1, 0)):
+            return level
+    raise NotImplementedError("batched gradients inside of batched gradients; use torch.vmap")
