@@ -29,7 +29,8 @@ from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.masks import NormalForm
-from undivided.masks._intervals import DensePairs, IdPairs, PredicatePairs, RangePairs
+from undivided.masks._intervals import DensePairs, IdPairs, RangePairs
+from undivided.masks._predicate import PredicatePairs
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8
@@ -268,11 +269,27 @@ def _of_ranges(ranges: Tensor) -> MaskMod:
     return either if two else first
 
 
+def _of_predicate(extra: PredicatePairs) -> MaskMod:
+    """The function, asked about real tokens where these indices are padding."""
+    fn, rows, keys = extra.fn, extra.rows, extra.keys
+    if rows is None and keys is None:
+        return fn
+
+    def real(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return fn(
+            b, h,
+            i if rows is None else _broadcast(rows, b, i),
+            j if keys is None else _broadcast(keys, b, j),
+        )  # fmt: skip
+
+    return real
+
+
 def _of_extra(extra: object) -> MaskMod:
     if isinstance(extra, RangePairs):
         return _of_ranges(extra.ranges)
     if isinstance(extra, PredicatePairs):
-        return extra.fn
+        return _of_predicate(extra)
     if isinstance(extra, DensePairs):
         return lambda b, h, i, j: _broadcast(extra.tensor, b, h, i, j)
     assert isinstance(extra, IdPairs)

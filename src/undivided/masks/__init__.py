@@ -334,7 +334,9 @@ def predicate(fn: PredicateFunction) -> Mask:
         fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It
             receives int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and
             ``[1, 1, 1, k]``: raw indices into the tensors (packed: b = 0). It must be a pure function;
-            tensors that it captures may change in place between calls.
+            tensors that it captures may change in place between calls. It is evaluated for any real query with
+            any real key, pairs that other parts of the mask hide included, and never for padding that
+            ``lengths`` or ``documents`` describe: what it captures need not cover padding.
 
     Returns:
         The pairs for which ``fn`` is True.

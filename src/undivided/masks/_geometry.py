@@ -103,6 +103,15 @@ class Geometry:
             return None
         return (self.q_position >= 0) & (self.q_position < self.per_row(self.q_size))
 
+    @property
+    def real_keys(self) -> Tensor | None:
+        """Keys that belong to a sequence, bool ``[B|1, Sk]``; None where all do."""
+        if not isinstance(self.kv_size, Tensor):
+            return None
+        ends = self.kv_slot_ends
+        size = self.kv_size[:, None] if ends is None else self.kv_size[_slot_of(ends, self.kv_len)]
+        return (self.kv_position >= 0) & (self.kv_position < size)
+
 
 def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Start, real size and end of each document's slot, int64 ``[N]``; no document reads as one empty one."""

@@ -18,9 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from undivided.errors import InputError
 from undivided.masks._geometry import Geometry
-from undivided.masks._predicate import PredicateFunction
 
 Index = slice | Tensor
 
@@ -52,7 +50,7 @@ def _at(tensor: Tensor, dim: int, index: Index) -> Tensor:
     return tensor.index_select(dim, index)
 
 
-def _index_tensor(index: Index, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def index_tensor(index: Index, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     if isinstance(index, Tensor):
         return index.to(dtype)
     return torch.arange(index.start, index.stop, dtype=dtype, device=device)
@@ -66,7 +64,7 @@ class RangePairs:
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         ranges = _narrow(self.ranges, 0, batch)[:, None, rows, :, None]
-        key = _index_tensor(keys, ranges.device, ranges.dtype)
+        key = index_tensor(keys, ranges.device, ranges.dtype)
         allowed = (key >= ranges[..., 0, :]) & (key < ranges[..., 1, :])
         if ranges.shape[3] == 4:
             allowed |= (key >= ranges[..., 2, :]) & (key < ranges[..., 3, :])
@@ -92,30 +90,6 @@ class DensePairs:
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         return _at(_at(_narrow(_narrow(self.tensor, 0, batch), 1, heads), 2, rows), 3, keys)
-
-
-@dataclass(frozen=True, eq=False)
-class PredicatePairs:
-    fn: PredicateFunction
-    device: torch.device
-
-    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
-        b, h, q_idx, kv_idx = (_index_tensor(index, self.device) for index in (batch, heads, rows, keys))
-        b, h, q_idx = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None]
-        kv_idx = kv_idx[None, None, None, :]
-        allowed = self.fn(b, h, q_idx, kv_idx)
-        want = (b.numel(), h.numel(), q_idx.numel(), kv_idx.numel())
-        if isinstance(allowed, bool):
-            allowed = torch.full((1, 1, 1, 1), allowed, device=self.device)
-        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise InputError(
-                "fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool"
-            )
-        shape = (1,) * (4 - allowed.dim()) + tuple(allowed.shape)
-        if len(shape) != 4 or any(have not in (1, size) for have, size in zip(shape, want, strict=True)):
-            raise InputError("fn", f"return a tensor broadcastable to {list(want)}", list(allowed.shape))
-        return allowed.reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)

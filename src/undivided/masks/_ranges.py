@@ -18,14 +18,13 @@ from undivided.masks._intervals import (
     Extra,
     IdPairs,
     NormalForm,
-    PredicatePairs,
     RangePairs,
     all_pairs,
     row_blocks,
     tidy,
 )
 from undivided.masks._parts import Chunk, Dense, DocumentIds, GlobalBand, Part, Prefix, Ranges, Size
-from undivided.masks._predicate import Predicate
+from undivided.masks._predicate import Predicate, PredicatePairs
 
 Bound = Size | None
 Range = tuple[Size, Size]
@@ -57,7 +56,7 @@ def build(
             base = _within_raw(geometry, base, found)
             if not readable(whole) or not bool(whole.all()):
                 extras.append(pairs)
-    opaque = _opaque(parts, device)
+    opaque = _opaque(parts, geometry)
     if opaque:
         base = _within_raw(geometry, base, _row_hull(opaque, geometry, heads))
     unions = [part for part in parts if isinstance(part, GlobalBand)]
@@ -163,14 +162,14 @@ def _same_ids(part: DocumentIds, batch: int, device: torch.device) -> tuple[Rang
     return (start, stop), ~found | (stop - start == high - low), pairs
 
 
-def _opaque(parts: Sequence[Part], device: torch.device) -> list[Extra]:
+def _opaque(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     """The parts that say nothing about ranges until they are evaluated."""
     found: list[Extra] = []
     for part in parts:
         if isinstance(part, Dense):
-            found.append(DensePairs(part.tensor.to(device)))
+            found.append(DensePairs(part.tensor.to(geometry.device)))
         elif isinstance(part, Predicate):
-            found.append(PredicatePairs(part.fn, device))
+            found.append(PredicatePairs.within(part.fn, geometry))
     return found
 
 
