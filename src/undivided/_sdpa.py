@@ -17,6 +17,7 @@ from torch import Tensor
 from undivided import _autograd, _compile, _problem, _sdp_switches, masks
 from undivided._machine import Machine
 from undivided._policy import policy
+from undivided._sdpa_refusals import as_pytorchs
 from undivided._selection import select
 from undivided._validation import DTYPES, check_tensor
 from undivided.errors import InputError
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
 
     ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is 0,
-    what a boolean mask hides never reaches a result, and a mask together with is_causal is an error.
+    what a boolean mask hides never reaches a result, and of a mask together with is_causal both apply.
 
     Args:
         query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's dtype
             or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as structure.
         dropout_p: probability of dropping a weight; applied whenever it is above 0, for there is no training flag.
-        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ.
+        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ; attn_mask, if given, applies too.
         scale: of the scores; 1/sqrt(E) if None.
         enable_gqa: key and value may have fewer heads; their number divides query's.
 
@@ -56,7 +57,8 @@ def scaled_dot_product_attention(
         [..., H, L, Ev] in query's dtype.
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is of the type that
+            PyTorch raises as well (RuntimeError, TypeError, ...) and carries PyTorch's message.
         NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``), which are
             honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every backend's reasons.
 
@@ -68,24 +70,32 @@ def scaled_dot_product_attention(
     torch.Size([2, 8, 5, 32])
     """
     query, key, value = _autograd.autocast(query, key, value)
-    _check_flags(attn_mask, is_causal, enable_gqa)
-    shape: Sequence[int] | None = None
-    if _is_plain(query, key, value, enable_gqa):
-        q, k, v = query, key, value
-    else:
-        shape = _output_shape(query, key, value, enable_gqa)
-        if shape[-1] == 0 or 0 in shape[:-2]:
-            return _nothing(query, key, value, enable_gqa)
-        q, k, v = _folded(query, key, value, shape, enable_gqa)
-    mask, bias = _CAUSAL if is_causal else None, None
-    if attn_mask is not None:
-        mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2])
-    if isinstance(scale, Tensor):
-        scale = float(scale)
-    arguments: dict[str, Any] = {
-        "layout": "bhsd", "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p,
-    }  # fmt: skip
-    out = _attend(q, k, v, arguments)
+    try:
+        _check_flags(is_causal, enable_gqa)
+        shape: Sequence[int] | None = None
+        if _is_plain(query, key, value, enable_gqa):
+            q, k, v = query, key, value
+        else:
+            shape = _output_shape(query, key, value, enable_gqa)
+            if shape[-1] == 0 or 0 in shape[:-2]:
+                return _nothing(query, key, value, enable_gqa)
+            if query.shape[-1] == 0:
+                query, key = _scores_of_zero(query), _scores_of_zero(key)
+            q, k, v = _folded(query, key, value, shape, enable_gqa)
+        mask, bias = _CAUSAL if is_causal else None, None
+        if attn_mask is not None:
+            mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
+        if isinstance(scale, Tensor):
+            scale = _number(scale)
+        arguments: dict[str, Any] = {
+            "layout": "bhsd", "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p,
+        }  # fmt: skip
+        out = _attend(q, k, v, arguments)
+    except InputError as error:
+        if torch.compiler.is_compiling():
+            raise
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        raise as_pytorchs(error, *call) from None
     return out if shape is None else out.reshape(shape)
 
 
@@ -100,15 +110,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tenso
     return _autograd.run(decision.backend, decision.problem, operands)  # type: ignore[return-value]  # no lse was asked for
 
 
-def _check_flags(attn_mask: object, is_causal: object, enable_gqa: object) -> None:
+def _check_flags(is_causal: object, enable_gqa: object) -> None:
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool | torch.SymBool):
             raise InputError(name, "be True or False", repr(flag))
-    if is_causal and attn_mask is not None:
-        raise InputError(
-            "attn_mask", "be None where is_causal=True", "both",
-            hint="put the causal part into attn_mask, or undivided.attention(..., mask=masks.dense(m) & masks.causal(...))",
-        )  # fmt: skip
+
+
+def _number(scale: Tensor) -> float:
+    if scale.numel() != 1:
+        raise InputError("scale", "be a number, or a tensor that holds one", list(scale.shape))
+    return float(scale)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -143,8 +154,8 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             axes = "heads, length, head size" if enable_gqa else "length, head size"
             raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape))
     _check_kinds(named)
-    if key.shape[-1] != query.shape[-1] or query.shape[-1] == 0:
-        wanted = f"have the head size of query ({query.shape[-1]}), at least 1"
+    if key.shape[-1] != query.shape[-1]:
+        wanted = f"have the head size of query ({query.shape[-1]})"
         raise InputError("key", wanted, f"{key.shape[-1]} in {list(key.shape)}")
     if value.shape[-2] != key.shape[-2]:
         raise InputError(
@@ -192,7 +203,7 @@ def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
 def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
     heads = query.shape[-3]
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape[-3] == 0 or heads % tensor.shape[-3]:
+        if heads % tensor.shape[-3] if tensor.shape[-3] else heads:
             wanted = f"have a number of heads that divides query's ({heads})"
             raise InputError(name, wanted, f"{tensor.shape[-3]} in {list(tensor.shape)}")
     return (heads,)
@@ -224,20 +235,30 @@ def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor.reshape(math.prod(batch), heads, *tensor.shape[-2:])
 
 
+def _scores_of_zero(tensor: Tensor) -> Tensor:
+    """A tensor of head size 0 with one column of zeros: every score is 0, and kernels need a column."""
+    return torch.nn.functional.pad(tensor, (0, 1))
+
+
 def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
     """The empty result where there is no head, no batch element or no value to weigh, with its (zero) gradients."""
     if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        heads = query.shape[-3]
+        key, value = (
+            t.repeat_interleave(heads // t.shape[-3], -3) if heads else t[..., :0, :, :] for t in (key, value)
+        )
     return query @ key.transpose(-1, -2) @ value
 
 
 def _mask_or_bias(
-    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int
+    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """A boolean mask as `masks.dense`, numbers as a bias; both as views with four axes of size 1 or full."""
+    """A boolean mask as `masks.dense`, numbers as a bias; both as views with four axes of size 1 or full. is_causal is joined."""
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise InputError("attn_mask", "be without is_causal=True, being a causal mask itself", "both")
         return _causal_bias(attn_mask, query.shape[-2], kv_len), None
     if attn_mask.device != query.device:
         raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
@@ -248,11 +269,13 @@ def _mask_or_bias(
     ):
         raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
     folded = _folded_mask(attn_mask, scores[:-3])
+    causal = _CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:
-        return None, _as_added(folded, query)
+        return causal, _as_added(folded, query)
     if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func sees plain operations only
-        return None, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
-    return masks.dense(folded), None
+        return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+    dense = masks.dense(folded)
+    return dense if causal is None else dense & causal, None
 
 
 def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:

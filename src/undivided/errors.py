@@ -1,7 +1,8 @@
 """The exceptions of the library, as a tree.
 
     ValueError
-      InputError          the caller got something wrong: argument, value, limit, hint
+      InputError          the caller got something wrong: argument, value, limit, hint;
+                          from scaled_dot_product_attention it is of PyTorch's type as well, mostly a RuntimeError
     RuntimeError
       NoBackendError      no backend may run the problem; carries the Decision with every reason
 
@@ -10,6 +11,7 @@ Nothing else leaves the library for bad input, and nothing is half done when one
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,15 +41,31 @@ class InputError(ValueError):
         # not super().__init__: torch.compile cannot trace it, and would hide the message
         self.args = (message if hint is None else f"{message}\n  HINT: {hint}",)
 
+    def as_also(self, kind: type[Exception], message: str | None) -> InputError:
+        """The same error as one that ``except kind`` catches too, with PyTorch's `message` for those who read it there."""
+        first, newline, hint = self.args[0].partition("\n")
+        if message is not None:
+            first += f"\n  PYTORCH: {message}"
+        return _rebuild_input_error(first + newline + hint, self.argument, self.hint, kind)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_input_error, (self.args[0], self.argument, self.hint))
+        kind = type(self).__bases__[-1]
+        return (_rebuild_input_error, (self.args[0], self.argument, self.hint, kind))
 
 
-def _rebuild_input_error(message: str, argument: str, hint: str | None) -> InputError:
-    error = InputError.__new__(InputError)
-    ValueError.__init__(error, message)
+def _rebuild_input_error(
+    message: str, argument: str, hint: str | None, kind: type[Exception] = ValueError
+) -> InputError:
+    error = _input_error_and(kind).__new__(_input_error_and(kind))
+    error.args = (message,)
     error.argument, error.hint = argument, hint
     return error
+
+
+@functools.cache
+def _input_error_and(kind: type[Exception]) -> type[InputError]:
+    """The class of errors that are an InputError and a `kind`."""
+    return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
 
 
 class NoBackendError(RuntimeError):

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from undivided.functional import scaled_dot_product_attention
 
@@ -96,6 +98,7 @@ def _install(handle: Replacement) -> None:
     if functional.scaled_dot_product_attention is not _replacement:
         _before = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = _replacement
+    _builtins._register_builtin(_replacement, "aten::scaled_dot_product_attention")  # for torch.jit.script
     _active.append(handle)
 
 
@@ -104,6 +107,7 @@ def _remove(handle: Replacement) -> None:
     if _active:
         return
     torch.backends.mha.set_fastpath_enabled(_fast_path_before)
+    _builtins._get_builtin_table().pop(id(_replacement))
     if functional.scaled_dot_product_attention is _replacement:
         functional.scaled_dot_product_attention = _before
 
@@ -119,11 +123,18 @@ def _replacement(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, served by Undivided."""
-    if not _serve(query, key, value):
+    if _is_pytorchs(query, key, value) or not _active:
         out: Tensor = _pytorchs(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
+    if has_torch_function_variadic(query, key, value):
+        # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as PyTorch's
+        return handle_torch_function(  # type: ignore[no-any-return]
+            _replacement, (query, key, value), query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+    _count()
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -132,17 +143,18 @@ def _replacement(
 _replacement.__name__ = _replacement.__qualname__ = "scaled_dot_product_attention"
 
 
-def _serve(*tensors: Tensor) -> bool:
-    """Whether the call is ours, and count it."""
-    if any(getattr(tensor, "is_nested", False) for tensor in tensors):
+def _is_pytorchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the call is passed on: nested tensors, and what torch.jit.trace records, which must run without this library."""
+    try:
+        nested = query.is_nested is True or key.is_nested is True or value.is_nested is True
+        return nested or torch.jit.is_tracing()
+    except AttributeError:  # not tensors: the checks to come say so
         return False
-    return _count()
 
 
-def _count() -> bool:
+def _count() -> None:
     for handle in _active:
         handle.calls += 1
-    return bool(_active)
 
 
 # torch.compile calls it while tracing and keeps the answer; counting in the graph would recompile at every call

@@ -1,0 +1,60 @@
+"""What PyTorch's scaled_dot_product_attention raises for a call that ours refuses: found by asking it, on tensors without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided._tensors import is_traced
+from undivided.errors import InputError
+
+_KINDS = (TypeError, NotImplementedError, IndexError, RuntimeError)
+
+
+def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
+    """`error` as an exception that is of PyTorch's type as well and carries its message.
+
+    Args:
+        error: what our own checks raised.
+        arguments: those of the call, in PyTorch's order: three tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa.
+
+    Returns:
+        An `InputError` that is a RuntimeError, or whatever else PyTorch raises for the same arguments.
+    """
+    found = None if is_traced() else _asked(*arguments)
+    kind = next((kind for kind in _KINDS if isinstance(found, kind)), RuntimeError)
+    return error.as_also(kind, None if found is None else str(found).partition("\n")[0])
+
+
+def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
+    """What PyTorch raises: first for the shapes, on meta tensors; then for the dtypes and devices, on tensors of one element."""
+    tensors = (query, key, value)
+    enable_gqa = others[-1]
+    if enable_gqa and any(isinstance(t, Tensor) and (t.dim() < 3 or t.shape[-3] == 0) for t in tensors):
+        return None  # it divides by the number of heads, which ends the process
+    found = _raised(*map(_without_data, tensors), *map(_without_data, others))
+    if found is None and all(isinstance(t, Tensor) for t in tensors):
+        found = _raised(*(t.new_empty((1,) * t.dim()) for t in tensors))
+    return found
+
+
+def _raised(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+            scale: Any = None, enable_gqa: Any = False) -> Exception | None:  # fmt: skip
+    if attn_mask is not None and is_causal is True:
+        is_causal = False  # both are taken here, and PyTorch refuses both on meta tensors
+    try:
+        torch._C._nn.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+    except Exception as error:
+        return error
+    return None
+
+
+def _without_data(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
