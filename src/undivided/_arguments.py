@@ -1,4 +1,4 @@
-"""Integers and vectors of integers as users give them, and the errors where they do not."""
+"""Tensors, integers and vectors of integers as users give them, and the errors where they do not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,57 @@ import operator
 import torch
 from torch import Tensor
 
+from undivided._tensors import has_dispatch, missing_memory
 from undivided.errors import InputError
 
 INT32_MAX = 2**31 - 1
+
+
+_ELSEWHERE = {
+    "DTensor": "{name}.to_local(): attention of what this rank holds; over ranks: context_parallel=",
+    "MaskedTensor": "{name}.get_data(), and what it masks as mask=masks.dense(...)",
+}
+"""Classes whose values no kernel reads, and what to pass instead."""
+
+
+def check_tensor(name: str, value: object) -> None:
+    """InputError unless it is a strided tensor whose memory holds all its elements."""
+    if not isinstance(value, Tensor):
+        raise InputError(name, "be a torch.Tensor", type(value).__name__)
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else str(value.layout)
+        hint = (
+            "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
+        )
+        raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
+    if torch.compiler.is_compiling():
+        return
+    for kind in type(value).__mro__:
+        if (hint := _ELSEWHERE.get(kind.__name__)) is not None:
+            raise InputError(name, "be a plain tensor", f"a {kind.__name__}", hint=hint.format(name=name))
+    if torch.nn.parameter.is_lazy(value):
+        raise InputError(
+            name, "be initialized", type(value).__name__, "run the lazy module once before its parameters are used"
+        )  # fmt: skip
+    check_memory(name, value)
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """InputError unless its storage is there, and as large as sizes and strides say."""
+    if has_dispatch(tensor):  # its class answers for its values
+        return
+    if not torch._C._has_storage(tensor):
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise InputError(
+                name, "have memory of its own", "a tensor without storage", "a tensor must not outlive its torch.func transform"
+            )  # fmt: skip
+        return
+    if (short := missing_memory(tensor)) is not None:
+        need, have = short
+        raise InputError(
+            name, f"have its {need} bytes in memory", f"a storage of {have} bytes",
+            hint="the storage was resized, as FSDP does with parameters outside of their module's forward",
+        )  # fmt: skip
 
 
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
@@ -31,6 +79,7 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device="cpu")
     if not isinstance(value, Tensor):
         raise InputError(argument, "be an int tensor or a list of ints", type(value).__name__, hint)
+    check_tensor(argument, value)
     check_int_dtype(argument, value)
     if value.dim() != 1:
         raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)

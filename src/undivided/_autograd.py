@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from undivided import _layout
+from undivided._arguments import check_tensor
 from undivided._batches import over_hidden_batch, vmap_rule
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
-from undivided._tensors import versions
+from undivided._tensors import is_observed, versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
 from undivided.backends._block_gradients import gradients_of
@@ -210,6 +211,13 @@ def gradients(
     *inputs: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs, from out, lse and their gradients as the caller has them."""
+    for name, grad in (("grad_out", grad_out), ("grad_lse", grad_lse)):
+        if grad is not None:
+            check_tensor(name, grad)
+    if is_observed(grad_out, grad_lse, None):
+        backend = (
+            reference.BACKEND
+        )  # in plain operations, that a mode can see and a wrapped gradient can pass
     if problem.packed:
         lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
     operands = operands.with_differentiable(inputs)
@@ -243,10 +251,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _check_unchanged(ctx.operands, ctx.state)
-        call = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
-        saved = ctx.saved_tensors
-        with torch.autocast(saved[0].device.type, enabled=False):
-            found = over_hidden_batch(call, ctx.problem, ctx.operands, *saved, *grad_gradients)
+        found = differentiated(ctx.problem, ctx.operands, *ctx.saved_tensors, *grad_gradients)
         return (None,) * 5 + found
 
     @staticmethod
@@ -268,6 +273,17 @@ class _DoubleBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
         return vmap_rule(_DoubleBackward, info, axes, arguments)
+
+
+def differentiated(
+    problem: Problem, operands: Operands, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and the
+    gradients of the backward's own results."""
+    assert tensors[0] is not None
+    call = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return over_hidden_batch(call, problem, operands, *tensors)
 
 
 def _double_backward(

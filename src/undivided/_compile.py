@@ -1,7 +1,12 @@
-"""`attention` under torch.compile: one opaque operator and its backward.
+"""`attention` as one opaque operator and its backward: under torch.compile, and wherever else somebody must see the call.
 
     undivided::attention            (tensors, the mask's tensors, a spec) -> (out, lse)
     undivided::attention_backward   the same, with out, lse and their gradients -> gradients
+
+An eager call goes past PyTorch's dispatcher, straight to a kernel that reads memory. It is the operator instead under a
+TorchDispatchMode (fake tensors, make_fx, AOT and torch.export, selective checkpointing, FLOP counters), under
+``torch.jit.trace``, and for tensors whose class has ``__torch_dispatch__``: these see one operator, as of PyTorch's own
+attention, and fake tensors get shapes.
 
 The graph holds the operator; validation and selection run inside it, at run time, on the real tensors. So new lengths do
 not recompile, a change of policy is seen, and a wrong argument raises the same `InputError` as in eager mode. What is
@@ -23,7 +28,7 @@ from undivided._policy import policy
 from undivided._problem import Operands, Problem
 from undivided._result import lse_dtype
 from undivided._selection import select
-from undivided._validation import checked_seed
+from undivided._validation import check_layout, check_seed, checked_mask, checked_scale
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -69,7 +74,9 @@ def attention(
     deterministic: bool | None,
     switches: str = "-",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Called while torch.compile traces: put the call into the graph as one operator."""
+    """The call as one operator."""
+    if not torch.compiler.is_compiling():
+        _check(q, k, v, **arguments)
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
     if mask is None:
         mask = masks.FULL
@@ -78,7 +85,7 @@ def attention(
     mask_text, mask_tensors = mask.flatten()
     seed = arguments["dropout_seed"]
     if isinstance(seed, int) and not 0 <= seed < 2**63:
-        checked_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at
+        check_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at
     if arguments["dropout_p"] and not isinstance(seed, Tensor):
         # an int seed is a constant of the graph; None is drawn inside the graph at every call
         seed = (
@@ -105,6 +112,23 @@ def attention(
         arguments["scale"], arguments["softcap"], float(arguments["dropout_p"]),
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None, bias: Tensor | None, scale: float | None,
+    softcap: float | None, alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_p: float,
+    dropout_seed: int | Tensor | None, return_lse: bool, pages: Tensor | None,
+) -> None:  # fmt: skip
+    """InputError for what is wrong in kinds and sizes: a fake tensor has no run time at which it would be found."""
+    check_layout(layout)
+    if scale is not None:
+        checked_scale(scale)
+    tensors = (q, k, v, bias, sinks, alibi_slopes)
+    needs = tuple(torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in tensors)
+    problem = _problem.build(*tensors, pages, layout, softcap, dropout_p, return_lse, None, False, needs)
+    check_seed(dropout_seed, q.device)
+    sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
+    checked_mask(mask).check(*sizes, packed=problem.packed, device=q.device)
 
 
 def _prepare(
@@ -199,3 +223,33 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *inputs[6], inputs[7], inputs[8], *inputs[13:])
+    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:13]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Through the reference, in plain operations: what looks on sees these."""
+    saved: Sequence[Tensor | None] = ctx.saved_tensors
+    inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
+    seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
+    _, problem, operands = _prepare(*inputs, mask, seed, pages, *ctx.rest)
+    given, tensors = iter(gradients), operands.differentiable  # the bias with four axes
+    wanted = [next(given) if n else None for n in operands.needs]
+    wanted = [
+        None if g is None or t is None else g.reshape(t.shape) for g, t in zip(wanted, tensors, strict=True)
+    ]
+    of_grad, of_lse, *found = _autograd.differentiated(problem, operands, *tensors, *grads, *wanted)
+    of_inputs = [
+        None if g is None or t is None else g.reshape(t.shape) for g, t in zip(found, inputs, strict=True)
+    ]
+    nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
+    return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)
+
+
+torch.library.register_autograd(
+    "undivided::attention_backward", _differentiate_backward, setup_context=_save_backward, lib=_library
+)

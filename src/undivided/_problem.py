@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout, masks
+from undivided._arguments import check_memory, check_tensor
 from undivided._layout import Layout
 from undivided._slopes import are_usual
-from undivided._tensors import versions
+from undivided._tensors import span, versions
 from undivided._validation import (
     check_bias,
     check_extras,
@@ -31,7 +32,6 @@ from undivided._validation import (
     check_scalars,
     check_shapes,
     check_slopes,
-    check_tensor,
     checked_mask,
     checked_scale,
     checked_seed,
@@ -260,12 +260,21 @@ def normalise(
         q, k, v, bias, sinks, alibi_slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs
     )  # fmt: skip
     key = _signature(request)
-    known = _problems.get(key)
-    if known is None:
-        known = _build(_Request(*request))
+    try:
+        found = _problems.get(key)
+    except TypeError:  # a symbolic size has no hash
+        found = _specialised(build(*request)), (span(q), span(k), span(v))
+    if found is None:
+        found = build(*request), (span(q), span(k), span(v))
         if len(_problems) >= _MOST_PROBLEMS:
             _problems.clear()
-        _problems[key] = known
+        _problems[key] = found
+    known, spans = found
+    _check_memory(q, k, v, spans)
+    if not (bias is sinks is alibi_slopes is pages is None):
+        for name, tensor in zip(_Request._fields[3:7], request[3:7], strict=True):
+            if tensor is not None:
+                check_memory(name, tensor)
     bound = None
     if mask is not None or layout == "thd" or alibi_slopes is not None or pages is not None:
         bound = checked_mask(mask).remembered(key, _with_mask, known, mask, q.device, alibi_slopes, pages)
@@ -306,7 +315,30 @@ def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
     return (*first, *(getattr(tensor, "requires_grad", False) for tensor in others))
 
 
-_problems: dict[object, Problem] = {}
+def _specialised(problem: Problem) -> Problem:
+    """With the sizes that symbolic ones stand for: plain operations are traced for these."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
+    return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
+
+
+def _check_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int]) -> None:
+    """InputError unless the storages hold what sizes and strides say: they can be resized at any time."""
+    of_q, of_k, of_v = spans
+    try:
+        size = q.itemsize
+        if (
+            q.untyped_storage().nbytes() >= (of_q + q.storage_offset()) * size
+            and k.untyped_storage().nbytes() >= (of_k + k.storage_offset()) * size
+            and v.untyped_storage().nbytes() >= (of_v + v.storage_offset()) * size
+        ):
+            return
+    except NotImplementedError:  # sparse, or of torch.func: no storage
+        pass
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+
+
+_problems: dict[object, tuple[Problem, tuple[int, int, int]]] = {}
 _MOST_PROBLEMS = 4096
 _NO_GRADIENTS = (False,) * 6
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
@@ -333,7 +365,7 @@ class _Request(NamedTuple):
 
 
 def _signature(request: tuple[Any, ...]) -> object:
-    """Everything that `_build` looks at in the fields of a `_Request`, so that a repeated call is a dictionary look-up."""
+    """Everything that `build` looks at in the fields of a `_Request`, so that a repeated call is a dictionary look-up."""
     q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs = (
         request
     )
@@ -363,7 +395,9 @@ def _check_tensors(request: _Request) -> None:
             check_tensor(name, tensor)
 
 
-def _build(request: _Request) -> Problem:
+def build(*fields: Any) -> Problem:
+    """The Problem of the fields of a `_Request`, all of them checked but the mask."""
+    request = _Request(*fields)
     q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, _, needs = request
     _check_tensors(request)
     check_scalars(softcap, dropout_p, return_lse)

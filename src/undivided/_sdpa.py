@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from undivided import _autograd, _compile, _problem, _sdp_switches, masks
+from undivided._arguments import check_tensor
 from undivided._machine import Machine
 from undivided._policy import policy
 from undivided._sdpa_refusals import as_pytorchs
 from undivided._selection import select
-from undivided._validation import DTYPES, check_tensor
+from undivided._tensors import is_observed
+from undivided._validation import DTYPES
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -102,9 +104,12 @@ def scaled_dot_product_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Normalise, select, run, for [B, H, S, D] tensors."""
     switches = _sdp_switches.read()
-    if torch.compiler.is_compiling():
-        absent = dict.fromkeys(("softcap", "alibi_slopes", "sinks", "dropout_seed", "return_lse", "pages"))
-        return cast(Tensor, _compile.attention(q, k, v, {**absent, **arguments}, None, None, switches))
+    if torch.compiler.is_compiling() or is_observed(q, k, v, arguments["mask"], arguments["bias"]):
+        absent = dict.fromkeys(("softcap", "alibi_slopes", "sinks", "dropout_seed", "pages"))
+        return cast(
+            Tensor,
+            _compile.attention(q, k, v, {**absent, "return_lse": False, **arguments}, None, None, switches),
+        )
     problem, operands = _problem.normalise(q, k, v, **arguments)
     decision = select(problem, Machine.this(q.device), policy(switches=switches))
     return _autograd.run(decision.backend, decision.problem, operands)  # type: ignore[return-value]  # no lse was asked for

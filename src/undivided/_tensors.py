@@ -1,4 +1,4 @@
-"""What may be known of tensors without reading them: whether values are there, and whether they have changed."""
+"""What may be known of tensors without reading them: where their values are, who watches, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,63 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_modes = torch._C._len_torch_dispatch_stack
+_jit_trace = torch._C._get_tracing_state
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+
+
+def has_dispatch(value: object) -> bool:
+    """Whether it is a tensor of a class with ``__torch_dispatch__``: its values need not be where its pointer points."""
+    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _NO_DISPATCH
+
+
+def is_observed(q: object, k: object, v: object, mask: object = None, *others: object) -> bool:
+    """Whether somebody must see the call as one operator: a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP counters),
+    ``torch.jit.trace``, or the class of a tensor. torch.func sees plain operations instead.
+
+    `mask` is anything with ``tensors``; `others` are tensors, numbers or None.
+    """
+    if _modes() or _jit_trace() is not None:
+        return torch._C._functorch.peek_interpreter_stack() is None
+    if not (type(q) is type(k) is type(v) is Tensor) and any(map(has_dispatch, (q, k, v))):
+        return True
+    if mask is not None and any(map(has_dispatch, getattr(mask, "tensors", ()))):
+        return True
+    for other in others:  # noqa: SIM110  a generator costs more than all before it
+        if other is not None and has_dispatch(other):
+            return True
+    return False
+
+
+def span(tensor: Tensor) -> int:
+    """Elements from its first to its last in memory, both counted; 0 if it has none."""
+    if 0 in tensor.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
+    """(bytes that it needs, bytes of its storage) if the storage is too small: it was resized after the tensor was made, as
+    FSDP does with parameters that are sharded again. None if it is large enough.
+    """
+    size, have = tensor.element_size(), tensor.untyped_storage().nbytes()
+    begin = tensor.storage_offset()
+    if have >= begin * size + tensor.nbytes and tensor.is_contiguous():
+        return None
+    need = (begin + span(tensor)) * size if tensor.numel() else 0
+    return (need, have) if need > have else None
+
+
+def values_are_traced() -> bool:
+    """Whether a mode is active under which a value of a tensor is a fake or a proxy, or would become a constant."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile."""
-    if torch.compiler.is_compiling():
+    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile and of modes that trace or fake."""
+    if torch.compiler.is_compiling() or (_modes() and values_are_traced()):
         return False
     return all(
         t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors
@@ -18,9 +71,11 @@ def readable(*tensors: Tensor | None) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, torch.func or a CUDA graph looks on: what is made now means nothing to the next call."""
+    """Whether torch.compile, a TorchDispatchMode, torch.func or a CUDA graph looks on: what is made now means nothing to the
+    next call."""
     return (
         torch.compiler.is_compiling()
+        or _modes() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or is_captured()
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undivided import _layout, masks
+from undivided._arguments import check_tensor
 from undivided._layout import LAYOUTS, Layout
 from undivided._tensors import readable
 from undivided.errors import InputError
@@ -26,17 +27,6 @@ def check_layout(layout: object) -> None:
             "layout", f"be one of {', '.join(map(repr, LAYOUTS))}", repr(layout),
             hint="b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
         )  # fmt: skip
-
-
-def check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise InputError(name, "be a torch.Tensor", type(value).__name__)
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else str(value.layout)
-        hint = (
-            "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
-        )
-        raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
 
 
 def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
@@ -250,15 +240,25 @@ def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tenso
     """The dropout seed; None draws one from torch's generator, so that checkpoint recomputation repeats it."""
     if seed is None:
         return torch.empty((), dtype=torch.int64, device=device).random_()
+    check_seed(seed, device)
     if isinstance(seed, Tensor):
-        if seed.dim() != 0 or seed.dtype != torch.int64:
-            raise InputError(
-                "dropout_seed", "be an int or a 0-d int64 tensor", f"{seed.dtype} {list(seed.shape)}"
-            )
         return seed.clone()  # the caller may count it up in place before the backward
-    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
-        raise InputError("dropout_seed", "be an int from 0 to 2**63 - 1 or a 0-d int64 tensor", repr(seed))
     return int(seed)
+
+
+def check_seed(seed: object, device: torch.device) -> None:
+    """InputError unless it is a seed, or None."""
+    if seed is None:
+        return
+    if isinstance(seed, Tensor):
+        check_tensor("dropout_seed", seed)
+        if seed.dim() != 0 or seed.dtype != torch.int64:
+            got = f"{seed.dtype} {list(seed.shape)}"
+            raise InputError("dropout_seed", "be an int or a 0-d int64 tensor", got)
+        if seed.device.type not in (device.type, "cpu"):
+            raise InputError("dropout_seed", f"be on the device of q ({device}) or the CPU", str(seed.device))
+    elif not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
+        raise InputError("dropout_seed", "be an int from 0 to 2**63 - 1 or a 0-d int64 tensor", repr(seed))
 
 
 def checked_mask(mask: object) -> Mask:

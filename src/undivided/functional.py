@@ -13,6 +13,7 @@ from undivided._machine import Machine
 from undivided._policy import policy
 from undivided._sdpa import scaled_dot_product_attention
 from undivided._selection import Decision, decide, select
+from undivided._tensors import is_observed
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -110,7 +111,11 @@ def attention(
     torch.Size([10, 8, 64])
     """
     q, k, v = _autograd.autocast(q, k, v)
-    if context_parallel is not None or torch.compiler.is_compiling():
+    if (
+        context_parallel is not None
+        or torch.compiler.is_compiling()
+        or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages)
+    ):
         arguments: dict[str, Any] = {
             "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,

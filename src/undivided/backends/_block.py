@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._tensors import is_traced
+from undivided._tensors import is_traced, readable
 from undivided.masks._intervals import NormalForm
 
 
@@ -43,7 +43,7 @@ class Block:
 
     def is_covered(self, normal: NormalForm) -> bool:
         """Whether every pair is allowed. Elsewhere than on the CPU asking would wait for the device: no."""
-        return normal.ranges.device.type == "cpu" and normal.covers(self.batch, self.rows, self.keys)
+        return readable(normal.ranges) and normal.covers(self.batch, self.rows, self.keys)
 
 
 def distance(block: Block, normal: NormalForm) -> Tensor:

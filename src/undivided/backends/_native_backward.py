@@ -19,7 +19,15 @@ from undivided import _layout
 from undivided._layout import Layout
 from undivided._problem import Operands, Problem
 from undivided.backends._base import Gradients
-from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, plain_record
+from undivided.backends._native_call import (
+    DTYPES,
+    STRIDES,
+    Call,
+    in_memory,
+    is_plain,
+    placed,
+    plain_record,
+)
 from undivided.kernels import cpu
 
 _PACK = cpu.GRADIENT_RECORD.pack
@@ -35,9 +43,11 @@ def backward(
     """Gradients from (out, lse), out in this layout; see `Backend.backward`."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    out, lse = _unit_last(out), _unit_last(lse)
+    (operands, at), grad_out = placed(operands), in_memory(grad_out)
+    out, lse = _unit_last(in_memory(out)), _unit_last(in_memory(lse))
+    grad_lse = None if grad_lse is None else in_memory(grad_lse)
     if operands.pages is None and is_plain(problem, operands):
-        given = plain_record(problem, operands, out, STRIDES[layout](out.stride()), lse)
+        given = plain_record(problem, operands, at, out, STRIDES[layout](out.stride()), lse)
         return _plain(library, problem, operands, given, grad_out, grad_lse)
     call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
     slices = call.slices()
@@ -106,8 +116,8 @@ class _Gradients:
         self._qkv = [_like(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
-        self._sinks = torch.zeros(rows) if needs[4] else None
-        self._slopes = torch.zeros(rows) if needs[5] else None
+        self._sinks = torch.zeros(rows, device=grad_out.device) if needs[4] else None
+        self._slopes = torch.zeros(rows, device=grad_out.device) if needs[5] else None
         self._bias = self._bias_buffer() if needs[3] else None
 
     def _bias_buffer(self) -> Tensor:
@@ -115,10 +125,10 @@ class _Gradients:
         problem, bias = self._problem, self._operands.bias
         assert bias is not None
         if bias.shape[3] == 1:
-            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1)
+            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1, device=bias.device)
         if bias.shape[2] == 1:
-            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len)
-        return torch.zeros(bias.shape)
+            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len, device=bias.device)
+        return torch.zeros(bias.shape, device=bias.device)
 
     def record(self, rows: slice) -> bytes:
         """The record for these rows."""
@@ -163,18 +173,18 @@ class _Gradients:
         if self._problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
         sequence = self._operands.normal_form(self._problem).q_sequence.clamp(0, slopes.shape[0] - 1).long()
-        return torch.zeros(slopes.shape).index_add_(0, sequence[0], rows[0].T)
+        return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 
 def _like(tensor: Tensor, in_parts: bool) -> Tensor:
     """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added to."""
     if in_parts:
-        return torch.zeros(tensor.shape, dtype=torch.float32)
+        return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
     gradient = torch.empty_like(tensor)
     if tensor.is_contiguous():
         return gradient
     unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
-    return gradient if unit else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return gradient if unit else tensor.new_empty(tensor.shape)
 
 
 def _summed_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ keys, and every tensor that a record points to is held until the call returns.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import struct
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from undivided._problem import Operands, Problem
 from undivided._result import UNREAD
+from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks._intervals import DensePairs
 
@@ -58,6 +60,36 @@ def is_plain(problem: Problem, operands: Operands) -> bool:
     return problem.mask.kinds <= _BANDS or operands.normal_form(problem).exact
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, if its values lie at its pointer; a copy of them if it is a negated view, or zeros that have no memory.
+
+    Raises:
+        InputError: its class or a mode keeps the values elsewhere (fake tensors, wrappers), or it is not on the CPU.
+    """
+    try:
+        if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
+            return tensor.resolve_neg() if tensor.is_neg() else tensor
+        if tensor._is_zerotensor():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    except (NotImplementedError, RuntimeError):  # raised for a pointer that is not there
+        pass
+    kind = type(tensor).__name__
+    raise InputError(
+        "a tensor of the call", "lie in memory for the native kernel", f"a {kind} on {tensor.device} without memory",
+        hint="it is fake, or a wrapper: call outside of the mode that made it, or unwrap it",
+    )  # fmt: skip
+
+
+def placed(operands: Operands) -> tuple[Operands, tuple[int, int, int]]:
+    """The operands, and where q, k and v lie in memory. These are copies if `in_memory` makes them: they must be held."""
+    q, k, v = operands.q, operands.k, operands.v
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
+        return operands, (q_at, k_at, v_at)
+    q, k, v = in_memory(q), in_memory(k), in_memory(v)
+    return dataclasses.replace(operands, q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
+
+
 STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
     "bshd": operator.itemgetter(0, 2, 1),
     "sbhd": operator.itemgetter(1, 2, 0),
@@ -68,17 +100,20 @@ STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
 
 
 def plain_record(
-    problem: Problem, operands: Operands, out: Tensor, out_strides: tuple[int, int, int], lse: Tensor,
-    pages: tuple[int, ...] = NO_PAGES,
+    problem: Problem, operands: Operands, at: tuple[int, int, int], out: Tensor, out_strides: tuple[int, int, int],
+    lse: Tensor, pages: tuple[int, ...] = NO_PAGES,
 ) -> bytes:  # fmt: skip
-    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do)."""
+    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do), at these
+    addresses."""
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
+    if not (out_at := out.data_ptr()):
+        in_memory(out)  # of fake memory, under a mode
     of_q, of_keys = STRIDES[layout], STRIDES[layout if operands.pages is None else "bshd"]
     tensors = _PACK_TENSORS(
         _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len,
         problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()), operands.scale, operands.softcap or 0.0,
-        q.data_ptr(), *of_q(q.stride()), k.data_ptr(), *of_keys(k.stride()), v.data_ptr(), *of_keys(v.stride()),
-        out.data_ptr(), *out_strides, *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
+        at[0], *of_q(q.stride()), at[1], *of_keys(k.stride()), at[2], *of_keys(v.stride()), out_at, *out_strides,
+        *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
     )  # fmt: skip
     if pages is NO_PAGES and operands.mask.is_full:
         return tensors + _EVERY_KEY
@@ -127,7 +162,7 @@ def pages_of(operands: Operands) -> tuple[Tensor | None, tuple[int, ...]]:
     if operands.pages is None:
         return None, NO_PAGES
     # in thd the sequences' rows follow one another, as their keys do
-    table, pool = operands.pages.contiguous(), operands.k
+    table, pool = in_memory(operands.pages).contiguous(), operands.k
     return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
 
 
@@ -138,14 +173,15 @@ class Call:
         self, problem: Problem, operands: Operands, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         paged: bool = False,
     ) -> None:  # fmt: skip
-        self.problem, self.operands, self.tensors = problem, operands, tensors
+        self.problem, self.operands = problem, operands
+        self.tensors = tuple([in_memory(tensor) for tensor in tensors])
         self.table, self.pages = pages_of(operands) if paged else (None, NO_PAGES)
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if operands.sinks is not None:
-            self.sinks = operands.sinks.detach().float().contiguous()
+            self.sinks = in_memory(operands.sinks.detach()).float().contiguous()
         if operands.bias is not None:
-            bias = operands.bias.detach()
+            bias = in_memory(operands.bias.detach())
             bias = bias if bias.dtype in DTYPES else bias.float()
             self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
         if operands.alibi_slopes is not None:
@@ -218,7 +254,7 @@ class Call:
         elif dense.shape[2] > 1:
             dense = dense[:, :, rows]
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
-        self._held = [dense]
+        self._held = [in_memory(dense)]
         return (dense.data_ptr(), *dense.stride())
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
@@ -236,7 +272,7 @@ def _alibi(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(slope of every row [B, H, Sq], i' + d of every row [B|1, Sq])."""
     assert operands.alibi_slopes is not None
     normal = operands.normal_form(problem)
-    slopes = operands.alibi_slopes.detach().float()
+    slopes = in_memory(operands.alibi_slopes.detach()).float()
     if slopes.dim() == 1:
         of_rows = slopes[None, :, None]
     else:

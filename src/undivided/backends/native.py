@@ -16,7 +16,15 @@ from undivided._problem import Operands, Problem
 from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pages_of, plain_record
+from undivided.backends._native_call import (
+    DTYPES,
+    STRIDES,
+    Call,
+    is_plain,
+    pages_of,
+    placed,
+    plain_record,
+)
 from undivided.kernels import cpu
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
@@ -74,13 +82,14 @@ class Native(Backend):
         """As `forward`, without the views that a plain problem has no use for."""
         library = cpu.load()
         assert isinstance(library, cpu.Library)
+        operands, at = placed(operands)
         out, lse = _new_output(problem, operands), UNREAD
         if problem.lse_is_read:
-            lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
+            lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(problem, operands):
             _table, pages = pages_of(operands)
             strides = STRIDES[problem.layout](out.stride())
-            library.forward(plain_record(problem, operands, out, strides, lse, pages))
+            library.forward(plain_record(problem, operands, at, out, strides, lse, pages))
             return out, lse
         out_BHSD = _layout.heads_first(out, problem.layout)
         call = Call(problem, operands, (*_kernel_views(operands), out_BHSD, lse), paged=True)

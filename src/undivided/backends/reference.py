@@ -19,6 +19,7 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
+from undivided._tensors import readable
 from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
 from undivided.backends._block import Block, distance, hide, row_slopes
@@ -197,8 +198,8 @@ def _row_blocks(
 
 
 def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
-    """The keys that these rows need. Elsewhere than on the CPU asking would wait for the device: all of them."""
-    if normal is None or normal.ranges.device.type != "cpu":
+    """The keys that these rows need. All of them where asking would wait for a device, or a mode traces values."""
+    if normal is None or not readable(normal.ranges):
         return slice(0, problem.kv_len)
     return slice(*normal.hull(batch, rows))
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from undivided import _layout, masks
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
-from undivided._validation import check_tensor, checked_mask
+from undivided._validation import checked_mask
 from undivided.cache._storage import Counts, Heads
 from undivided.errors import InputError
 from undivided.functional import attention

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._arguments import as_integer
+from undivided._arguments import as_integer, check_tensor
 from undivided._layout import Layout
-from undivided._validation import DTYPES, check_tensor
+from undivided._validation import DTYPES
 from undivided.errors import InputError
 
 Counts = tuple[int, ...]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided import _layout, _problem
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import Policy
@@ -19,7 +20,6 @@ from undivided._validation import (
     check_kinds,
     check_layout,
     check_ranks,
-    check_tensor,
     checked_mask,
 )
 from undivided.context_parallel import _schedule
