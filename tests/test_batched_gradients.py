@@ -162,5 +162,7 @@ def test_a_batch_of_second_derivatives_may_be_derived_again(way: str) -> None:
         (second,) = torch.autograd.grad(first, inputs[1], upstream, is_grads_batched=True, create_graph=True)
     loop = torch.stack([each(g) for g in upstream])
     torch.testing.assert_close(second, loop)
-    third, of_loop = (torch.autograd.grad(t.square().sum(), inputs, retain_graph=True) for t in (second, loop))
+    third, of_loop = (
+        torch.autograd.grad(t.square().sum(), inputs, retain_graph=True) for t in (second, loop)
+    )
     torch.testing.assert_close(third, of_loop)

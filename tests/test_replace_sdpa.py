@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -401,12 +402,139 @@ def test_nested_tensors_are_left_to_pytorch() -> None:
     assert replaced.calls == 0
 
 
-def test_errors_are_ours_while_it_is_active() -> None:
+def test_errors_are_ours_and_pytorchs_while_it_is_active() -> None:
     x = q()
-    with undivided.replace_sdpa(), pytest.raises(undivided.InputError, match="attn_mask must be None"):
-        F.scaled_dot_product_attention(x, x, x, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
-    with undivided.replace_sdpa(), pytest.raises(TypeError, match="value"):
-        F.scaled_dot_product_attention(x, x)
+    with undivided.replace_sdpa():
+        with pytest.raises(undivided.InputError, match="attn_mask must broadcast") as error:
+            F.scaled_dot_product_attention(x, x, x, torch.ones(5, 4, dtype=torch.bool))
+        assert isinstance(error.value, RuntimeError)
+        with pytest.raises(TypeError, match="value"):
+            F.scaled_dot_product_attention(x, x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.5))
+
+
+@pytest.fixture
+def recorded() -> Iterator[None]:
+    """PyTorch says that TorchScript is old, and warns of what a trace makes a constant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
+        yield
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    "record", [torch.jit.script, lambda m: torch.jit.trace(m, (q(),))], ids=["script", "trace"]
+)
+def test_torchscript_holds_pytorchs_operator(record: Callable[[nn.Module], Any]) -> None:
+    """A TorchScript program runs where this library is not installed, in C++ for one."""
+    module, x = (
+        Scaled(),
+        torch.randn(2, 3, 7, 8),
+    )  # another batch, other heads and another length than were traced
+    with undivided.replace_sdpa():
+        program = record(module)
+        found = program(x)
+    assert "aten::scaled_dot_product_attention" in str(program.inlined_graph)
+    torch.testing.assert_close(found, module(x))
+    torch.testing.assert_close(program(x), module(x))
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("make", [
+    lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True),
+], ids=["multihead-attention", "encoder-layer"])  # fmt: skip
+def test_pytorchs_modules_can_be_scripted(make: Callable[[], nn.Module]) -> None:
+    module, x = make().eval(), torch.randn(2, 5, 8)
+    with undivided.replace_sdpa():
+        program = torch.jit.script(module)
+    args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+    torch.testing.assert_close(program(*args), module(*args))
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_torchscript_knows_of_the_replacement_ends_with_it() -> None:
+    table = torch.jit._builtins._get_builtin_table()
+    before = dict(table)
+    first, second = undivided.replace_sdpa(), undivided.replace_sdpa()
+    first.restore()
+    assert (
+        torch.jit._builtins._find_builtin(F.scaled_dot_product_attention)
+        == "aten::scaled_dot_product_attention"
+    )
+    second.restore()
+    assert table == before
+
+
+def test_torch_fx_traces_symbolically_and_the_graph_holds_ours() -> None:
+    module, x = Scaled(), q()
+    with undivided.replace_sdpa() as replaced:
+        graph = torch.fx.symbolic_trace(module)
+        assert replaced.calls == 0
+        (node,) = [n for n in graph.graph.nodes if "attention" in str(n.target)]
+        assert node.target is F.scaled_dot_product_attention
+        torch.testing.assert_close(graph(x), module(x))
+        assert replaced.calls == 2
+    torch.testing.assert_close(graph(x), module(x))
+    assert replaced.calls == 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec.`:FutureWarning"
+)  # torch 2.13 in its own run_decompositions
+@pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
+@pytest.mark.parametrize("decomposed", [False, True], ids=["whole", "decomposed"])
+def test_torch_export_holds_ours_for_every_length(strict: bool, decomposed: bool) -> None:
+    module = Scaled()
+    with undivided.replace_sdpa() as replaced:
+        program = torch.export.export(
+            module, (q(),), dynamic_shapes=({2: torch.export.Dim("length")},), strict=strict
+        )
+        assert replaced.calls > 0
+    if decomposed:
+        program = program.run_decompositions()
+    assert "undivided.attention" in str(program.graph)
+    longer = torch.randn(1, 2, 11, 8)
+    torch.testing.assert_close(program.module()(longer), module(longer))
+
+
+class Tagged(Tensor):
+    """A tensor that sees every function that is called with it, and keeps its class."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_with_a_torch_function_sees_the_call_as_it_sees_pytorchs() -> None:
+    x = torch.randn(1, 2, 5, 8).as_subclass(Tagged)
+    expected = F.scaled_dot_product_attention(x, x, x)
+    Tagged.seen.clear()
+    with undivided.replace_sdpa() as replaced:
+        found = F.scaled_dot_product_attention(x, x, x)
+        assert Tagged.seen == [F.scaled_dot_product_attention]
+    assert replaced.calls == 1
+    assert type(found) is type(expected) is Tagged
+    torch.testing.assert_close(found.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
+def test_a_default_device_does_not_change_the_call() -> None:
+    """It is a mode that sees every function."""
+    x = q()
+    with torch.device("cpu"), undivided.replace_sdpa() as replaced:
+        found = F.scaled_dot_product_attention(x, x, x)
+    assert replaced.calls == 1
+    torch.testing.assert_close(found, PYTORCHS(x, x, x))
 
 
 @pytest.mark.parametrize("make", [

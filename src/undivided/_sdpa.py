@@ -18,11 +18,11 @@ from undivided import _autograd, _compile, _problem, _sdp_switches, masks
 from undivided._arguments import check_tensor
 from undivided._machine import Machine
 from undivided._policy import policy
-from undivided._sdpa_refusals import as_pytorchs
+from undivided._sdpa_refusals import NO_KERNEL, as_pytorchs
 from undivided._selection import select
 from undivided._tensors import is_observed
 from undivided._validation import DTYPES
-from undivided.errors import InputError
+from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -98,6 +98,9 @@ def scaled_dot_product_attention(
             raise
         call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise as_pytorchs(error, *call) from None
+    except NoBackendError as error:
+        error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
+        raise
     return out if shape is None else out.reshape(shape)
 
 
@@ -273,6 +276,11 @@ def _mask_or_bias(
         have not in (1, want) for have, want in zip(reversed(sizes), reversed(scores), strict=False)
     ):
         raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
+    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
+        raise InputError(
+            "attn_mask", "be None if is_causal=True and flash kernels are switched off", "both",
+            hint="allow SDPBackend.FLASH_ATTENTION as well, or join the causal part to attn_mask",
+        )  # fmt: skip
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = _CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:

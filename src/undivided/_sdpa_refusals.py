@@ -11,6 +11,10 @@ from undivided._tensors import is_traced
 from undivided.errors import InputError
 
 _KINDS = (TypeError, NotImplementedError, IndexError, RuntimeError)
+NO_KERNEL = (
+    "No viable backend for scaled_dot_product_attention was found. No available kernel. Aborting execution."
+)
+"""What PyTorch says where its switches leave no kernel: the first sentence where all are off, the others where one is left."""
 
 
 def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
@@ -31,19 +35,21 @@ def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
 def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     """What PyTorch raises: first for the shapes, on meta tensors; then for the dtypes and devices, on tensors of one element."""
     tensors = (query, key, value)
-    enable_gqa = others[-1]
-    if enable_gqa and any(isinstance(t, Tensor) and (t.dim() < 3 or t.shape[-3] == 0) for t in tensors):
-        return None  # it divides by the number of heads, which ends the process
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    if any(t.is_nested for t in given):
+        return None
+    if others[-1] and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
+        return None  # with enable_gqa it divides by the number of heads, which ends the process
     found = _raised(*map(_without_data, tensors), *map(_without_data, others))
-    if found is None and all(isinstance(t, Tensor) for t in tensors):
+    if found is None and len(given) == 3:
         found = _raised(*(t.new_empty((1,) * t.dim()) for t in tensors))
     return found
 
 
 def _raised(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
             scale: Any = None, enable_gqa: Any = False) -> Exception | None:  # fmt: skip
-    if attn_mask is not None and is_causal is True:
-        is_causal = False  # both are taken here, and PyTorch refuses both on meta tensors
+    if attn_mask is not None and is_causal is True and torch.backends.cuda.flash_sdp_enabled():
+        is_causal = False  # PyTorch's flash kernel takes both; on meta tensors the math kernel answers, which does not
     try:
         torch._C._nn.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,

@@ -65,7 +65,9 @@ def _rebuild_input_error(
 @functools.cache
 def _input_error_and(kind: type[Exception]) -> type[InputError]:
     """The class of errors that are an InputError and a `kind`."""
-    return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
+    return (
+        InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
+    )
 
 
 class NoBackendError(RuntimeError):

@@ -123,18 +123,17 @@ def _replacement(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, served by Undivided."""
-    if _is_pytorchs(query, key, value) or not _active:
-        out: Tensor = _pytorchs(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out
-    if has_torch_function_variadic(query, key, value):
+    if has_torch_function_variadic(query, key, value) and not _are_nested(query, key, value):
         # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as PyTorch's
         return handle_torch_function(  # type: ignore[no-any-return]
             _replacement, (query, key, value), query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-    _count()
+    if not _serve(query, key, value):
+        out: Tensor = _pytorchs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -143,18 +142,29 @@ def _replacement(
 _replacement.__name__ = _replacement.__qualname__ = "scaled_dot_product_attention"
 
 
-def _is_pytorchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the call is passed on: nested tensors, and what torch.jit.trace records, which must run without this library."""
+def _are_nested(*tensors: Tensor) -> bool:
+    """Whether any is nested, asked so that tensors which see every function called with them do not see this."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(getattr(tensor, "is_nested", False) is True for tensor in tensors)
+
+
+def _serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the call is ours, and count it. Nested tensors are not."""
     try:
-        nested = query.is_nested is True or key.is_nested is True or value.is_nested is True
-        return nested or torch.jit.is_tracing()
+        if query.is_nested or key.is_nested or value.is_nested:
+            return False
     except AttributeError:  # not tensors: the checks to come say so
+        pass
+    return _count()
+
+
+def _count() -> bool:
+    """Whether calls are ours now, and count one. What torch.jit.trace records is not: it must run without this library."""
+    if torch._C._is_tracing():
         return False
-
-
-def _count() -> None:
     for handle in _active:
         handle.calls += 1
+    return bool(_active)
 
 
 # torch.compile calls it while tracing and keeps the answer; counting in the graph would recompile at every call
