@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from undivided.errors import InputError
 from undivided.integrations.transformers import _patterns, attention, model_mask, register
+from undivided.integrations.transformers._masks import within_documents
 
 masking_utils = pytest.importorskip(
     "transformers.masking_utils", reason="the transformers library is not installed"
 )
+transformers = pytest.importorskip("transformers")
 register()
 
 STRUCTURE = {"causal", "window", "chunks", "prefix", "lengths", "starts", "documents", "document_ids"}
@@ -232,31 +236,141 @@ def test_a_mask_that_was_made_before_comes_back() -> None:
     assert repr(mask) == "<ModelMask [2, 1, 1, 12]: lengths(kv=[9, 9])>"
 
 
-@pytest.mark.parametrize("compute", [
-    lambda mask: torch.zeros(1) + mask,
-    lambda mask: mask + torch.zeros(1),
-    lambda mask: mask[:, :, :, :2],
-    lambda mask: mask.dtype,
-    lambda mask: mask.size(),
-], ids=["added", "added-to", "sliced", "dtype", "size"])  # fmt: skip
-def test_models_that_compute_attention_themselves_are_told_so(compute: Callable[[Any], Any]) -> None:
-    """Bloom and some others add their mask to scores. A boolean there would be silently wrong."""
-    mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
-    with pytest.raises(
-        (TypeError, AttributeError), match=r"computes attention itself .* attn_implementation='eager'"
+COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "sliced": lambda mask: mask[:, :, 1:, :2],
+    "sliced-row": lambda mask: mask[:, 0],
+    "joined": lambda mask: mask & torch.tensor([True, False, True]),
+    "joined-right": lambda mask: torch.tensor([True, False, True]) & mask,
+    "inverted": lambda mask: ~mask,
+    "added": lambda mask: torch.zeros(3) + mask,
+    "multiplied": lambda mask: mask * 2.0,
+    "compared": lambda mask: mask == 0,
+    "where": lambda mask: torch.where(mask, 0.0, -1.0),
+    "padded": lambda mask: torch.nn.functional.pad(mask, (0, 1)),
+    "joined-up": lambda mask: torch.cat([mask, mask], dim=-1),
+    "method": lambda mask: mask.repeat(1, 2, 1, 1).reshape(-1, 3, 3).sum(-1),
+    "masked-fill": lambda mask: torch.zeros(2, 4, 3, 3).masked_fill(mask, 1.0),
+    "to-float": lambda mask: mask.to(torch.float64),
+    "to-by-name": lambda mask: mask.to(device="cpu", dtype=torch.int32),
+    "float": lambda mask: mask.float(),
+    "iterated": lambda mask: torch.stack(list(mask)),
+}
+
+
+OF_BOOLEANS = {"joined", "joined-right", "inverted", "where", "masked-fill"}
+
+
+@pytest.mark.parametrize(
+    ("name", "booleans"),
+    [(name, True) for name in COMPUTED] + [(name, False) for name in COMPUTED if name not in OF_BOOLEANS],
+)
+def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(
+    name: str, booleans: bool
+) -> None:
+    """Gemma 4 slices its mask, LightGlue reshapes it, PP-DocLayout's reading order adds it to scores: each as with the mask
+    of "sdpa", or of "eager" if the model supports nothing else."""
+    made = masking_utils.causal_mask_function
+    real = torch.tensor([[True, True, True], [False, True, True]])
+    options = {"batch_size": 2, "q_length": 3, "kv_length": 3, "mask_function": made, "attention_mask": real}
+    model = transformers.LlamaModel if booleans else transformers.BloomModel
+    library = masking_utils.sdpa_mask if booleans else masking_utils.eager_mask
+    dense = library(**options, dtype=torch.float32, allow_is_causal_skip=False)
+    mask: Any = model_mask(**options, config=model.config_class(), dtype=torch.float32)
+    assert (mask.dtype, mask.shape, mask.device) == (dense.dtype, dense.shape, dense.device)
+    with (
+        nullcontext() if booleans else pytest.warns(UserWarning, match="as with attn_implementation='eager'")
     ):
-        compute(mask)
+        found = COMPUTED[name](mask)
+    expected = COMPUTED[name](dense)
+    assert torch.equal(found, expected)
+    assert found.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("passed_on", [
+    lambda mask: mask[:, :, :, :3],
+    lambda mask: mask[:],
+    lambda mask: mask.to("cpu"),
+    lambda mask: mask.to(torch.device("cpu"), non_blocking=True),
+    lambda mask: mask.to(dtype=torch.bool),
+    lambda mask: mask.contiguous().detach(),
+], ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"])  # fmt: skip
+def test_what_leaves_the_mask_as_it_is_keeps_its_structure(passed_on: Callable[[Any], Any]) -> None:
+    mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
+    assert passed_on(mask) is mask
+    assert (mask.dim(), mask.size(), mask.size(-1), mask.requires_grad) == (4, (1, 1, 3, 3), 3, False)
+    assert "dense" not in vars(mask)
+    with pytest.raises(AttributeError, match="no attribute '_made_up'"):
+        mask._made_up  # noqa: B018
+    assert mask in {mask}
+    assert copy.deepcopy(mask).shape == mask.shape
+
+
+def test_a_part_of_the_mask_is_attended_with_as_a_tensor() -> None:
+    """What a model made of its mask comes back as booleans or as numbers."""
+    q, k = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 3, 4)
+    mask: Any = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask.dense[:, :, 1:])
+    for given in (mask[:, :, 1:], torch.zeros(1, 1, 2, 3).masked_fill(~mask[:, :, 1:], torch.finfo().min)):
+        torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected.transpose(1, 2))
 
 
 class Layer(torch.nn.Module):
     is_causal = False
 
 
-@pytest.mark.parametrize("argument", ["head_mask", "indices", "block_indices", "sinks", "cache"])
+@pytest.mark.parametrize("argument", ["head_mask", "cache"])
 def test_what_changes_the_result_and_is_not_supported_is_refused(argument: str) -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(InputError, match=f"{argument} must be None"):
         attention(Layer(), q, q, q, None, **{argument: torch.zeros(1)})
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and weights with a logit more for each query, in the denominator alone."""
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, torch.finfo().min)
+    weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return (weights @ v).transpose(1, 2), weights
+
+
+def test_sinks_of_single_tokens() -> None:
+    """Inkling's: a logit for each query and head."""
+    tensors = [torch.randn(2, 4, 6, 8).requires_grad_() for _ in range(3)] + [
+        torch.randn(2, 4, 6, 1).requires_grad_()
+    ]
+    mask: Any = model_mask(2, 6, 6, mask_function=masking_utils.causal_mask_function)
+    found = attention(Layer(), *tensors[:3], mask, sinks=tensors[3], output_attentions=True)
+    expected = eager(*tensors[:3], mask.to_dense(), tensors[3])
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), tensors) for out, _ in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_keys_chosen_by_index() -> None:
+    """DeepSeek 3.2 and its like: some keys for each query, beside the mask."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    mask: Any = model_mask(2, 6, 6, mask_function=masking_utils.causal_mask_function)
+    indices = torch.stack([torch.stack([torch.randperm(6)[:3] for _ in range(6)]) for _ in range(2)])
+    chosen = (indices[..., None] == torch.arange(6)).any(-2)[:, None] & mask.to_dense()
+    rows = chosen.any(-1)[:, 0]
+    found = attention(Layer(), q, k, k, mask, indices=indices.to(torch.int32))[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=chosen, enable_gqa=True)
+    torch.testing.assert_close(found[rows], expected.transpose(1, 2)[rows])
+    assert not found[~rows].any()
+
+
+def test_blocks_of_keys_chosen_by_index() -> None:
+    """MiniMax M3: some blocks of keys for each query and group of heads; -1 is none, and the last block is not full."""
+    layer: Any = Layer()
+    layer.indexer = torch.nn.Identity()
+    layer.indexer.block_size = 2
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    blocks = torch.tensor([[[[0, 2], [1, -1], [2, 0]], [[1, 0], [2, -1], [0, -1]]]])
+    kept = (blocks[..., None] == torch.arange(5) // 2).any(-2).repeat_interleave(2, dim=1)
+    full: Any = model_mask(1, 3, 5, mask_function=masking_utils.bidirectional_mask_function)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=kept, enable_gqa=True)
+    for mask in (full, None):
+        found = attention(layer, q, k, k, mask, block_indices=blocks)[0]
+        torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_a_mask_for_other_sizes_is_refused() -> None:
@@ -316,7 +430,7 @@ def test_documents_from_cumulative_lengths() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=allowed).transpose(1, 2)
     options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
     torch.testing.assert_close(attention(Layer(), q, q, q, mask, **options)[0], expected)
-    assert mask.within(cu, cu, 5, 5) is mask.within(cu, cu, 5, 5)
+    assert within_documents(mask, cu, cu, 5, 5) is within_documents(mask, cu, cu, 5, 5)
     same = document[:, None] == document
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=same).transpose(1, 2)
     torch.testing.assert_close(attention(Layer(), q, q, q, None, **options)[0], expected)
@@ -331,7 +445,7 @@ def test_documents_from_cumulative_lengths() -> None:
 def test_documents_in_chunks_from_cumulative_lengths() -> None:
     cu = torch.tensor([0, 3, 9], dtype=torch.int32)
     mask = model_mask(1, 9, 9, mask_function=chunked(2)(no_padding(1)))
-    found = mask.within(cu, cu, None, None).to_dense(1, 1, 9, 9)[0, 0]
+    found = within_documents(mask, cu, cu, None, None).to_dense(1, 1, 9, 9)[0, 0]
     position = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
     document = torch.tensor([0] * 3 + [1] * 6)
     same = (document[:, None] == document) & (position[:, None] // 2 == position // 2)

@@ -6,6 +6,7 @@ packed documents and cached lengths stay what they are, and no S x S tensor is m
 
     _patterns.py    what a mask function of transformers says, read from its closure
     _masks.py       that, for the sizes and offsets of a call, as a Mask
+    _model_mask.py  the Mask in the place of a tensor; dense as soon as a model computes with it
     _attention.py   the attention of a layer
 """
 
@@ -17,7 +18,8 @@ import torch
 
 from undivided.errors import InputError
 from undivided.integrations.transformers._attention import attention
-from undivided.integrations.transformers._masks import ModelMask, model_mask
+from undivided.integrations.transformers._masks import model_mask
+from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import learn
 
 __all__ = ["ModelMask", "attention", "model_mask", "register"]

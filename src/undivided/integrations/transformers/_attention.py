@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from undivided import masks
 from undivided._autograd import autocast
 from undivided.errors import InputError
 from undivided.functional import attention as attend
-from undivided.integrations.transformers._masks import ModelMask, packed_mask
+from undivided.integrations.transformers._masks import packed_mask, within_documents
+from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
 
-REFUSED = ("head_mask", "indices", "block_indices", "sinks", "cache")
-"""Keywords of some models that change the result and that we have nothing for: factors of heads, keys chosen by index, sinks
-of single tokens, the cache of continuous batching."""
+REFUSED = ("head_mask", "cache")
+"""Keywords of some models that change the result and are not supported: factors of heads, the cache of continuous batching."""
 
 
 def attention(
@@ -32,6 +33,9 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
@@ -52,6 +56,9 @@ def attention(
         softcap: ``c * tanh(score / c)``.
         s_aux: sinks, ``[H]``.
         position_bias: added to the scores, ``[B|1, H, Sq, Sk]``.
+        sinks: sinks of single tokens, ``[B, H, Sq, 1]``.
+        indices: the only keys that each query attends to, int ``[B, Sq, n]``.
+        block_indices: the only blocks of keys, int ``[B, G, Sq, n]`` for G groups of heads, -1 for none.
         cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of documents packed into a batch of one.
         max_length_q, max_length_k: the longest of them.
         output_attentions: also return the weights, computed by the reference.
@@ -73,22 +80,26 @@ def attention(
         cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         documents = (cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
         if isinstance(attention_mask, ModelMask):
-            mask = attention_mask.within(*documents)
+            mask = within_documents(attention_mask, *documents)
         elif attention_mask is None:
             mask = packed_mask(Pattern(right=0 if causal else None), *documents)
         else:
             mask = packed_mask(Pattern(), *documents) & (mask or masks.FULL)
+    for chosen in _chosen(module, indices, block_indices, query.shape[1], key.shape[2]):
+        mask = masks.dense(chosen) if mask is None else mask & masks.dense(chosen)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {
         "layout": "bshd", "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sinks": s_aux,
         "dropout_p": dropout,
     }  # fmt: skip
-    if dropout and output_attentions:  # the same entries drop out in both
+    wants_weights = output_attentions or _collects_weights()
+    if dropout and wants_weights:  # the same entries drop out in both
         options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out: Tensor = attend(q, k, v, **options)
-    return out, _weights(q, k, options) if output_attentions else None
+    out, share = _with_token_sinks(q, k, v, sinks, options)
+    weights = _weights(q, k, options) if wants_weights else None
+    return out, weights if weights is None or share is None else weights * share
 
 
 def _mask_and_bias(
@@ -107,6 +118,43 @@ def _mask_and_bias(
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
     given = given[..., :kv_len]  # masks made for a whole static cache
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
+
+
+def _chosen(
+    module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
+) -> list[Tensor]:
+    """The keys that a layer chose for its queries, bool ``[B, 1|H, Sq, Sk]``."""
+    found = []
+    if indices is not None:
+        none = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
+        found.append(none.scatter(-1, indices.long(), True)[:, None])
+    if blocks is not None:
+        size: int = module.indexer.block_size  # type: ignore[union-attr, assignment]
+        count = -(-kv_len // size)
+        none = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
+        kept = none.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
+        kept = kept.repeat_interleave(size, dim=-1)[..., :kv_len]
+        found.append(kept.repeat_interleave(heads // blocks.shape[1], dim=1))
+    return found
+
+
+def _with_token_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention, and the share of it that sinks of single tokens leave to the keys, ``[B, H, Sq, 1]``."""
+    if sinks is None:
+        out: Tensor = attend(q, k, v, **options)
+        return out, None
+    out, lse = attend(q, k, v, return_lse=True, **options)
+    share = torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
+    return out * share.transpose(1, 2), share
+
+
+def _collects_weights() -> bool:
+    """Whether attention weights are collected from the layers, who are not always told (``output_attentions``)."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and any("attentions" in name for name in collector.get() or ())
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:

@@ -10,85 +10,15 @@ Legend: B batch, Sq queries, Sk keys.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
 from undivided.masks import FULL, Mask
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call, and the absolute positions of its first query and of its first key."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    q_offset: int = 0
-    kv_offset: int = 0
-
-    @property
-    def diagonal(self) -> int:
-        """d: the key that the first query stands on."""
-        return self.q_offset - self.kv_offset
-
-    @property
-    def end(self) -> int:
-        """One past the key that the last query stands on."""
-        return self.diagonal + self.q_len
-
-
-class ModelMask:
-    """An undivided `Mask` on its way through a model, with what models and ``generate`` ask of a 4-D mask.
-
-    Args:
-        mask: which pairs may attend.
-        pattern: what the mask says apart from padding, for documents that only the attention is told of.
-        sizes: those of the call.
-    """
-
-    ndim = 4
-
-    def __init__(self, mask: Mask, pattern: Pattern, sizes: Sizes) -> None:
-        self.mask, self.pattern, self.sizes = mask, pattern, sizes
-        self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
-        self._documents: tuple[Tensor, Tensor, Mask] | None = None
-
-    def contiguous(self) -> ModelMask:
-        """Itself: there is no memory to put in order."""
-        return self
-
-    def to_dense(self) -> Tensor:
-        """Every pair, bool ``[B, 1, Sq, Sk]``, True = attend."""
-        sizes = self.sizes
-        return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len)
-
-    def within(self, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
-        """The pattern inside documents packed into one row, remembered for the layers that ask with the same tensors."""
-        if self._documents is None or self._documents[0] is not cu_q or self._documents[1] is not cu_kv:
-            mask = packed_mask(self.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(self.pattern, self.sizes)
-            self._documents = cu_q, cu_kv, mask & _key_map(self.pattern, self.sizes)
-        return self._documents[2]
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else is asked: the model computes with its mask, in a convention of its own that we cannot know."""
-        raise AttributeError(f"{NOT_A_TENSOR}: it asked for its mask's {name!r}")
-
-    def _computed(self, *others: object) -> Any:
-        raise TypeError(NOT_A_TENSOR)
-
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __getitem__ = _computed
-
-    def __repr__(self) -> str:
-        return f"<ModelMask {list(self.shape)}: {self.mask!r}>"
-
-
-NOT_A_TENSOR = (
-    "this model computes attention itself instead of calling the one that is registered, so it cannot run on undivided; "
-    "attn_implementation='eager' runs it"
-)
 
 
 def model_mask(
@@ -101,6 +31,8 @@ def model_mask(
     attention_mask: Tensor | ModelMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **unused: Any,
 ) -> ModelMask:
     """The mask function that is registered: what a model asks for once for every kind of layer and forward pass.
@@ -113,6 +45,8 @@ def model_mask(
             A mask that was made before (by ``generate``, ahead of the model) is handed back.
         use_vmap: the function takes single positions and not tensors of them.
         device: of the model's tensors.
+        dtype: of the model's hidden states.
+        config: the model's configuration.
         unused: what other implementations need.
 
     Returns:
@@ -126,7 +60,43 @@ def model_mask(
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
         pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
-    return ModelMask(mask_of(pattern, sizes, torch.device(device)), pattern, sizes)
+    device, own = torch.device(device), config is not None and not takes_booleans(type(config))
+    return ModelMask(mask_of(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
+
+
+def within_documents(
+    given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None
+) -> Mask:
+    """A model's pattern inside documents packed into one row, remembered for layers that ask with the same tensors."""
+    if given.documents is None or given.documents[0] is not cu_q or given.documents[1] is not cu_kv:
+        mask = packed_mask(given.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(given.pattern, given.sizes)
+        given.documents = cu_q, cu_kv, mask & _key_map(given.pattern, given.sizes)
+    return given.documents[2]
+
+
+def takes_booleans(config_class: type) -> bool:
+    """Whether a model of this configuration runs with boolean masks: those of "sdpa" and "flex_attention".
+
+    Transformers checks this for its own implementations only. A model for which it is not so (an encoder that computes
+    attention itself inside a larger model, say) computes with the numbers of "eager", if it computes with its mask at all.
+    """
+    known = _takes_booleans.get(config_class)
+    if known is None:
+        from transformers import PreTrainedModel
+
+        classes, found = [PreTrainedModel], []
+        while classes:
+            classes += (one := classes.pop()).__subclasses__()
+            if one.config_class is config_class:
+                found.append(one._supports_sdpa or one._supports_flex_attn or one._supports_attention_backend)
+        known = any(found)
+        if not found:  # its model is not imported yet
+            return True
+        _takes_booleans[config_class] = known
+    return known
+
+
+_takes_booleans: dict[type, bool] = {}
 
 
 def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
