@@ -95,6 +95,7 @@ def agree(case: Case) -> None:
         assert pairs_of(painted.expand(case.batch, -1, -1)) == expected_any_head
     else:
         assert pairs_of(painted.expand(case.batch, -1, -1)) >= expected_any_head
+    assert form.pairs == len(expected)
     check_rows(form, dense)
     check_blocks(form, dense)
     check_tiles(form, dense)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import FULL, Mask
+from undivided.masks._drawing import density
 
 CPU = torch.device("cpu")
 causal, window, lengths, documents, prefix = (
@@ -590,6 +591,41 @@ def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
         assert one is other
 
 
+MOVED = {
+    "every-pair": masks.FULL,
+    "shared-lengths": causal() & lengths(n := torch.tensor([2, 3]), n),
+    "documents": documents([0, 2, 5]) & causal(),
+    "dense": masks.dense(torch.rand(1, 1, 5, 5) < 0.5),
+    "predicate": masks.predicate(lambda b, h, q, k: q >= k),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
+    mask = MOVED[name]
+    moved = mask.to(torch.device("meta"))
+    assert [t.device.type for t in moved.tensors] == ["meta"] * len(mask.tensors)
+    assert moved.structure == mask.structure
+    assert [t.shape for t in moved.tensors] == [t.shape for t in mask.tensors]
+    assert mask.to("cpu") is mask
+    assert all(t.device.type == "cpu" for t in mask.tensors)
+
+
+def test_a_moved_mask_knows_what_its_values_said() -> None:
+    """On a GPU a kernel would have to wait to read the longest document."""
+    moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
+    assert moved.document_sizes == (2, 3, 1)
+    n = torch.tensor([2, 3])
+    (shared,) = (causal() & lengths(n, n)).to("meta").tensors
+    assert shared.shape == (2,)
+
+
+@pytest.mark.parametrize("device", ["tpu", 3.5, None])
+def test_a_mask_moves_to_devices_only(device: Any) -> None:
+    with pytest.raises(InputError, match=r"device must be a torch\.device or its name, got"):
+        causal().to(device)
+
+
 def test_a_released_predicate_is_not_found_again() -> None:
     mask = masks.predicate(lambda b, h, q, k: q >= k)
     spec, _ = mask.flatten()
@@ -653,6 +689,9 @@ def test_a_million_tokens_take_memory_in_proportion(name: str) -> None:
         if form.exact:
             form.tiles(4096, 4096)
             assert form.rows_allowed.any()
+        if form.exact or name == "two-unions":
+            assert form.pairs > S
+            density(form, 24, 48)
     assert largest.elements <= 4 * S
 
 
@@ -762,6 +801,14 @@ def test_str_draws_a_small_example(mask: Mask, picture: str | None) -> None:
 
 def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
     assert "align must be given" in str(causal() & lengths([1, 2]))
+
+
+def test_a_picture_in_text_that_nobody_reads_is_refused() -> None:
+    """10 GB of characters, and as many pairs before them."""
+    with pytest.raises(
+        InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"
+    ):
+        causal().draw(100_000, 100_000)
 
 
 def test_draw_shows_every_batch_element() -> None:

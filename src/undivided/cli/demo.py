@@ -136,8 +136,7 @@ def _facts(batch: Batch, chosen: list[Document]) -> Report:
     """Exact counts: what packing saves."""
     padded = len(batch.lengths) * batch.longest
     per_token = (2 * batch.q[0].numel() + batch.k[0].numel() + batch.v[0].numel()) * batch.q.element_size()
-    form = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu")
-    allowed = int((form.ranges[..., 1::2] - form.ranges[..., 0::2]).sum())
+    allowed = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu").pairs
     return {
         "machine": {
             "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability(),

@@ -54,29 +54,20 @@ def mask(
 
 def _facts(built: masks.Mask, rows: int, queries: int, keys: int) -> dict[str, Any]:
     form = built.normal_form(rows, 1, queries, keys, "cpu")
-    everything = slice(None)
-    pairs = sum(
-        int(form.allowed(slice(b, b + 1), everything, everything, slice(0, 1)).sum()) for b in range(rows)
-    )
     return {
-        "mask": repr(built), "batch": rows, "q_len": queries, "kv_len": keys, "pairs": pairs,
-        "share": pairs / max(rows * queries * keys, 1), "ranges": form.ranges.tolist(),
+        "mask": repr(built), "batch": rows, "q_len": queries, "kv_len": keys, "pairs": form.pairs,
+        "share": form.pairs / max(rows * queries * keys, 1), "ranges": form.ranges.tolist(),
     }  # fmt: skip
 
 
 def _show(built: masks.Mask, rows: int, queries: int, keys: int) -> None:
-    screen, facts = console(), _facts(built, rows, queries, keys)
-    screen.print(Text(repr(built), "bold"))
-    screen.print(
-        f"{queries} queries, {keys} keys: {facts['pairs']:,} pairs allowed, {facts['share']:.1%}",
-        markup=False,
-    )
+    screen, form = console(), built.normal_form(rows, 1, queries, keys, "cpu")
+    share = form.pairs / max(rows * queries * keys, 1)
+    screen.print(Text(repr(built), "bold"), soft_wrap=True)
+    counted = f"{queries} queries, {keys} keys: {form.pairs:,} pairs allowed, {share:.1%}"
+    screen.print(Text(counted), soft_wrap=True)
     is_small = max(queries, keys) <= LARGEST_PICTURE
-    picture = (
-        built.draw(queries, keys, rows)
-        if is_small
-        else shaded(built.normal_form(rows, 1, queries, keys, "cpu"))
-    )
+    picture = built.draw(queries, keys, rows) if is_small else shaded(form)
     screen.print(Text(picture), soft_wrap=True)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ALLOWED, MASKED = "■", "·"
 EXAMPLE = 8  # size of the picture for a mask that has none of its own
 LARGEST_PICTURE = 32  # beyond this a line of text no longer fits a terminal
+MOST_DRAWN = 1 << 22  # pairs of a picture in text: 8 MiB of characters
 PLOT_INCHES = 5
 TITLE_POINTS, TITLE_COLUMNS = 9, 60  # fixed width: 60 letters of 9 * 0.6 points are 4.5 of the 5 inches
 

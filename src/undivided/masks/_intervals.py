@@ -10,6 +10,7 @@ Axes: B batch, H heads, Sq query rows, Sk keys; r and k rows and keys of a block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,13 +239,16 @@ class NormalForm:
     def counts(self, row_edges: Sequence[int], key_edges: Sequence[int]) -> Tensor:
         """Allowed pairs in each cell of a grid, int64 ``[B|1, H|1, len(row_edges)-1, len(key_edges)-1]``.
 
-        The edges ascend from 0 to the number of rows and of keys. From ranges alone this takes O(S + cells).
+        The edges ascend from 0 to the number of rows and of keys. From ranges alone this takes O(S + cells); whatever is not a
+        range is evaluated a block at a time.
         """
         row_cuts = torch.tensor(row_edges, device=self.ranges.device)
         key_cuts = torch.tensor(key_edges, device=self.ranges.device)
         cell = torch.searchsorted(row_cuts, torch.arange(self.q_len, device=row_cuts.device), right=True) - 1
-        if self.exact:
-            return _range_counts(self.ranges, cell, len(row_edges) - 1, key_cuts)[:, None]
+        if (single := self._single_ranges()) is not None:
+            found = sum(_range_counts(one, cell, len(row_edges) - 1, key_cuts) for one in single)
+            assert isinstance(found, Tensor)
+            return found[:, None]
         total: Tensor | None = None
         for rows in self._row_blocks():
             running = torch.nn.functional.pad(self.allowed(all_, rows, all_, all_).cumsum(-1), (1, 0))
@@ -257,6 +261,29 @@ class NormalForm:
                 1, 1, len(row_edges) - 1, len(key_edges) - 1, dtype=torch.int64, device=cell.device
             )
         return total
+
+    def _single_ranges(self) -> list[Tensor] | None:
+        """The pairs as disjoint ranges, int32 ``[B|1, Sq, 2]`` each; None if an extra is not made of ranges."""
+        pieces = list(self.ranges.split(2, -1))
+        for extra in self.extras:
+            if not isinstance(extra, RangePairs):
+                return None
+            pieces = [_overlap(one, other) for one in pieces for other in extra.ranges.split(2, -1)]
+        return pieces
+
+    @cached_property
+    def pairs(self) -> int:
+        """Allowed pairs of all batch elements and heads.
+
+        >>> NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2, heads=4).pairs
+        12
+        """
+        found = self.counts([0, self.q_len], [0, self.kv_len])
+        broadcast = [
+            size // have if have else 0
+            for size, have in zip((self.batch, self.heads), found.shape, strict=False)
+        ]
+        return int(found.sum()) * math.prod(broadcast)
 
     def tiles(self, block_q: int, block_k: int) -> Tensor:
         """Which tiles are empty (0), partial (1) or full (2): uint8 ``[B|1, H|1, nq, nk]``."""
@@ -341,6 +368,12 @@ def _bounded(index: slice, length: int) -> slice:
 
 def _edges(length: int, step: int) -> list[int]:
     return [*range(0, length, step), length]
+
+
+def _overlap(a: Tensor, b: Tensor) -> Tensor:
+    """Keys in both of two ranges ``[B|1, Sq, 2]``."""
+    start = torch.maximum(a[..., 0], b[..., 0])
+    return torch.stack((start, torch.minimum(a[..., 1], b[..., 1]).clamp(min=start)), -1)
 
 
 def _range_counts(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Tensor:

@@ -290,6 +290,42 @@ class Mask(Remembers):
             batch, heads, q_len, kv_len
         )
 
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with its tensors on a device: itself if they are there already.
+
+        What is known of documents on the CPU (the longest one) goes along, so that no kernel waits to read it. Tensors that a
+        predicate closes over stay where they are.
+
+        Args:
+            device: a torch.device or its name.
+
+        Returns:
+            A mask that means the same pairs.
+
+        Raises:
+            InputError: ``device`` is not a device.
+
+        >>> from undivided.masks import *
+        >>> mask = causal() & lengths([2, 3])
+        >>> mask.to("cpu") is mask, mask.to("meta").tensors[0].device.type
+        (True, 'meta')
+        """
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise InputError("device", "be a torch.device or its name", repr(device)) from None
+        tensors = self.tensors
+        moved = [tensor.to(target) for tensor in tensors]
+        if all(new is old for new, old in zip(moved, tensors, strict=True)):
+            return self
+        parts = tuple(
+            dataclasses.replace(part, max_q=part.longest("q"), max_kv=part.longest("kv"))
+            if isinstance(part, Documents)
+            else part
+            for part in self.parts
+        )
+        return Mask.unflatten(_spec.write(self.align, self.band, parts, tensors), moved)
+
     def flatten(self) -> tuple[str, list[Tensor]]:
         """The mask as a constant string and its tensors, to pass through an operator.
 
@@ -324,6 +360,9 @@ class Mask(Remembers):
     def draw(self, q_len: int, kv_len: int, batch: int = 1) -> str:
         """The allowed pairs of every batch element as text, head 0.
 
+        Raises:
+            InputError: the sizes do not fit the mask, or there are more pairs than anybody reads.
+
         >>> from undivided.masks import *
         >>> print(causal(align="bottom_right").draw(2, 4))
           0 1 2 3
@@ -331,6 +370,11 @@ class Mask(Remembers):
         1 ■ ■ ■ ■
         """
         form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
+        if (pairs := batch * q_len * kv_len) > _drawing.MOST_DRAWN:
+            raise InputError(
+                "batch * q_len * kv_len", f"be at most {_drawing.MOST_DRAWN} for a picture in text", pairs,
+                "mask.plot(q_len, kv_len, path) draws any size",
+            )  # fmt: skip
         return "\n\n".join(_drawing.draw(form, index) for index in range(batch))
 
     def plot(
