@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import undivided
 from adapter_check import MASKS, check, expected, tensors
 from fake_cudnn import FakeCudnn
 from undivided import DotProductAttention, functional, masks
@@ -178,9 +180,12 @@ def test_cudnn_alibi(cudnn_module: FakeCudnn, heads: int, q_len: int, kv_len: in
 def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
     """The same numbers from elsewhere, and slopes that were written to, may be anything."""
     q, k, v = (t.half() for t in tensors(6, 6))
-    written = usual_slopes(4)
-    written[0] = 3.0
-    for slopes, known in ((usual_slopes(4), True), (usual_slopes(4).clone(), False), (written, False)):
+    written, own = usual_slopes(4), undivided.alibi_slopes(4)
+    written[0] = own[0] = 3.0
+    for slopes, known in (
+        (usual_slopes(4), True), (usual_slopes(4).clone(), False), (written, False),
+        (undivided.alibi_slopes(4), True), (copy.deepcopy(undivided.alibi_slopes(4)), False), (own, False),
+    ):  # fmt: skip
         problem, _ = normalise(
             q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda"
         )
@@ -189,6 +194,17 @@ def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
         assert [reason[:40] for reason in reasons] == (
             [] if known else ["ALiBi slopes that are not known to be th"]
         )
+
+
+def test_slopes_belong_to_who_asked_for_them() -> None:
+    """One shared tensor, trained as a parameter, would change every other model's."""
+    first, second = undivided.alibi_slopes(4), undivided.alibi_slopes(4)
+    torch.nn.Parameter(first).data.zero_()
+    assert torch.equal(second, usual_slopes(4))
+    assert undivided.alibi_slopes(4, "meta").is_meta
+    for heads in (0, -1, 2.0, None):
+        with pytest.raises(undivided.InputError, match="heads must be"):
+            undivided.alibi_slopes(heads)  # type: ignore[arg-type]
 
 
 def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:

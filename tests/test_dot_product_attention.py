@@ -337,6 +337,7 @@ def press_slopes(heads: int) -> list[float]:
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20])
 def test_default_alibi_slopes(heads: int) -> None:
     torch.testing.assert_close(usual_slopes(heads), torch.tensor(press_slopes(heads)))
+    torch.testing.assert_close(undivided.alibi_slopes(heads), torch.tensor(press_slopes(heads)))
 
 
 @pytest.mark.parametrize("slopes", [None, "h", "bh"])

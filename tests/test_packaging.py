@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -64,7 +65,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"command line", "uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
     ),
     "command line": (
-        {"undivided.cli"},
+        {"undivided.cli", "undivided.__main__"},
         {"uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
     ),
     "uses": (
@@ -92,7 +93,13 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"selection", "backends", "kernels", "problem", "errors"},
     ),
     "selection": (
-        {"undivided._selection", "undivided._measured", "undivided._policy", "undivided._sdp_switches"},
+        {
+            "undivided._selection",
+            "undivided._logging",
+            "undivided._measured",
+            "undivided._policy",
+            "undivided._sdp_switches",
+        },
         {"backends", "kernels", "problem", "errors"},
     ),
     "backends": ({"undivided.backends"}, {"kernels", "problem", "errors"}),
@@ -100,6 +107,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "problem": (
         {
             "undivided._arguments",
+            "undivided._foreign",
             "undivided._layout",
             "undivided._machine",
             "undivided._problem",
@@ -111,7 +119,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"errors"},
     ),
-    "errors": ({"undivided.errors", "undivided._files"}, set()),
+    "errors": ({"undivided.errors", "undivided._files", "undivided._version"}, set()),
 }
 MAY_USE_PROCESS_GROUPS = {"surface", "command line", "uses"}
 
@@ -291,6 +299,11 @@ def test_all_is_what_the_package_reexports() -> None:
     public = {name for name in visible if not name.startswith("_")} - {"annotations"}
     assert set(undivided.__all__) == public
     assert len(undivided.__all__) == len(set(undivided.__all__))
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert undivided.__version__ == importlib.metadata.version("undivided")
+    assert "__version__" not in undivided.__all__
 
 
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*")), ROOT / ".ci" / "run"]

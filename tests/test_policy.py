@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -440,3 +441,126 @@ def test_switching_on_logging_later_prints_the_decisions_made_from_then_on(
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
     run()
     assert logged.readouterr().err.startswith("undivided: torch_flash for ")
+
+
+def records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "undivided"]
+
+
+def test_the_logger_gets_one_record_for_each_new_decision(
+    logged: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "undivided"):
+        run()
+        run()
+    (record,) = records(caplog)
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("torch_flash for q 1x8x2x16")
+    assert record.decision is undivided.last_decision()  # type: ignore[attr-defined]
+    assert logged.readouterr() == ("", "")
+
+
+def test_at_debug_level_the_record_is_the_table(
+    logged: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "undivided"):
+        run(softcap=1.0)
+    (record,) = records(caplog)
+    assert record.getMessage() == str(undivided.last_decision())
+
+
+def test_undivided_log_leaves_the_logger_as_it_is(
+    logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("undivided")
+    before = logger.level, list(logger.handlers)
+    monkeypatch.setenv("UNDIVIDED_LOG", "info")
+    run()
+    assert (logger.level, logger.handlers) == before
+    assert logged.readouterr().err.startswith("undivided: torch_flash for ")
+
+
+# What ran
+
+
+def test_last_decision_is_that_of_the_last_call_of_this_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(undivided.last_decision).result() is None
+        run(backend="reference")
+        assert undivided.last_decision().backend.name == "reference"  # type: ignore[union-attr]
+        pool.submit(run, backend="torch_flash").result()
+        assert pool.submit(undivided.last_decision).result().backend.name == "torch_flash"
+    assert undivided.last_decision().backend.name == "reference"  # type: ignore[union-attr]
+
+
+def test_last_decision_is_set_by_a_repeated_call_too() -> None:
+    for backend in ("reference", "torch_flash", "reference"):
+        run(backend=backend)
+        assert undivided.last_decision().backend.name == backend  # type: ignore[union-attr]
+
+
+def test_explain_and_a_refused_call_leave_the_last_decision_as_it_was() -> None:
+    run(backend="reference")
+    before = undivided.last_decision()
+    undivided.explain(Q, Q, Q, layout="bshd", backend="torch_flash")
+    with pytest.raises(NoBackendError):
+        run(softcap=1.0, backend="torch_flash")
+    assert undivided.last_decision() is before
+
+
+def test_every_way_to_call_sets_the_last_decision() -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "sdpa": lambda: undivided.scaled_dot_product_attention(Q, Q, Q),
+        "layer": lambda: undivided.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="no_mask")(
+            Q, Q, Q
+        ),
+        "cache": lambda: attend_in_a_cache(),
+    }
+    for name, call in calls.items():
+        run(backend="reference")
+        before = undivided.last_decision()
+        call()
+        assert undivided.last_decision() is not before, name
+
+
+def attend_in_a_cache() -> object:
+    cache = undivided.KVCache(1, 8, 2, 16, dtype=Q.dtype)
+    cache.append(Q, Q)
+    return cache.attend(Q)
+
+
+def test_a_compiled_graph_sets_the_last_decision_when_it_runs() -> None:
+    compiled = torch.compile(undivided.attention, backend="aot_eager", fullgraph=True)
+    compiled(Q, Q, Q, layout="bshd")
+    for backend in ("reference", "torch_flash"):
+        with use_backends(backend):
+            compiled(Q, Q, Q, layout="bshd")
+        assert undivided.last_decision().backend.name == backend  # type: ignore[union-attr]
+
+
+# Misspelt variables
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2", "False"])
+def test_another_word_for_determinism_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """ "False" switched it on."""
+    monkeypatch.setenv("UNDIVIDED_DETERMINISTIC", value)
+    with pytest.raises(InputError, match=rf"^UNDIVIDED_DETERMINISTIC must be 0 or 1, got '{value}'$"):
+        run()
+
+
+def test_backends_that_name_none_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone comma forbade every backend."""
+    monkeypatch.setenv("UNDIVIDED_BACKENDS", " , ")
+    with pytest.raises(InputError, match=r"^UNDIVIDED_BACKENDS must name at least one of .*, got ' , '$"):
+        run()
+
+
+@pytest.mark.parametrize(
+    "variable", ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"]
+)
+def test_a_switch_of_transformer_engine_is_a_number(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """ "off" switched nothing off. TransformerEngine itself reads these with int()."""
+    monkeypatch.setenv(variable, "off")
+    with pytest.raises(InputError, match=rf"^{variable} must be 0 or 1, got 'off'$"):
+        run()

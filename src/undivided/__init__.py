@@ -6,7 +6,9 @@ from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import use_backends
 from undivided._result import merge
-from undivided._selection import Decision
+from undivided._selection import Decision, last_decision
+from undivided._slopes import alibi_slopes
+from undivided._version import __version__ as __version__
 from undivided.cache import InferenceParams, KVCache, PagedKVCache
 from undivided.context_parallel import ContextParallel
 from undivided.diagnosis import diagnose
@@ -40,11 +42,13 @@ __all__ = [
     "PagedKVCache",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "alibi_slopes",
     "apply_rotary_pos_emb",
     "attention",
     "backends",
     "diagnose",
     "explain",
+    "last_decision",
     "masks",
     "merge",
     "replace_sdpa",

@@ -210,21 +210,35 @@ def _read_policy(
         _known((backend,))
     disabled = [(name, "use_backends.disable") for name in switch.disabled]
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
-        if os.environ.get(f"NVTE_{variable}_ATTN", "1") == "0":
+        if not _flag(f"NVTE_{variable}_ATTN", True):
             disabled.append((family, f"NVTE_{variable}_ATTN=0"))
     disabled += _sdp_switches.disabled(switches)
     allowed, allowed_by = switch.allowed, "use_backends"
-    if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "").strip()):
-        allowed = _known([name.strip() for name in text.split(",") if name.strip()], "UNDIVIDED_BACKENDS")
-        allowed_by = "UNDIVIDED_BACKENDS"
+    if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "")).strip():
+        allowed, allowed_by = _listed(text), "UNDIVIDED_BACKENDS"
     if allowed is None and (order := _sdp_switches.order(switches)):
         allowed, allowed_by = order, "sdpa_kernel(set_priority=True)"
     if deterministic is None:
-        deterministic = (
-            os.environ.get("UNDIVIDED_DETERMINISTIC", "0") not in ("", "0")
-            or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
-        )
+        allows_other = _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO", True)
+        deterministic = _flag("UNDIVIDED_DETERMINISTIC", False) or not allows_other
     return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, _log_level())
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        from undivided.backends import names_and_families
+
+        known = ", ".join(sorted(names_and_families()))
+        raise InputError("UNDIVIDED_BACKENDS", f"name at least one of {known}", repr(text))
+    return _known(names, "UNDIVIDED_BACKENDS")
+
+
+def _flag(variable: str, default: bool) -> bool:
+    text = os.environ.get(variable, "").strip()
+    if text not in ("", "0", "1"):
+        raise InputError(variable, "be 0 or 1", repr(text))
+    return default if text == "" else text == "1"
 
 
 def _log_level() -> str:

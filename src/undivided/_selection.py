@@ -9,12 +9,12 @@ such a problem (`_measured`), these trade their places, the fastest first; the o
 from __future__ import annotations
 
 import itertools
-import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from undivided import _measured
+from undivided import _logging, _measured
 from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Problem
@@ -136,11 +136,38 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     """
     key = (problem, policy, id(machine))
     decision = _decisions.get(key)
-    if decision is not None and decision.machine is machine:
-        return decision
-    decision = _select_by_class(problem, machine, policy)
-    _remember(_decisions, key, decision)
+    if decision is None or decision.machine is not machine:
+        decision = _select_by_class(problem, machine, policy)
+        _remember(_decisions, key, decision)
+    _last.decision = decision
     return decision
+
+
+class _Last(threading.local):
+    decision: Decision | None = None
+
+
+_last = _Last()
+
+
+def last_decision() -> Decision | None:
+    """The Decision of the last call of this thread: which backend ran, and why not the others.
+
+    Set by every call that selects: `attention`, `scaled_dot_product_attention`, the layers, the caches, and compiled graphs
+    when they run. A call that raises for want of a backend leaves it as it was; `explain` does too. Under context
+    parallelism it is that of the rank's last piece of work. Under torch.func and forward-mode differentiation the
+    reference's operations run, whatever was decided.
+
+    Returns:
+        The `Decision`; None before the thread's first call.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> out = undivided.attention(q, q, q, layout="bshd", backend="reference")
+    >>> undivided.last_decision().backend.name
+    'reference'
+    """
+    return _last.decision
 
 
 def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
@@ -202,7 +229,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
         )
         return Decision(exact, machine, policy, known.chosen)
     decision = decide(problem, machine, policy)
-    _log(decision, policy)
+    _logging.log(decision, policy.log)
     if decision.chosen is None:
         raise NoBackendError(decision)
     _remember(_by_class, key, decision)
@@ -243,12 +270,3 @@ def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Po
     if not reasons and not named and (hesitation := backend.only_when_asked(problem, machine)):
         reasons.append(hesitation)
     return reasons
-
-
-def _log(decision: Decision, policy: Policy) -> None:
-    """Print a new Decision on standard error where UNDIVIDED_LOG asks: one line for "info", the table for "debug"."""
-    if not policy.log:
-        return
-    chosen = decision.chosen.name if decision.chosen else "no backend"
-    text = str(decision) if policy.log == "debug" else f"{chosen} for {decision.problem}"
-    print(f"undivided: {text}", file=sys.stderr)

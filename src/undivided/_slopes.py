@@ -10,11 +10,46 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from undivided._arguments import as_integer
 from undivided._tensors import is_traced, versions
 
 _made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
 """The slopes of a number of heads on a device, and the in-place version that they were made with."""
+
+
+_own = WeakTensorKeyDictionary()
+"""The tensors of `alibi_slopes` that are alive, and the in-place version that each was made with."""
+
+
+def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
+
+    For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise the slopes of the power of two below n,
+    followed by every other slope of twice that power. cuDNN takes only these; it is given a tensor of this function as
+    long as nobody writes to it, and no copy of it.
+
+    Args:
+        heads: number of query heads, at least 1.
+        device: where the tensor is made.
+
+    Returns:
+        The slopes, float32 [heads].
+
+    Raises:
+        InputError: ``heads`` is not an int, or is below 1.
+
+    Source: Press et al. 2022 (arXiv:2108.12409), section 3 and its published code for other numbers of heads.
+
+    >>> import undivided
+    >>> undivided.alibi_slopes(4).tolist(), undivided.alibi_slopes(3).tolist()
+    ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
+    """
+    slopes = _computed(as_integer("heads", heads, 1), device)
+    if not is_traced() and (version := versions((slopes,))) is not None:
+        _own[slopes] = version
+    return slopes
 
 
 def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -54,6 +89,8 @@ def are_usual(slopes: Tensor) -> bool:
     """
     if slopes.dim() != 1 or torch.compiler.is_compiling():
         return False
+    if (own := _own.get(slopes)) is not None:
+        return own == versions((slopes,))
     made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
     if made is None or version is None or versions((slopes,)) != version:
         return False

@@ -48,7 +48,7 @@ def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -
     if not problem.usual_slopes:
         found.append(
             "ALiBi slopes that are not known to be the usual ones (cuDNN computes those; a bias would be rounded to "
-            f"{name(problem.dtype)}; a layer with 'alibi' and no slopes has them)"
+            f"{name(problem.dtype)}; undivided.alibi_slopes(heads) gives them)"
         )
     if problem.mask.right != 0:
         found.append("ALiBi slopes without a causal mask (cuDNN's are signed)")
