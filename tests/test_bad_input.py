@@ -5,8 +5,11 @@ A message names the argument, what it must be, and what it was; a HINT follows w
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
+import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 import undivided
-from undivided import InputError, Machine, explain, masks, merge, use_backends
+from undivided import InputError, Machine, _foreign, explain, masks, merge, use_backends
 from undivided.backends import names_and_families
 
 BACKENDS = ", ".join(sorted(names_and_families()))
@@ -233,17 +236,32 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "heads-not-divisible": (
         lambda: att(k=t(2, 7, 3, 8), v=t(2, 7, 3, 8)),
         "k must have a number of heads that divides q's (4), got 3 in [2, 7, 3, 8]",
+        "grouped-query attention needs 1, 2 or 4 key heads for 4 query heads, so that each serves equally many",
+    ),
+    "kv-heads-not-dividing-and-another-layout-that-fits": (
+        lambda: att(q=t(2, 256, 8, 64), k=t(2, 256, 3, 64), v=t(2, 256, 3, 64)),
+        "k must have a number of heads that divides q's (8), got 3 in [2, 256, 3, 64]",
+        "grouped-query attention needs 1, 2, 4 or 8 key heads for 8 query heads, so that each serves equally many",
+    ),
+    "another-batch-and-another-layout-that-fits": (
+        lambda: att(q=t(4, 16, 8, 64), k=t(3, 16, 8, 64), v=t(3, 16, 8, 64)),
+        "k must have the batch size of q (4), got 3 in [3, 16, 8, 64]",
         None,
+    ),
+    "wrong-layout-while-decoding": (
+        lambda: att(q=t(2, 8, 1, 64), k=t(2, 8, 100, 64), v=t(2, 8, 100, 64)),
+        "k must have a number of heads that divides q's (1), got 100 in [2, 8, 100, 64]",
+        "these shapes would fit layout='bhsd'",
     ),
     "more-kv-heads": (
         lambda: att(k=t(2, 7, 8, 8), v=t(2, 7, 8, 8)),
         "k must have a number of heads that divides q's (4), got 8 in [2, 7, 8, 8]",
-        None,
+        "k has more heads than q: were q and k given in the other order?",
     ),
     "no-kv-heads": (
         lambda: att(k=t(2, 7, 0, 8), v=t(2, 7, 0, 8)),
         "k must have a number of heads that divides q's (4), got 0 in [2, 7, 0, 8]",
-        None,
+        "grouped-query attention needs 1, 2 or 4 key heads for 4 query heads, so that each serves equally many",
     ),
     "wrong-layout-hint": (
         lambda: att(q=t(2, 4, 5, 8), k=t(2, 2, 7, 8), v=t(2, 2, 7, 8)),
@@ -289,16 +307,31 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "mask-string": (
         lambda: square(mask="causal"),
         "mask must be an undivided.masks.Mask or None, got str",
-        None,
+        "a mask is built by a call: mask=masks.causal()",
+    ),
+    "mask-foreign-string": (
+        lambda: square(mask="padding_causal"),
+        "mask must be an undivided.masks.Mask or None, got str",
+        "a mask is built by a call, such as mask=masks.causal() or mask=masks.window(256, 0)",
     ),
     "mask-true": (
         lambda: square(mask=True),
         "mask must be an undivided.masks.Mask or None, got bool",
-        None,
+        "mask=masks.causal(), or None for every pair",
     ),
     "mask-function": (
         lambda: square(mask=masks.causal),
         "mask must be an undivided.masks.Mask or None, got function",
+        "add the parentheses: mask=masks.causal()",
+    ),
+    "mask-window-not-called": (
+        lambda: square(mask=masks.window),
+        "mask must be an undivided.masks.Mask or None, got function",
+        "add the parentheses: mask=masks.window(...)",
+    ),
+    "mask-another-function": (
+        lambda: square(mask=len),
+        "mask must be an undivided.masks.Mask or None, got builtin_function_or_method",
         None,
     ),
     "thd-no-mask": (
@@ -1071,7 +1104,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "pages-heads": (
         lambda: paged(k=t(6, 4, 3, 8), v=t(6, 4, 3, 8)),
         "k must have a number of heads that divides q's (4), got 3 in [6, 4, 3, 8]",
-        None,
+        "grouped-query attention needs 1, 2 or 4 key heads for 4 query heads, so that each serves equally many",
     ),
     "pages-grad": (
         lambda: paged(k=POOL.clone().requires_grad_()),
@@ -1145,7 +1178,15 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
             "explain must be given layout= and only arguments of attention (alibi_slopes, bias, dropout_p, "
             "dropout_seed, layout, mask, pages, return_lse, scale, sinks, softcap), got ['softcapp']"
         ),
-        None,
+        "softcap=",
+    ),
+    "explain-foreign-keyword": (
+        lambda: explain(Q, Q, Q, layout="bshd", window_size=(3, 0)),
+        (
+            "explain must be given layout= and only arguments of attention (alibi_slopes, bias, dropout_p, "
+            "dropout_seed, layout, mask, pages, return_lse, scale, sinks, softcap), got ['window_size']"
+        ),
+        "mask=masks.window(left, right)",
     ),
     "explain-machine-string": (
         lambda: explain(Q, Q, Q, layout="bshd", machine="a100"),
@@ -1416,6 +1457,47 @@ def test_python_itself_refuses_what_the_signature_does_not_have() -> None:
         undivided.attention(Q, Q, Q)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="is_causal"):
         square(is_causal=True)
+
+
+FOREIGN = {
+    "is_causal": (True, "mask=masks.causal(); "),
+    "causal": (True, "mask=masks.causal(); "),
+    "attn_mask": (None, "mask=masks.dense(tensor) for booleans"),
+    "cu_seqlens_q": (None, 'layout="thd" and mask=masks.documents('),
+    "window_size": ((3, 0), "mask=masks.window(left, right)"),
+    "softmax_scale": (0.5, "scale="),
+    "softcapp": (0.5, "softcap="),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_librarys_keyword_is_answered_with_ours(name: str, compiled: bool) -> None:
+    """They were a bare "unexpected keyword argument"."""
+    call = torch.compile(undivided.attention, backend="eager") if compiled else undivided.attention
+    value, hint = FOREIGN[name]
+    with pytest.raises(
+        InputError, match=rf"attention must be given only its own .*, got \['{name}'\]"
+    ) as caught:
+        call(Q, Q, Q, layout="bshd", **{name: value})  # type: ignore[call-overload]
+    assert (caught.value.hint or "").startswith(hint)
+    assert isinstance(caught.value, TypeError)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy), copy.hint) == (type(caught.value), str(caught.value), caught.value.hint)
+
+
+def test_every_foreign_keyword_is_one_that_attention_does_not_have() -> None:
+    own = set(inspect.signature(undivided.attention).parameters)
+    assert not own & set(_foreign._WRITTEN)
+    for hint in _foreign._WRITTEN.values():
+        word = re.match(r"(\w+)=", hint)
+        assert word is None or word[1] in own
+
+
+def test_the_typed_signature_takes_no_other_keyword() -> None:
+    for overload in typing.get_overloads(undivided.attention):
+        kinds = {p.kind for p in inspect.signature(overload).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
 @pytest.mark.parametrize("name", ["bias", "sinks"])

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout, _problem, _sdp_switches, masks
+from undivided import _autograd, _layout, _problem, _sdp_switches
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
@@ -30,7 +30,6 @@ from undivided._result import lse_dtype
 from undivided._selection import select
 from undivided._validation import check_layout, check_seed, checked_mask, checked_scale
 from undivided.backends._base import Backend
-from undivided.errors import InputError
 from undivided.masks import Mask
 
 _library = torch.library.Library("undivided", "DEF")
@@ -78,11 +77,7 @@ def attention(
     if not torch.compiler.is_compiling():
         _check(q, k, v, **arguments)
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
-    if mask is None:
-        mask = masks.FULL
-    if not isinstance(mask, Mask):
-        raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__)
-    mask_text, mask_tensors = mask.flatten()
+    mask_text, mask_tensors = checked_mask(mask).flatten()
     seed = arguments["dropout_seed"]
     if isinstance(seed, int) and not 0 <= seed < 2**63:
         check_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undivided import _layout, masks
 from undivided._arguments import check_tensor
+from undivided._foreign import mask_hint
 from undivided._layout import LAYOUTS, Layout
 from undivided._tensors import readable
 from undivided.errors import InputError
@@ -124,18 +125,28 @@ def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None
             "k",
             f"have a number of heads that divides q's ({heads})",
             f"{kv_heads} in {list(k.shape)}",
-            hint=hint,
+            hint=hint or _heads_hint(heads, kv_heads),
         )
 
 
+def _heads_hint(heads: int, kv_heads: int) -> str:
+    if kv_heads > heads:
+        return "k has more heads than q: were q and k given in the other order?"
+    *fewer, most = (str(n) for n in range(1, heads + 1) if heads % n == 0)
+    divisors = f"{', '.join(fewer)} or {most}" if fewer else most
+    return f"grouped-query attention needs {divisors} key heads for {heads} query heads, so that each serves equally many"
+
+
 def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
-    """If the shapes make no sense in this layout but do in exactly one other, say so."""
+    """The only other layout that these shapes fit, if it makes the sequence longer: heads and batches are mostly shorter."""
+    here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
     fitting = []
     for other in LAYOUTS:
         if other == layout or _layout.rank(other) != q.dim():
             continue
-        (b, _, h, d), (kb, ks, kh, kd), (vb, vs, vh, _) = (_layout.sizes(t.shape, other) for t in (q, k, v))
-        if (b, d) == (kb, kd) and (kb, ks, kh) == (vb, vs, vh) and kh and h % kh == 0:
+        (b, s, h, d), (kb, ks, kh, kd), (vb, vs, vh, _) = (_layout.sizes(t.shape, other) for t in (q, k, v))
+        fits = (b, d) == (kb, kd) and (kb, ks, kh) == (vb, vs, vh) and kh and h % kh == 0
+        if fits and max(s, ks) > here:
             fitting.append(other)
     return f"these shapes would fit layout={fitting[0]!r}" if len(fitting) == 1 else None
 
@@ -266,7 +277,7 @@ def checked_mask(mask: object) -> Mask:
         return masks.FULL
     if isinstance(mask, Mask):
         return mask
-    hint = None
+    hint = mask_hint(mask)
     if isinstance(mask, Tensor):
         hint = "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added"
     raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__, hint=hint)

@@ -1,8 +1,8 @@
 """The exceptions of the library, as a tree.
 
     ValueError
-      InputError          the caller got something wrong: argument, value, limit, hint;
-                          from scaled_dot_product_attention it is of PyTorch's type as well, mostly a RuntimeError
+      InputError          the caller got something wrong: argument, value, limit, hint. From scaled_dot_product_attention it
+                          is of PyTorch's type as well (mostly RuntimeError), for an unknown keyword a TypeError as well
     RuntimeError
       NoBackendError      no backend may run the problem; carries the Decision with every reason
 
@@ -41,7 +41,7 @@ class InputError(ValueError):
         # not super().__init__: torch.compile cannot trace it, and would hide the message
         self.args = (message if hint is None else f"{message}\n  HINT: {hint}",)
 
-    def as_also(self, kind: type[Exception], message: str | None) -> InputError:
+    def as_also(self, kind: type[Exception], message: str | None = None) -> InputError:
         """The same error as one that ``except kind`` catches too, with PyTorch's `message` for those who read it there."""
         first, newline, hint = self.args[0].partition("\n")
         if message is not None:

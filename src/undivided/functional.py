@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided import _autograd, _compile, _problem
+from undivided._foreign import keyword_hint
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
@@ -62,6 +63,7 @@ def attention(
     return_lse: bool = False,
     pages: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
+    **unknown: Any,  # not in the overloads, which are what type checkers see; an empty dict costs 20 ns
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
 
@@ -97,7 +99,7 @@ def attention(
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+        InputError: an argument is wrong; the message names it, its value, the limit, and a fix.
         NoBackendError: no allowed backend can run it; the message lists every backend's reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
@@ -110,6 +112,10 @@ def attention(
     >>> undivided.attention(q, k, v, layout="thd", mask=mask).shape
     torch.Size([10, 8, 64])
     """
+    if unknown:
+        must = f"be given only its own arguments ({', '.join(sorted(_ARGUMENTS))})"
+        error = InputError("attention", must, sorted(unknown), keyword_hint(unknown, _ARGUMENTS))
+        raise error.as_also(TypeError)  # which Python raises for an unknown keyword
     q, k, v = _autograd.autocast(q, k, v)
     if (
         context_parallel is not None
@@ -174,8 +180,9 @@ def explain(
     if unknown or "layout" not in arguments:
         wanted = ", ".join(sorted(_EXPLAINED))
         raise InputError(
-            "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout"
-        )
+            "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout",
+            hint=keyword_hint(unknown, _ARGUMENTS),
+        )  # fmt: skip
     q, k, v = _autograd.autocast(q, k, v)
     if context_parallel is not None:
         given = dict.fromkeys(_EXPLAINED) | {"dropout_p": 0.0, "return_lse": False} | arguments
@@ -205,3 +212,4 @@ def _of(context_parallel: object) -> ContextParallel:
 _EXPLAINED = frozenset(
     "layout mask bias scale softcap alibi_slopes sinks dropout_p dropout_seed return_lse pages".split()
 )
+_ARGUMENTS = _EXPLAINED | {"backend", "deterministic", "context_parallel"}
