@@ -103,7 +103,7 @@ struct RowBlock {
 };
 
 // A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,
-// each `Dv + 2` floats rounded up to 16: weighted sums of V, the largest score in units of log 2, the sum of the weights.
+// each `Dv + 2` floats rounded up to 16: weighted sums of V, the largest score in natural units, the sum of the weights.
 struct KeyChunk {
   int64_t batch, kv_head, kv_heads, key, keys;
 };
@@ -122,7 +122,9 @@ struct Backward {
   int64_t rows, panels, row_panels, row_blocks, key_block;
   int64_t key_blocks;
   bool whole;           // a unit has all keys of its heads; then what follows lies in its scratch, for one head at a time
-  float *base, *delta;  // [B, N, panels, panel] of each row: log-sum-exp in units of log 2 (inf: no key), what dP loses
+  // [B, N, panels, panel] of each row: its log-sum-exp in units of log 2 (inf: no key) and in natural ones, what dP loses
+  float *base, *lse, *delta;
+  float* share;  // the same: what its weights are multiplied with, where sinks are not in the log-sum-exp (see describe_row); or null
   float* dqt;           // [B, N, panels, Dk, panel]
   char* packed;         // [B, N, panels]: Q and dO as the products take them; null: packed for each visit
   int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see

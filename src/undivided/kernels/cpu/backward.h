@@ -70,13 +70,14 @@ struct Visit {
   Head head;
   int64_t index;  // of the key block
   RowBlock block;
-  const float *base, *delta;
   char* rows;  // PackedRows of the block's first panel
   float unit;  // see Derive
   bool has_turn;
   NextRows next;
   alignas(64) float every_slope[kPanel];  // see Derive: where rows have the same
 
+  // The block's numbers of one of the Backward's arrays.
+  const float* of_rows(const float* array) const { return array + head.index * p.panels * kPanel + block.row; }
   // Of a panel: see Derive, and what undoes the scales of its dQ.
   const float* slope(int64_t panel) const {
     return kFitted<Mode> ? p.slope + (head.index * p.panels * kPanel + block.row + panel * kPanel) : every_slope;
@@ -116,9 +117,12 @@ static Derive inputs_of(const Visit<Mode>& s, int64_t index, int64_t tile, int64
   const Panel& panel = s.w.panels[index];
   const int64_t key = tile + start, first = index * kPanel;
   const bool extras = a.bias || a.dense || a.slopes, covered = panel.covers(key, tile + stop);
-  return {a,        panel, s.base + first,      s.delta + first, st, dpt, s.w.extra, s.w.kept, tile,
-          panel.vectors(), !extras && !covered, extras, s.p.g.bias || s.p.g.slopes, ldexp(a.scale, -2 * kInputBits<Mode>),
-          s.slope(index), s.unit, s.p.exceeded};
+  IVec large = {};
+  for (int v = 0; v < panel.vectors(); v++) large |= is_large(load(s.of_rows(s.p.lse) + first + v * kLanes));
+  return {a, panel, s.of_rows(s.p.base) + first, s.of_rows(s.p.lse) + first, s.of_rows(s.p.delta) + first,
+          s.p.share ? s.of_rows(s.p.share) + first : nullptr, st, dpt, s.w.extra, s.w.kept, tile, panel.vectors(), !extras && !covered,
+          extras, s.p.g.bias || s.p.g.slopes, any(large), ldexp(a.scale, -2 * kInputBits<Mode>), s.slope(index), s.unit,
+          (float)weight_bits<Mode>(a), s.p.exceeded};
 }
 
 // P or dS of keys [from, to) of a panel's becomes 0.
@@ -134,7 +138,7 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const int64_t keys = stop - start, in_unit = tile + start - s.keys.first;
-  const bool extras = a.bias || a.dense || a.slopes, general = extras || a.softcap != 0;
+  const bool extras = a.bias || a.dense || a.slopes;
   const int vectors = w.panels[index].vectors();
   uint8_t seen[kTile];
   auto *weights = (Weight<Mode>*)w.weights + slot * kSlot<Mode>, *scores = (Weight<Mode>*)w.scores + slot * kSlot<Mode>;
@@ -148,7 +152,7 @@ static void panel_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
                     st + start * kPanel, vectors, &s.next);
   score_tile<Arith>(rows.dot, s.keys.v + in_unit * s.keys.v_stride, s.keys.v_stride, depth_of<Mode>(a.v_dim), keys,
                     dpt + start * kPanel, vectors, &s.next);
-  derive_any<Mode>(inputs_of(s, index, tile, start, stop, st, dpt), general, start, stop, weights, scores, w.pairs);
+  derive_any<Mode>(inputs_of(s, index, tile, start, stop, st, dpt), start, stop, weights, scores, w.pairs);
   s.take_turn();
   if (s.p.g.bias || s.p.g.slopes) add_extras(s.p, s.block, index * kPanel, w.panels[index], w.extra, tile, start, stop);
   if (!s.p.dqt) return;
@@ -177,7 +181,6 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   constexpr int P = kParts<Mode>, N = kProducts<Mode>;
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
-  const bool extras = a.bias || a.dense || a.slopes, general = extras || a.softcap != 0;
   Half *weights = (Half*)w.weights + slot * kSlot<Mode>, *scores = (Half*)w.scores + slot * kSlot<Mode>;
   uint8_t seen[kTile];
   if (!describe_piece(s, index, tile, start, stop, seen)) {
@@ -188,7 +191,7 @@ static void tiled_piece(Visit<Mode>& s, int64_t index, int slot, int64_t tile, i
   const int64_t group = (tile - s.keys.first) / kTileRows;
   auto derive = [&](int64_t j) {
     const Derive d = inputs_of(s, index, tile, j, j + kKeyBlock, w.st - j * kPanel, w.dpt - j * kPanel);
-    derive_blocks<Mode>(d, general, j, weights, scores, w.pairs);
+    derive_blocks<Mode>(d, j, weights, scores, w.pairs);
   };
   for (int64_t j = start; j < stop; j += kKeyBlock) {  // the scores of a block are multiplied before the block before is worked on
     float* dpt = j > start ? w.dpt : nullptr;
@@ -307,7 +310,6 @@ static void row_block_step(Visit<Mode>& s, int64_t row_block) {
   }
   const int64_t first_unit = from / p.key_block, last_unit = (to - 1) / p.key_block;
   if (from >= to || s.index < first_unit || last_unit < s.index) return;
-  s.base = p.base + at * kPanel, s.delta = p.delta + at * kPanel;
   s.has_turn = false;
   for (int64_t i = 0; i < panels; i++) {
     read_ranges(p.a, s.block, i * kPanel, w.panels[i]);
@@ -316,7 +318,7 @@ static void row_block_step(Visit<Mode>& s, int64_t row_block) {
   const int64_t bytes = PackedRows<Mode>(p.a, nullptr).bytes;
   s.rows = p.packed ? p.packed + at * bytes : w.rows;
   for (int64_t i = 0; !p.packed && i < panels; i++)
-    pack_panel<Mode>(p, s.head, s.block, i * kPanel, s.base + i * kPanel, s.rows + i * bytes);
+    pack_panel<Mode>(p, s.head, s.block, i * kPanel, s.of_rows(p.base) + i * kPanel, s.rows + i * bytes);
   if constexpr (kFitted<Mode>) s.unit = ldexpf(1, -weight_bits<Mode>(p.a) - s.fit().grad - kInputBits<Mode>);
   s.next = next_rows<Mode>(p, s.head, row_block + 1);
   const int64_t stop = s.keys.first + s.keys.count;
@@ -334,7 +336,7 @@ static void visit_rows(const Backward& p, const Head& head, int64_t index, const
   const KeyRows<Mode> keys = prepare_keys<Mode>(p, head, index * p.key_block, w);
   clear_sums<Mode>(p, a.qk_dim, keys.count, w.dk), clear_sums<Mode>(p, a.v_dim, keys.count, w.dv);
   const int scores = score_bits<Mode>(p, head.index), weights = weight_bits<Mode>(a);
-  Visit<Mode> visit = {p, w, keys, head, index, {}, nullptr, nullptr, nullptr, ldexpf(1, -weights), false, {}, {}};
+  Visit<Mode> visit = {p, w, keys, head, index, {}, nullptr, ldexpf(1, -weights), false, {}, {}};
   for (float& slope : visit.every_slope) slope = ldexpf((float)a.scale, scores - weights);
   for (int64_t r = 0; r < p.row_blocks; r++) {
     if (alone) before_rows<Mode>(p, head, r);

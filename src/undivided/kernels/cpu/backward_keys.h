@@ -45,7 +45,8 @@ static int64_t lay_out_rows(Backward& p, int64_t heads, char* base) {
   const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
   const int64_t packed = panels * PackedRows<Mode>(p.a, nullptr).bytes;
   Carving at{base};
-  p.base = (float*)at.take(lanes * 4), p.delta = (float*)at.take(lanes * 4);
+  p.base = (float*)at.take(lanes * 4), p.lse = (float*)at.take(lanes * 4), p.delta = (float*)at.take(lanes * 4);
+  p.share = leaves_sinks_out(p) ? (float*)at.take(lanes * 4) : nullptr;
   p.dqt = p.g.dq ? (float*)at.take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
   p.hull = (int32_t*)at.take(panels * 8), p.turn = (int64_t*)at.take(blocks * 8);
   p.norm = (float*)at.take(kScaled<Mode> ? panels * 4 : 0);

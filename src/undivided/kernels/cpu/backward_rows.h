@@ -188,7 +188,6 @@ template <class Mode>
 static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
-  const Gradients& g = p.g;
   const PackedRows<Mode> to(a, memory);
   const T *q[kPanel] = {}, *grad[kPanel] = {};
   const int64_t rows = smaller_of(block.rows - first, kPanel), lanes = packed_lanes<Mode>(rows);
@@ -218,30 +217,36 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
 
 // ---- before and after the keys
 
-// A row's log-sum-exp, sink included, delta, and |dO| where it is asked for. Rows without a key may hold anything and are not read.
+// Whether weights P are those without sinks, and a row's share makes of them what they were: where the log-sum-exp has a gradient, whose
+// weights are P, and the others may have become 0 beside a sink.
+INLINE bool leaves_sinks_out(const Backward& p) { return p.a.sinks && p.g.grad_lse; }
+
+// What is one number a row; see Backward. length: |dO|.
+struct RowNumbers {
+  float base, lse, delta, share, length;
+};
+// Rows without a key may hold anything and are not read.
 template <class T>
-static void describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, float* base, float* delta, float* length) {
+static RowNumbers describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, bool length_wanted = false) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
   const int64_t at = batch * g.rows_b + head * g.rows_h + row;
-  if (lse == -kInfinity) {
-    *base = kInfinity, *delta = 0;
-    return;
-  }
+  if (lse == -kInfinity) return {kInfinity, 0, 0, 0, 0};
   const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   const float lost = dot_of(out, grad, a.v_dim);
-  if (length) *length = sqrtf(dot_of(grad, grad, a.v_dim));
-  float total = lse;
+  RowNumbers x = {0, lse, lost, 1, length_wanted ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
   if (a.sinks) {
     const float sink = a.sinks[head];
-    total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
+    const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
     if (g.sinks) g.sinks[at] = -lost * expf(sink - total);
+    if (leaves_sinks_out(p)) x.share = expf(lse - total), x.delta *= x.share;
+    else x.lse = total;
   }
-  *base = total * kLog2E;
-  *delta = lost;
-  if (g.grad_lse) *delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row] * expf(total - lse);
+  if (g.grad_lse) x.delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row];
+  x.base = fabsf(x.lse) < 0x1p127f ? x.lse * kLog2E : x.lse;  // what is as large is not read
+  return x;
 }
 
 // |V| of the keys that a block of rows sees; but for those that are not finite, which a mask hides, or else prepare_keys finds them.
@@ -326,14 +331,14 @@ static void before_rows(const Backward& p, const Head& head, int64_t row_block) 
     }
     if constexpr (kFitted<Mode>) of_v.add(panel);
     if (kScaled<Mode>) p.norm[at] = 0;
-    float *base = p.base + at * kPanel, *delta = p.delta + at * kPanel;
     for (int64_t r = 0; r < kPanel; r++) {
-      const int64_t row = block.row + first + r;
-      base[r] = kInfinity, delta[r] = 0;
+      const int64_t row = block.row + first + r, lane = at * kPanel + r;
+      RowNumbers x = {kInfinity, 0, 0, 0, 0};
       if (r < panel.rows)
-        describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, base + r, delta + r,
-                                       lengths_wanted ? lengths + first + r : nullptr);
-      base[r] -= (float)weight_bits<Mode>(a);
+        x = describe_row<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, lengths_wanted);
+      p.base[lane] = x.base - (float)weight_bits<Mode>(a), p.lse[lane] = x.lse, p.delta[lane] = x.delta;
+      if (p.share) p.share[lane] = x.share;
+      lengths[first + r] = x.length;
       // rows that are not finite come to nothing at any scale
       if (kScaled<Mode> && lengths[first + r] < kInfinity) p.norm[at] = fmaxf(p.norm[at], lengths[first + r]);
     }

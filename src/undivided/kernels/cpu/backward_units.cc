@@ -90,7 +90,7 @@ int run_backward(const Attention& a, const Gradients& g) {
   const int64_t row_panels = panels_of_block(a, k, panels), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
   const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
   Backward p = {a, g, rows, panels, row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
-                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   p.whole = takes_whole_heads(p, k, threads);
   Shared shared(p, k);
   if (!shared) return kNoMemory;

@@ -16,7 +16,7 @@ namespace {
 
 using undivided::KeyChunk;
 
-// A partial result of one row: Dv sums, largest score (log 2), total.
+// A partial result of one row: Dv sums, largest score in natural units, total.
 INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 16); }
 
 struct FewSpace {
@@ -72,25 +72,28 @@ struct Steps {
 };
 
 template <class Engine>
-static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, FewRows& few, float* q) {
+static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int64_t first, FewRows& few, float* q) {
   typedef typename Engine::T T;
   const int64_t group = a.heads / a.kv_heads;
   const T* row[kFewRows];
-  for (int64_t r = 0; r < few.rows; r++)
-    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + r / a.q_len) * a.q_h + r % a.q_len * a.q_s;
+  for (int64_t r = 0; r < few.rows; r++) {
+    const int64_t at = first + r;
+    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h + at % a.q_len * a.q_s;
+  }
   Engine::load_queries(a, row, few.rows, q);
   Engine::clear_sums(a, few);
   for (int64_t r = 0; r < kRowSlots; r++) few.most[r] = -kInfinity, few.total[r] = 0;
 }
 
-// What the rows of a chunk come to: finish(few, r, row) is called for each, with room for its sums.
+// What `rows` rows of each head of a chunk come to, from `first` on: finish(few, n, r, row) is called for row r of the n-th head, with
+// room for its sums.
 template <class Engine, class Finish>
-static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, char* scratch, Finish finish) {
+static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, int64_t first, int64_t rows,
+                      char* scratch, Finish finish) {
   typedef typename Engine::T T;
-  const int64_t rows = a.heads / a.kv_heads * a.q_len;
   const FewSpace space = carve_few<Engine>(a, chunk.kv_heads, scratch);
   Panel& p = *space.panel;
-  RowBlock block = {chunk.batch, 0, 0, 0, rows, 0};
+  RowBlock block = {chunk.batch, 0, 0, first, rows, 0};
   read_ranges(a, block, 0, p);
   auto head = [&](int64_t n) -> FewRows {
     return {space.q + n * Engine::q_floats(a), space.sums + n * Engine::sum_floats(a), space.most + n * kRowSlots,
@@ -98,7 +101,7 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   };
   for (int64_t n = 0; n < chunk.kv_heads; n++) {
     FewRows few = head(n);
-    start_head<Engine>(a, chunk, n, few, space.q + n * Engine::q_floats(a));
+    start_head<Engine>(a, chunk, n, first, few, space.q + n * Engine::q_floats(a));
   }
   const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   const int64_t most = larger_of(kAligned, smaller_of(kStep, kStepBytes / key_bytes / kAligned * kAligned));
@@ -137,42 +140,45 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   }
   if (waiting >= 0) weigh(*before);
   for (int64_t n = 0; n < chunk.kv_heads; n++)
-    for (int64_t r = 0; r < rows; r++) finish(head(n), r, space.row);
+    for (int64_t r = 0; r < rows; r++) finish(head(n), n, r, space.row);
 }
 
-// The largest magnitude of x, as bits.
-INLINE UVec largest(const float* x, int64_t count, UVec most) {
-  for (int64_t d = 0; d < count; d += kLanes) {
-    const UVec bits = (UVec)load(x + d) & 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  return most;
+// Whether a row's sums may hold what is not its own, as infinite and NaN values reach them with a weight of 0: those of other rows'
+// keys, and, but for engines that keep columns apart, of other columns. A row with a NaN score is NaN throughout.
+INLINE bool is_mixed(const float* sums, int64_t count, float total) {
+  Vec nothing = {};
+  for (int64_t d = 0; d < count; d += kLanes) nothing += load(sums + d) * 0;
+  return total == total && any(nothing != nothing);
 }
 
 template <class Engine>
 static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
                       char* scratch) {
   typedef Vectors<typename Engine::T> Apart;  // where a column's sums see no other column
-  UVec most = {};
-  float* to = partials;
-  sum_chunk<Engine>(a, chunk, following, scratch, [&](const FewRows& few, int64_t r, float*) {
+  constexpr bool columns_apart = std::is_same<Engine, Apart>::value;
+  constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
+  const float natural = score_unit<Direct>(a).natural;
+  const bool looks = !columns_apart || (a.ranges && a.q_len > 1);
+  bool mixed = false;
+  sum_chunk<Engine>(a, chunk, following, 0, rows, scratch, [&](const FewRows& few, int64_t n, int64_t r, float*) {
+    float* to = partials + (n * rows + r) * size;
     Engine::store_sums(a, few, r, to);
-    to[a.v_dim] = few.most[r], to[a.v_dim + 1] = few.total[r];
-    if (!std::is_same<Engine, Apart>::value) most = largest(to, a.v_dim, most);
-    to += partial_size(a);
+    for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unit;
+    to[a.v_dim] = few.most[r] * natural, to[a.v_dim + 1] = few.total[r] * unit;
+    if (looks) mixed |= is_mixed(to, a.v_dim, few.total[r]);
   });
-  constexpr uint32_t infinity = 0x7f800000;
-  bool finite = true;
-  for (int i = 0; i < kLanes; i++) finite = finite && most[i] < infinity;
-  if (finite) return;
-  to = partials;
-  sum_chunk<Apart>(a, chunk, nullptr, scratch, [&](const FewRows& few, int64_t r, float* row) {
-    Apart::store_sums(a, few, r, row);
-    const float scale = exp2f(few.most[r] - to[a.v_dim]);
-    for (int64_t d = 0; d < a.v_dim; d++)
-      if (!isfinite(to[d])) to[d] = row[d] * scale;
-    to += partial_size(a);
-  });
+  for (int64_t i = 0; mixed && i < chunk.kv_heads * rows; i++) {
+    float* to = partials + i * size;
+    if (!is_mixed(to, a.v_dim, to[a.v_dim + 1])) continue;
+    const KeyChunk of_head = {chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys};
+    sum_chunk<Apart>(a, of_head, nullptr, i % rows, 1, scratch, [&](const FewRows& few, int64_t, int64_t r, float* row) {
+      Apart::store_sums(a, few, r, row);
+      const float most = few.most[r] * natural, scale = most == to[a.v_dim] ? 1 : expf(most - to[a.v_dim]);
+      for (int64_t d = 0; d < a.v_dim; d++)
+        if (!isfinite(to[d])) to[d] = row[d] * scale;
+    });
+  }
 }
 
 // One row's chunks, in order, into out and lse. `partials` is the row's first, which becomes their sum; the next chunk's lies
@@ -192,7 +198,7 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   }
   float total = 0;
   for (int64_t c = 0; c < count; c++) {
-    const float weight = exp2f(mosts[c * stride] - most);
+    const float weight = expf(mosts[c * stride] - most);
     const bool first = c == 0;
     if (weight == 0 && !first && all == all) continue;  // NaN is not left out
     total += totals[c * stride] * weight;
@@ -200,8 +206,8 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     for (int64_t d = 0; d < a.v_dim; d += kLanes)
       store(partials + d, first ? load(from + d) * weight : load(partials + d) + load(from + d) * weight);
   }
-  if (lse) *lse = most * kLn2 + logf(total);
-  const float inverse = 1.0f / (total + (a.sinks ? exp2f(a.sinks[head] * kLog2E - most) : 0.0f));
+  if (lse) *lse = most + logf(total);
+  const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - most) : 0.0f));
   for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(partials + d) * inverse);
 }
 

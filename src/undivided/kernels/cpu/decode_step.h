@@ -13,7 +13,7 @@ constexpr int64_t kAligned = 16;           // steps start at multiples of it, bu
 constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
-// score in units of log 2 and the sum of the weights.
+// score, in its unit, and the sum of the weights.
 struct FewRows {
   const float* q;
   float* sums;
@@ -139,7 +139,8 @@ INLINE Vec fold(const Vec (&x)[R], F f) {
 template <int R>
 static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t first, int64_t key, int64_t keys, int bits,
                        float* scores, float* decay) {
-  const float factor = (float)(a.scale * (double)kLog2E), cap = (float)a.softcap;
+  const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
+  const bool as_they_are = keeps_products(a);
   const bool covered = keys % kLanes == 0 && p.covered[0][0] <= key && key + keys <= p.covered[0][1];
   IVec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = i;
@@ -150,7 +151,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
     high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec x = load(s + j);
-      x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * (cap * kLog2E) : x * factor;
+      if (!as_they_are) x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * cap : x * scale;
       if (!covered) {
         const int64_t row = first + r;
         IVec at = lane + (int32_t)(key + j);
@@ -162,9 +163,9 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
       high[r] = larger(x, high[r]);
     }
   }
-  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }) - (float)bits, most = load(few.most + first);
+  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), most = load(few.most + first);
   const Vec grown = now > most ? now : most, base = grown == -kInfinity ? Vec{} : grown;
-  const Vec shrink = most == base ? splat(1) : exp2_or_zero(most - base);  // 2^0 is not quite 1 there
+  const Vec shrink = most == base ? splat(1) : exp2_or_zero((most - base) * factor);  // 2^0 is not quite 1 there
   store(few.most + first, grown);
   store(decay + first, shrink);
 #pragma GCC unroll 8
@@ -172,7 +173,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
     float* s = scores + r * kStep;
     total[r] = Vec{};
     for (int64_t j = 0; j < keys; j += kLanes) {
-      Vec w = exp2_or_zero(load(s + j) - base[r]);
+      Vec w = exp2_or_zero((load(s + j) - base[r]) * factor + (float)bits);
       total[r] += w;
       store(s + j, w);
     }

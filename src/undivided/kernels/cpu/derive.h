@@ -18,16 +18,18 @@ constexpr int64_t kPairsPart = kTile / 2 * kPanel;
 struct Derive {
   const Attention& a;
   const Panel& panel;
-  const float *base, *delta;
+  const float *base, *lse, *delta, *share;  // of its rows, as a Backward has them
   const float *st, *dpt;  // [key of the tile][kPanel]
   float* extra;           // what is added to the scores; becomes the gradients of what is added to them
   const Kept* kept;
   int64_t first;  // key of the tile's row 0
   int vectors;    // of the panel that hold rows
   bool ranged, added, collects;
+  bool large;  // whether some row's base is, see kLargeBase
   double scale;        // of scores, as they are
   const float* slope;  // of a score over what P is multiplied with, scales included: of each row
   float unit;          // what undoes the scales of P and dP
+  float bits;          // by how many powers of two P is scaled up
   int64_t* exceeded;
 };
 enum Kind { kCovered, kRanged, kGeneral };
@@ -35,11 +37,23 @@ struct Derived {
   Vec weight, score;
 };
 
+// What 2 is raised to. A large base is subtracted from the score as the forward rounded it, in natural units, of which none is above it.
+template <Kind kKind>
+INLINE Vec exponent(const Derive& d, Vec product, Vec score, int v) {
+  const Vec base = load(d.base + v * kLanes);
+  if (kKind != kGeneral) return product * (float)(d.scale * (double)kLog2E) - base;
+  const bool plain = d.a.softcap == 0 && !d.added;
+  const Vec x = plain ? product * (float)(d.scale * (double)kLog2E) - base : score * kLog2E - base;
+  if (!d.large) return x;
+  const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, rounded(score) - lse) * kLog2E + d.bits;
+  return is_large(lse) ? far : x;
+}
+
 template <Kind kKind, bool kDrops>
 INLINE Derived derive(const Derive& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   const float cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), x = s * (float)(d.scale * (double)kLog2E);
+  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), score = s * (float)d.scale;
   IVec allowed = isplat(-1);
   if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
     const Panel& p = d.panel;
@@ -50,24 +64,29 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   if (kKind == kGeneral) {
     if (cap != 0) {
       Vec t = tanh_of(s * (float)(d.scale / d.a.softcap));
-      x = t * (cap * kLog2E), slope *= 1 - t * t;
+      score = t * cap, slope *= 1 - t * t;
     }
     if (d.added) {
       Vec e = load(d.extra + at);
-      x += e, allowed = e != -kInfinity;
+      score += e, allowed = e != -kInfinity;
     }
   }
+  Vec x = exponent<kKind>(d, s, score, v);
   if (kKind != kCovered) x = allowed ? x : splat(-kInfinity);
-  Vec p = exp2_or_zero(x - load(d.base + v * kLanes)), weight = p;
+  Vec p = exp2_or_zero(x), weight = p;
+  if (kKind == kGeneral && d.share) {
+    const Vec share = load(d.share + v * kLanes);
+    weight *= share, grad *= share;
+  }
   if (kDrops) {
     const float survivors = (float)d.a.survivors;
     const Kept kept = d.kept[j * kVectors + v];
-    weight = surviving(kept, p) * survivors, grad = surviving(kept, grad) * survivors;
+    weight = surviving(kept, weight) * survivors, grad = surviving(kept, grad) * survivors;
   }
   Vec u = p * (grad - load(d.delta + v * kLanes));
   if (kKind != kCovered) u = allowed ? u : Vec{};
   if (kKind == kGeneral && d.collects) store(d.extra + at, u * d.unit);
-  Vec score = u * slope;
+  score = u * slope;
   if (kKind == kGeneral) score = allowed ? score : Vec{};  // where softcap's slope may be NaN
   return {weight, score};
 }
@@ -106,8 +125,11 @@ static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start
   }
 }
 
+// Whether entries take more than scores as they are and ranges.
+INLINE bool is_general(const Derive& d) { return d.added || d.a.softcap != 0 || d.large || d.share; }
+
 template <class Mode>
-static void derive_any(const Derive& d, bool general, int64_t start, int64_t stop, Weight<Mode>* weights,
+static void derive_any(const Derive& d, int64_t start, int64_t stop, Weight<Mode>* weights,
                        Weight<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
   auto with = [&](auto kind) {
@@ -115,7 +137,7 @@ static void derive_any(const Derive& d, bool general, int64_t start, int64_t sto
     if (drops) derive_tile<Mode, chosen, true>(d, start, stop, weights, scores, pairs);
     else derive_tile<Mode, chosen, false>(d, start, stop, weights, scores, pairs);
   };
-  if (general) with(std::integral_constant<Kind, kGeneral>());
+  if (is_general(d)) with(std::integral_constant<Kind, kGeneral>());
   else if (d.ranged) with(std::integral_constant<Kind, kRanged>());
   else with(std::integral_constant<Kind, kCovered>());
 }

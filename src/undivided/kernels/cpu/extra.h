@@ -150,14 +150,13 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
       }
     const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
     for (int i = 0; i < count; i++) {
-      const Vec y = x[i] * kLog2E;
-      store(extra + i * kPanel, y);
-      seen[i] |= any(y != -kInfinity);
+      store(extra + i * kPanel, x[i]);
+      seen[i] |= any(x[i] != -kInfinity);
     }
   }
 }
 
-// What is added to the scores of rows and keys [start, stop), in units of log 2, -inf where masked; and which keys some row
+// What is added to the scores of rows and keys [start, stop), -inf where masked; and which keys some row
 // sees. False where none is.
 static bool fill_extra(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
                        int64_t stop, float* extra, uint8_t* seen) {

@@ -19,7 +19,6 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   const bool extras = has_extra(a, block, p.first, p, start, stop);
   uint8_t seen[kTile];
   if (extras && !fill_extra(a, block, p.first, p, start, stop, w.extra, seen)) return;
-  float factor = (float)(a.scale * (double)kLog2E);
   // pairs of keys start at even keys: a key too many in front or behind gets the weight 0
   int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
@@ -31,16 +30,13 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
                       tile.k_stride, q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
                       run.vectors, &upcoming);
   }
-  if (extras || a.softcap != 0) {
-    apply_extra(a, extras ? w.extra : nullptr, keys, st);
-    factor = 1;
-  }
-  if (!extras && (!p.covers(start, stop) || factor == 0)) apply_ranges(p, start, keys, factor, st);
-  for (int i = 0; i < front * kPanel; i++) w.scores[i] = masked_score(factor);
-  for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = masked_score(factor);
+  if (extras || !keeps_products(a)) apply_extra(a, extras ? w.extra : nullptr, keys, st);
+  if (!extras && !p.covers(start, stop)) apply_ranges(p, start, keys, st);
+  for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
+  for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   Vec decay[kVectors];
   if (a.dropout) draw_tile(a, block.batch, *sums.drops, start, stop, w.kept + front * kVectors);
-  soften<Arith>(w.scores, front + keys + back, factor, a.dropout ? w.kept : nullptr, sums.most, sums.total,
+  soften<Arith>(w.scores, front + keys + back, score_unit<Mode>(a).log2, a.dropout ? w.kept : nullptr, sums.most, sums.total,
                 p.vectors(), decay);
 
   const typename Mode::Tile* v;

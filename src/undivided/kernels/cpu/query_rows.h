@@ -70,6 +70,7 @@ template <class Mode>
 static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                        const float* most, const float* total) {
   typedef typename Mode::T T;
+  const float natural = score_unit<Mode>(a).natural;
   for (int v = 0; v * kLanes < rows; v++) {
     T* row[kLanes];
     Vec inverse = {};
@@ -80,8 +81,8 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
       float m = most[v * kLanes + i], l = total[v * kLanes + i] / unit_weight<Mode>();
       bool empty = is_empty(m, l);
-      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
-      float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
+      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
+      float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
       inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
     }
     if (a.dropout) inverse *= (float)a.survivors;
@@ -110,7 +111,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
   }
 }
 
-// The same, unscaled, where other blocks have the other keys: Dv sums, the largest score, the total.
+// The same, unscaled, where other blocks have the other keys: Dv sums, the largest score in natural units, the total.
 template <class Mode>
 static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                            const float* most, const float* total) {
@@ -120,7 +121,7 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
   for (int64_t d = 0; d < a.v_dim; d++)
     for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
   for (int64_t r = 0; r < rows; r++)
-    to[r * size + a.v_dim] = most[r], to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
+    to[r * size + a.v_dim] = most[r] * score_unit<Mode>(a).natural, to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
 }
 
 }  // namespace

@@ -96,13 +96,14 @@ static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const
 // The sums of a panel as results.
 static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
                                   const float* most, const float* total) {
+  const float natural = score_unit<Direct>(a).natural;
   for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
     float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
     const float m = most[r], l = total[r];
     const bool empty = is_empty(m, l);
-    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * kLn2 + logf(l);
-    const float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - m) : 0.0f;
+    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
+    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivors : 1.0f);
     for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
   }

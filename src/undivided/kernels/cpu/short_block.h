@@ -15,8 +15,7 @@ namespace {
 // see all keys tile by tile has less to lose: fp32 1.0 at 512 keys, 16-bit types .9 to 1.1 from 320 on.
 constexpr int64_t kMostShortKeys = 768, kMostShortKeysOfAll = 256, kMostShortKeysOfAll32 = 512;
 INLINE int64_t most_short_keys(const Attention& a) {
-  const bool scaled = 0x1p-100 <= a.scale && a.scale <= 0x1p100;  // 0 * -inf is NaN: what is not seen would be
-  const bool plain = scaled && a.softcap == 0 && !a.bias && !a.dense && !a.slopes && !a.dropout;
+  const bool plain = keeps_products(a) && !a.dense && !a.dropout;
   if (!plain || (a.ranges && a.columns != 2)) return 0;
   if (a.ranges || a.band) return kMostShortKeys;
   return a.dtype == kFloat32 ? kMostShortKeysOfAll32 : kMostShortKeysOfAll;
@@ -273,8 +272,7 @@ class ShortBlock {
       mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, reach.rows, key,
                   scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
-    const float factor = (float)(a_.scale * (double)kLog2E) / (unit_input<Mode>() * unit_input<Mode>());
-    soften_rows<Mode>(scores, reach.first, reach.last, reach.rows, factor, most, total, upcoming);
+    soften_rows<Mode>(scores, reach.first, reach.last, reach.rows, score_unit<Mode>(a_).log2, most, total, upcoming);
   }
 
   void weigh(int64_t first, int64_t steps, const Reach (&group)[2], Upcoming& upcoming) const {
@@ -303,12 +301,13 @@ class ShortBlock {
 
   void write(const ShortPanel& p, const float* most, const float* total) const {
     constexpr float unit = (float)(1 << kWeightBits<Half>);
+    const float natural = score_unit<Mode>(a_).natural;
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
       const Vec high = load(most + r), l = load(total + r) / unit;
-      store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * kLn2 + log_of(l));
+      store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * natural + log_of(l));
       Vec sink = {};
-      for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = exp2f(a_.sinks[p.head[r + i]] * kLog2E - high[i]);
+      for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);
       store(inverse + r, 1.0f / unit / unit_input<Mode>() / (l + sink));
     }
     for (int64_t r = 0; r < p.rows; r++) {

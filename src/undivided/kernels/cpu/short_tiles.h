@@ -260,8 +260,17 @@ INLINE void larger_stage(Vec (&x)[kLanes]) {
     x[i] = larger(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
 }
 
-// Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score in units of
-// log 2 and the sum of the weights of each row.
+// A row's scores lose its base.
+template <int P>
+static void lower_scores(char* scores, int64_t first, int64_t last, float base) {
+  for (int64_t j = first; j < last; j++) {
+    float* s = (float*)(scores + j / 2 * kStepScores<P> + j % 2 * 64);
+    store(s, load(s) - base);
+  }
+}
+
+// Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score, in its unit, and the
+// sum of the weights of each row.
 template <class Mode>
 static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
                                                   float* most, float* total, Upcoming& upcoming) {
@@ -279,8 +288,12 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
     high[r] = larger(x, y);
   }
   larger_stage<1>(high), larger_stage<2>(high), larger_stage<4>(high), larger_stage<8>(high);
-  const Vec largest = high[0] * factor, base = (largest == -kInfinity ? Vec{} : largest) - (float)kWeightBits<T>;
-  store(most, largest);
+  const Vec largest = high[0] == -kInfinity ? Vec{} : high[0], scaled = rounded(largest * factor);
+  const IVec large = is_large(scaled);
+  const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
+  store(most, high[0]);
+  for (int64_t r = 0; r < rows && any(large); r++)
+    if (large[r]) lower_scores<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
   Vec sum[kLanes] = {};
   for (int64_t r = 0; r < rows; r++) {
     const Vec b = splat(base[r]);

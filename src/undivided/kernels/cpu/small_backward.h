@@ -23,7 +23,7 @@ INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMos
 #if defined(__AVX512BF16__)
   if (a.dtype == kBFloat16) most = smaller_of(most, kMostSmallPairs);
 #endif
-  return is_small(a, most) && g.type == a.dtype && !g.accumulate;
+  return is_small(a, most) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
 }
 
 #if defined(UNDIVIDED_AMX)
@@ -64,7 +64,7 @@ struct SmallHead {
   Segment seen[kMostSmall], by[kMostSmall];           // the keys of each row, from first_key on, and the rows of each key, or more
   const float *q[kMostSmall], *grad[kMostSmall], *k[kMostSmall], *v[kMostSmall];
   T *dq[kMostSmall], *dk[kMostSmall], *dv[kMostSmall];
-  float base[kMostSmall], delta[kMostSmall];
+  float base[kMostSmall], lse[kMostSmall], delta[kMostSmall];
 };
 
 template <class T>
@@ -100,7 +100,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
   for (int64_t r = 0; r < block.rows; r++) {
     const int64_t b = block.batch, head = block.first_head + r / a.q_len, row = r % a.q_len, n = h.rows;
     h.dq[n] = g.dq ? (T*)g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_s : nullptr;
-    describe_row<T>(p, b, head, row, h.base + n, h.delta + n, nullptr);
+    const RowNumbers x = describe_row<T>(p, b, head, row);
+    h.base[n] = x.base, h.lse[n] = x.lse, h.delta[n] = x.delta;
     if (h.base[n] == kInfinity) {
       clear_row(h.dq[n], a.qk_dim);
       continue;
@@ -154,10 +155,12 @@ static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first,
       memset(w.weights + n * kSmallWidth + first, 0, kPanel * 4), memset(w.scores + n * kSmallWidth + first, 0, kPanel * 4);
       continue;
     }
+    const bool large = fabsf(h.lse[n]) >= kLargeBase;
     for (int64_t j = 0; j < keys; j += kLanes) {
       const IVec key = lane + (int32_t)j;
       const IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
-      const Vec x = load(w.s + n * kPanel + j) * scale2 - h.base[n];
+      const Vec s = load(w.s + n * kPanel + j);
+      const Vec x = large ? smaller(Vec{}, rounded(s * scale) - h.lse[n]) * kLog2E : s * scale2 - h.base[n];
       const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
       store(w.weights + n * kSmallWidth + first + j, weight);
       store(w.scores + n * kSmallWidth + first + j, allowed ? u * scale : Vec{});

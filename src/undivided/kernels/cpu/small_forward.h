@@ -49,27 +49,28 @@ static inline bool is_one_piece(const Attention& a, const RowBlock& block, const
 // NaN. Lanes beyond the keys, and keys that the row does not see, become 0.
 INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
                        float* lse) {
-  const float factor = (float)(a.scale * (double)kLog2E);
+  const ScoreUnit unit = score_unit<Direct>(a);
+  const float scale = keeps_products(a) ? 1 : (float)a.scale;
   IVec lane = {};
   for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)first + i;
   Vec high = splat(-kInfinity), total = {};
   for (int64_t j = 0; j < keys; j += kLanes) {
     const IVec key = lane + (int32_t)j;
     const IVec allowed = is_within(key, panel.start[0][r], panel.stop[0][r], panel.start[1][r], panel.stop[1][r]);
-    const Vec x = allowed ? load(weights + j) * factor : splat(-kInfinity);
+    const Vec x = allowed ? load(weights + j) * scale : splat(-kInfinity);
     high = larger(x, high);
     store(weights + j, x);
   }
   const float most = max(high), base = most == -kInfinity ? 0 : most;
   for (int64_t j = 0; j < keys; j += kLanes) {
-    const Vec x = exp2_or_zero(load(weights + j) - base);
+    const Vec x = exp2_or_zero((load(weights + j) - base) * unit.log2);
     total += x;
     store(weights + j, x);
   }
   const float all = sum(total);
   const bool empty = is_empty(most, all);
-  if (lse) *lse = empty ? most : most * kLn2 + logf(all);
-  const float sink = a.sinks && !empty ? exp2f(a.sinks[head] * kLog2E - most) : 0.0f;
+  if (lse) *lse = empty ? most : most * unit.natural + logf(all);
+  const float sink = a.sinks && !empty ? expf(a.sinks[head] - most * unit.natural) : 0.0f;
   const float inverse = 1.0f / (all + sink);
   for (int64_t j = 0; j < keys && !empty; j += kLanes) store(weights + j, load(weights + j) * inverse);
   return !empty;

@@ -52,22 +52,20 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
 }
 
 // Weights of a block of scores in pairs, 0 where unseen or dropped, and their sums, which see those that are dropped. Where it
-// is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false.
+// is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false. factor:
+// what makes units of log 2 of scores.
 template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Besides>
 static __attribute__((noinline)) bool soften_block(const float* scores, const Extra& extra, const Kept* seen, const float* most,
-                                                   float* total, const Kept* kept, float* pairs, uint16_t* large,
+                                                   float factor, float* total, const Kept* kept, float* pairs, uint16_t* large,
                                                    Besides* besides) {
-  Vec sum[V] = {}, less[V];
-  for (int v = 0; v < V; v++) {
-    Vec x = load(most + v * kLanes);
-    less[v] = (float)kWeightBits<Part<Mode>> - (x == -kInfinity ? Vec{} : x);  // -inf - -inf is NaN
-  }
+  Vec sum[V] = {};
+  const Bases<V> bases = bases_of<V, Extra::kHasLarge>(most, factor, (float)kWeightBits<Part<Mode>>);
   for (int64_t j = 0; j < kKeyBlock; j += 2) {
     besides->step();
     Vec x[2 * V];
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    extra(j, less, x);
+    extra(j, bases, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
       const __mmask16 of_even = kMasked ? seen[j * kVectors + v] : 0xffff, of_odd = kMasked ? seen[(j + 1) * kVectors + v] : 0xffff;
@@ -92,16 +90,15 @@ static __attribute__((noinline)) bool soften_block(const float* scores, const Ex
 // decay is what earlier sums shrink by. False where none does. A row's base is a function of its own scores, so that its result
 // does not depend on its neighbours.
 template <int V, class Extra>
-static bool find_base(const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted, const Vec* rise, float* most,
-                      Vec* decay) {
+static bool find_base(const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted, const Vec* rise, float factor,
+                      float* most, Vec* decay) {
   bool shrinks = false;
   Vec high[V];
-  const Vec none[V] = {};
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity);
   for (int64_t j = 0; j < kKeyBlock; j += 2) {
     Vec x[2 * V];
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    extra(j, none, x);
+    extra.scores(j, x);
     for (int i = 0; i < 2 * V; i++) {
       const uint16_t where = seen ? seen[(j + i % 2) * kVectors + i / 2] : 0xffff;
       high[i / 2] = (Vec)_mm512_mask_max_ps((__m512)high[i / 2], where, (__m512)x[i], (__m512)high[i / 2]);
@@ -109,9 +106,9 @@ static bool find_base(const float* scores, const Extra& extra, const Kept* seen,
   }
   for (int v = 0; v < V; v++) {
     const Vec before = load(most + v * kLanes), above = high[v] + rise[v];
-    Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(above > before + kHeadroom ? above : before));
+    Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(above > before + kHeadroom / factor ? above : before));
     IVec grown = (now != before) & (before != -kInfinity);
-    decay[v] = grown ? exp2_or_zero(before - now) : splat(1);
+    decay[v] = grown ? exp2_or_zero((before - now) * factor) : splat(1);
     shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
     store(most + v * kLanes, now);
   }
@@ -154,7 +151,7 @@ class TiledStep {
   static constexpr int P = kParts<Mode>;
   TiledStep(const Attention& a, int64_t batch, Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
             int64_t stop, const char* v, const TiledExtra& extra, const Kept* seen, const Workspace& w, BothUpcoming& upcoming)
-      : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), extra_(extra), seen_(seen),
+      : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), factor_(score_unit<Mode>(a).log2), extra_(extra), seen_(seen),
         steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
         scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops),
         kept_(w.kept), tile_sums_(w.tile_sums), vectors_(panel.vectors()), summed_(panel.summed), upcoming_(upcoming),
@@ -209,29 +206,38 @@ class TiledStep {
       const int64_t key = start_ + i * kKeyBlock;
       draw_tile(a_, batch_, *drops_, key, smaller_of(key + kKeyBlock, a_.kv_len), kept_);
     }
-    extra_.template with_block<P == 1>(i, [&](const auto& extra) {
-      uint16_t wanted[kVectors] = {0xffff, 0xffff};
-      with_vectors(vectors_, [&](auto v) {
-        if (lack_base(most_, vectors_, wanted)) rebase<v.value>(i, scores, extra, seen, wanted);
-        if (weights<v.value>(i, scores, extra, seen, wanted)) return;
-        rebase<v.value>(i, scores, extra, seen, wanted);
-        weights<v.value>(i, scores, extra, seen, nullptr);
-      });
+    uint16_t wanted[kVectors] = {0xffff, 0xffff};
+    with_vectors(vectors_, [&](auto v) {
+      if (lack_base(most_, vectors_, wanted)) rebase<v.value>(i, scores, seen, wanted);
+      if (weights<v.value>(i, scores, seen, wanted)) return;
+      rebase<v.value>(i, scores, seen, wanted);
+      weights<v.value>(i, scores, seen, nullptr);
     });
   }
+  template <int V>
+  bool weights(int64_t i, const float* scores, const Kept* seen, uint16_t* large) {
+    bool done = false;
+    auto soften = [&](const auto& extra) { done = weights_of<V>(i, scores, extra, seen, large); };
+    if (has_large(most_, factor_, vectors_)) extra_.template with_block<P == 1, true>(i, soften);
+    else extra_.template with_block<P == 1, false>(i, soften);
+    return done;
+  }
   template <int V, class Extra>
-  bool weights(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
+  bool weights_of(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
     auto drops = seen ? soften_block<Mode, true, true, V, Extra, BothUpcoming> : soften_block<Mode, false, true, V, Extra, BothUpcoming>;
     auto keeps = seen ? soften_block<Mode, true, false, V, Extra, BothUpcoming> : soften_block<Mode, false, false, V, Extra, BothUpcoming>;
     upcoming_.times = 0;
-    return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, total_, kept_, pairs_of(i), large, &upcoming_);
+    return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, factor_, total_, kept_, pairs_of(i), large, &upcoming_);
   }
 
-  template <int V, class Extra>
-  void rebase(int64_t i, const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted) {
+  template <int V>
+  void rebase(int64_t i, const float* scores, const Kept* seen, const uint16_t* wanted) {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
     for (int v = 0; v < kVectors; v++) rise[v] = extra_.rise(i, v, kMostRise<Half>);
-    if (!find_base<V>(scores, extra, seen, wanted, rise, most_, decay)) return;
+    bool shrinks = false;
+    extra_.template with_block<P == 1, false>(
+        i, [&](const auto& extra) { shrinks = find_base<V>(scores, extra, seen, wanted, rise, factor_, most_, decay); });
+    if (!shrinks) return;
     if (i + 1 < blocks_) land(i + 1);
     weigh(i);
     if (begun_ && apart_) shrink(decay, o_depth<Mode>(a_), tile_sums_);
@@ -256,6 +262,7 @@ class TiledStep {
 
   const Attention& a_;
   const int64_t start_, blocks_;
+  const float factor_;
   const TiledExtra& extra_;
   const Kept* seen_;  // null: all are seen
   const int64_t steps_;

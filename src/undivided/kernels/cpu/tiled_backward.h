@@ -94,14 +94,14 @@ static __attribute__((noinline)) void derive_block(const Derive& d, int64_t firs
 }
 
 template <class Mode>
-static void derive_blocks(const Derive& d, bool general, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
+static void derive_blocks(const Derive& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
   auto with = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
     if (drops) derive_block<Mode, chosen, true>(d, first, weights, scores, pairs);
     else derive_block<Mode, chosen, false>(d, first, weights, scores, pairs);
   };
-  if (general) with(std::integral_constant<Kind, kGeneral>());
+  if (is_general(d)) with(std::integral_constant<Kind, kGeneral>());
   else if (d.ranged) with(std::integral_constant<Kind, kRanged>());
   else with(std::integral_constant<Kind, kCovered>());
 }

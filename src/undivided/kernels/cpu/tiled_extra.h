@@ -13,23 +13,57 @@ namespace {
 #define INLINE_MEMBER inline __attribute__((always_inline))
 constexpr int64_t kKeyBlock = 2 * kTileRows;  // whose scores are softened at once
 
-// How the scores of an even key of a block and of the next, of V vectors each, become what 2 is raised to: x[2 v] and
-// x[2 v + 1]; less[v] is minus the base of the rows.
+// What is taken from the scores of rows: their bases, in the multiply-add that units of log 2 take anyway. Large ones (see kLargeBase) are
+// `apart`, subtracted from products as they are, or from scores to which all is added.
+template <int V>
+struct Bases {
+  Vec less[V], apart[V];
+};
+template <int V, bool kLarge>
+INLINE Bases<V> bases_of(const float* most, float factor, float bits) {
+  Bases<V> bases;
+#pragma GCC unroll 2
+  for (int v = 0; v < V; v++) {
+    const Vec x = load(most + v * kLanes), base = x == -kInfinity ? Vec{} : x;  // -inf - -inf is NaN
+    const Vec scaled = rounded(base * factor);
+    bases.less[v] = bits - scaled, bases.apart[v] = Vec{};
+    if (!kLarge) continue;
+    const IVec large = is_large(scaled);
+    bases.less[v] = large ? splat(bits) : bases.less[v], bases.apart[v] = large ? base : Vec{};
+  }
+  return bases;
+}
+// Whether some base is.
+INLINE bool has_large(const float* most, float factor, int vectors) {
+  IVec some = {};
+  for (int v = 0; v < vectors; v++) {
+    const Vec x = load(most + v * kLanes);
+    some |= is_large(x * factor) & (x != -kInfinity);
+  }
+  return any(some);
+}
+
+// How the scores of an even key of a block and of the next, of V vectors each, become what 2 is raised to: x[2 v] and x[2 v + 1].
+template <bool kLarge>
 class Scaled {
  public:
-  explicit Scaled(double scale) : factor_((float)(scale * (double)kLog2E)) {}
+  static constexpr bool kHasLarge = kLarge;
+  explicit Scaled(float factor) : factor_(factor) {}
   template <int V>
-  INLINE_MEMBER void operator()(int64_t, const Vec (&less)[V], Vec (&x)[2 * V]) const {
+  INLINE_MEMBER void operator()(int64_t, const Bases<V>& bases, Vec (&x)[2 * V]) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) x[i] = x[i] * factor_ + less[i / 2];
+    for (int i = 0; i < 2 * V; i++) x[i] = (kLarge ? x[i] - bases.apart[i / 2] : x[i]) * factor_ + bases.less[i / 2];
   }
+  // The scores themselves, in their unit.
+  template <int N>
+  INLINE_MEMBER void scores(int64_t, Vec (&)[N]) const {}
 
  private:
   const float factor_;
 };
 
 struct NoBias {};
-template <class B, bool kCapped, bool kRough>
+template <class B, bool kCapped, bool kRough, bool kLarge>
 class Added;
 
 class TiledExtra {
@@ -62,14 +96,14 @@ class TiledExtra {
     return smaller(larger(slope_[v] * distance, Vec{}), splat(most));
   }
 
-  // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types.
-  template <bool kRough, class F>
+  // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types. kLarge: some base is.
+  template <bool kRough, bool kLarge, class F>
   void with_block(int64_t i, F f) const {
-    if (!a_.bias && !a_.slopes && a_.softcap == 0) f(Scaled(scale_));
+    if (keeps_products(a_)) f(Scaled<kLarge>((float)(scale_ * (double)kLog2E)));
     else
       with_bias([&](auto b) {
-        if (a_.softcap != 0) f(Added<decltype(b), true, kRough>(*this, i * kKeyBlock));
-        else f(Added<decltype(b), false, kRough>(*this, i * kKeyBlock));
+        if (a_.softcap != 0) f(Added<decltype(b), true, kRough, kLarge>(*this, i * kKeyBlock));
+        else f(Added<decltype(b), false, kRough, kLarge>(*this, i * kKeyBlock));
         return true;
       });
   }
@@ -113,7 +147,7 @@ class TiledExtra {
     }
   }
 
-  template <class, bool, bool>
+  template <class, bool, bool, bool>
   friend class Added;
 
   const Attention& a_;
@@ -154,9 +188,10 @@ INLINE void tanh_each(Vec (&x)[N]) {
 }
 
 // The same as Scaled, with a bias of type B, ALiBi and softcap.
-template <class B, bool kCapped, bool kRough>
+template <class B, bool kCapped, bool kRough, bool kLarge>
 class Added {
  public:
+  static constexpr bool kHasLarge = kLarge;
   Added(const TiledExtra& of, int64_t first)
       : positions_(of.a_.slopes != nullptr),
         factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_ * (double)kLog2E)),
@@ -169,25 +204,40 @@ class Added {
     for (int64_t j = 0; j < kKeyBlock; j++) key_[j] = (float)(positions[smaller_of(of.start_ + first + j, of.a_.kv_len - 1)] - origin);
   }
   template <int V>
-  INLINE_MEMBER void operator()(int64_t j, const Vec (&less)[V], Vec (&x)[2 * V]) const {
+  INLINE_MEMBER void operator()(int64_t j, const Bases<V>& bases, Vec (&x)[2 * V]) const {
     Vec rest[2 * V];
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) {
-      rest[i] = less[i / 2], x[i] *= factor_;
+    for (int i = 0; i < 2 * V; i++) rest[i] = bases.less[i / 2];
+    add(j, rest, x);
+#pragma GCC unroll 4
+    for (int i = 0; kLarge && i < 2 * V; i++) x[i] -= bases.apart[i / 2];
+  }
+  template <int N>
+  INLINE_MEMBER void scores(int64_t j, Vec (&x)[N]) const {
+    Vec rest[N] = {};
+    add(j, rest, x);
+  }
+
+ private:
+  // x and what is added to it; rest: what is already.
+  template <int N>
+  INLINE_MEMBER void add(int64_t j, Vec (&rest)[N], Vec (&x)[N]) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      x[i] *= factor_;
       if constexpr (!std::is_same<B, NoBias>::value)
         rest[i] += entry((UVec)load(words_ + (kEach == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * kLog2E;
     }
     if (positions_)
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * V; i++) rest[i] -= slope_[i / 2] * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
+      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
     if constexpr (kCapped && kRough) tanh_each(x);
     if constexpr (kCapped && !kRough)
-      for (int i = 0; i < 2 * V; i++) x[i] = tanh_of(x[i]);
+      for (int i = 0; i < N; i++) x[i] = tanh_of(x[i]);
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) x[i] = kCapped ? x[i] * cap_ + rest[i] : x[i] + rest[i];
+    for (int i = 0; i < N; i++) x[i] = kCapped ? x[i] * cap_ + rest[i] : x[i] + rest[i];
   }
 
- private:
   static constexpr int kEach = sizeof(B) == 2 ? 2 : 1;
   const bool positions_;
   const float factor_, cap_;

@@ -79,6 +79,20 @@ INLINE uint32_t float_to_bits(float x) {
   return bits;
 }
 
+// x as it is rounded: no multiply-add takes the product that it is, so that the same numbers give the same bits elsewhere.
+INLINE Vec rounded(Vec x) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+}
+
 // ---- conversions
 
 INLINE float to_float(float x) { return x; }

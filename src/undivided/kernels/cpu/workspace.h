@@ -7,7 +7,7 @@
 
 namespace {
 
-// What a panel keeps from one piece of keys to the next. most: the largest score so far, in units of log 2.
+// What a panel keeps from one piece of keys to the next. most: the largest score so far, in its unit.
 struct Sums {
   float *qt, *ot, *most, *total;
   DropRows* drops;
