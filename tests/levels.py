@@ -14,8 +14,6 @@ import torch
 
 from undivided.kernels import cpu
 
-ALL = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
-
 
 @functools.cache
 def _library(level: str) -> cpu.Library:
@@ -31,7 +29,7 @@ def _library(level: str) -> cpu.Library:
 def here() -> tuple[str, ...]:
     """The levels that this machine has, up to the one that the process was told; none without the library."""
     loaded = cpu.load()
-    return () if isinstance(loaded, str) else ALL[: ALL.index(loaded.level) + 1]
+    return () if isinstance(loaded, str) else loaded.levels[: loaded.levels.index(loaded.level) + 1]
 
 
 @contextmanager

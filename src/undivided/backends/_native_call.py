@@ -111,7 +111,7 @@ def plain_record(
     of_q, of_keys = STRIDES[layout], STRIDES[layout if operands.pages is None else "bshd"]
     tensors = _PACK_TENSORS(
         _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len,
-        problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()), operands.scale, operands.softcap or 0.0,
+        problem.qk_dim, problem.v_dim, torch.get_num_threads(), operands.scale, operands.softcap or 0.0,
         at[0], *of_q(q.stride()), at[1], *of_keys(k.stride()), at[2], *of_keys(v.stride()), out_at, *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
     )  # fmt: skip
@@ -131,7 +131,7 @@ def record(
     out_b, out_h, out_s, _ = out.stride()
     return _PACK(
         _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, q.shape[2],
-        problem.kv_len, problem.qk_dim, problem.v_dim, cpu.threads(torch.get_num_threads()),
+        problem.kv_len, problem.qk_dim, problem.v_dim, torch.get_num_threads(),
         operands.scale, operands.softcap or 0.0,
         q.data_ptr(), q_b, q_h, q_s, k.data_ptr(), k_b, k_h, k_s, v.data_ptr(), v_b, v_h, v_s,
         out.data_ptr(), out_b, out_h, out_s, *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])), *rest,

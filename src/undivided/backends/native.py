@@ -112,6 +112,17 @@ class Native(Backend):
         return _native_backward.backward(problem, operands, out, problem.layout, lse, grad_out, grad_lse)
 
 
+def status() -> str:
+    """How the kernel runs in this process, in a line for people to read."""
+    library = cpu.load()
+    if isinstance(library, str):
+        return "not loaded (see below)"
+    line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
+    if library.is_forked():
+        line += "; this process was forked: the kernel starts threads of its own, PyTorch's operators may wait for those of the parent"
+    return line
+
+
 def _is_tiny(problem: Problem) -> bool:
     if "backward" not in problem.features or problem.heads != problem.kv_heads:
         return False

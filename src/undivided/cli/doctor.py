@@ -19,10 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import policy
+from undivided.backends import native
 from undivided.backends._table import table as table_of_backends
 from undivided.cli._terminal import console, print_json, table
 from undivided.functional import attention, explain
-from undivided.kernels import cpu
 from undivided.verification.budget import FACTOR, relative_error
 
 VARIABLES = {
@@ -69,20 +69,13 @@ def _machine() -> dict[str, str]:
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
-        "native kernel": _native(),
+        "native kernel": native.status(),
     }
     for index in range(torch.cuda.device_count()):
         found[f"GPU {index}"] = str(Machine.this(f"cuda:{index}"))
     if not torch.cuda.is_available():
         found["GPU"] = "none that PyTorch can use"
     return found
-
-
-def _native() -> str:
-    library = cpu.load()
-    if isinstance(library, str):
-        return "not loaded (see below)"
-    return f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
 
 
 def _version(package: str) -> str:

@@ -6,6 +6,7 @@ the package was installed without a C++ compiler it is absent, and `load` says s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -13,8 +14,12 @@ import struct
 import sys
 from pathlib import Path
 
-NOT_BUILT = "the native kernel is not built (needs a C++ compiler at install)"
-HOW_TO_GET = "install a C++ compiler (g++ or clang), then: pip install --force-reinstall --no-deps undivided"
+from undivided.errors import InputError
+from undivided.kernels.cpu import _install
+
+HOW_TO_GET = "built at installation, with a C++ compiler (g++ or clang++)"
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
+"""What UNDIVIDED_ISA may name, the lowest first; "amx" has fp16 tiles too."""
 
 # struct Attention in attention.h: all fields 8 bytes wide, in the same order. d marks doubles, the rest are integers.
 FIELDS = (
@@ -38,17 +43,15 @@ ATTEMPTS = range(3)
 """Of gradients: one that finds numbers it has no range for is followed by one that has more."""
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
-_forked = False
-"""A team of threads does not survive a fork: waiting for it would never end, so a child works alone."""
 
-
-def _after_fork() -> None:
-    global _forked
-    _forked = True
+def _load_before_a_fork() -> None:
+    """So that the library sees the fork: a child that waits for its parent's OpenMP threads, PyTorch's included, never returns."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(str(path()))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_load_before_a_fork)
 
 
 class Library:
@@ -64,7 +67,12 @@ class Library:
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
         library.undivided_level.restype = ctypes.c_char_p
         self.level: str = library.undivided_level().decode()
-        """The instruction set in use: generic, avx2, avx512, avx512_bf16, amx_bf16 or amx (with fp16)."""
+        """The instruction set in use, one of `LEVELS`."""
+        library.undivided_level_name.restype = ctypes.c_char_p
+        names = map(library.undivided_level_name, range(len(LEVELS)))
+        self.levels = tuple(name.decode() for name in names if name is not None)
+        """Those that this processor and this build have, the lowest first."""
+        self._is_forked = library.undivided_is_forked
 
     def forward(self, record: bytes) -> None:
         """Run one problem.
@@ -86,6 +94,10 @@ class Library:
         _check(status)
         return True
 
+    def is_forked(self) -> bool:
+        """Whether this process was forked from one that had imported the package; its team of threads is not PyTorch's then."""
+        return bool(self._is_forked())
+
     def peak(self, dtype: int, repeats: int) -> float:
         """Run independent multiply-adds on one core; how many operations it were, for the caller to time."""
         return float(self._peak(dtype, repeats))
@@ -96,11 +108,6 @@ def _check(status: int) -> None:
         raise RuntimeError(f"the native kernel failed: {STATUS.get(status, status)}")
 
 
-def threads(wanted: int) -> int:
-    """How many threads may work here."""
-    return 1 if _forked else wanted
-
-
 def path() -> Path:
     """Where the library lies: beside this file."""
     return Path(__file__).with_name("libundivided_cpu" + (".dll" if sys.platform == "win32" else ".so"))
@@ -108,11 +115,21 @@ def path() -> Path:
 
 @functools.cache
 def load() -> Library | str:
-    """The library, or why there is none."""
+    """The library, or why there is none.
+
+    Raises:
+        InputError: UNDIVIDED_ISA is not the name of a level.
+    """
+    wanted = os.environ.get("UNDIVIDED_ISA")
+    if wanted and wanted not in LEVELS:
+        raise InputError("UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(wanted), "unset it for the highest")
     found = path()
     if not found.exists():
-        return NOT_BUILT
+        return _install.not_built()
     try:
-        return Library(found)
+        library = Library(found)
     except (OSError, AttributeError) as error:
-        return f"the native kernel does not load ({error})"
+        return f"the native kernel does not load ({error}); build it again: {_install.command()}"
+    if wanted and wanted not in library.levels:
+        return f"UNDIVIDED_ISA={wanted} (this processor and this build have {', '.join(library.levels)})"
+    return library

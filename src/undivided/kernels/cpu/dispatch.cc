@@ -30,5 +30,10 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
 
 EXPORT const char* undivided_level() { return kernels().name; }
 
+// The levels that could run here, see level.h.
+EXPORT const char* undivided_level_name(int level) { return level_name(level); }
+
+EXPORT int undivided_is_forked() { return is_forked(); }
+
 // Run independent multiply-adds of a Type; the number of operations, for the caller to time.
 EXPORT double undivided_peak(int64_t dtype, int64_t repeats) { return kernels().peak(dtype, repeats); }

@@ -4,25 +4,20 @@
 #include <stdlib.h>
 #include <string.h>
 #ifdef UNDIVIDED_AMX
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+
+#include "cpu_features.h"
 
 namespace undivided {
 namespace {
 
 #ifdef UNDIVIDED_AMX
-// Whether the processor multiplies tiles, and the kernel lends this process their registers (it must be asked once).
-bool has_tiles() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+// Linux lends a process the tiles' registers, and must be asked once.
+bool may_use_tiles() {
   const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-}
-bool has_fp16_tiles() {
-  unsigned a = 0, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1);
 }
 #endif
 
@@ -33,34 +28,33 @@ const Kernels* const kLevels[] = {
     &kernels_amx_bf16, &kernels_amx,
 #endif
 };
-int highest_level() {
-  __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")))
-    return 0;
-  if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")))
-    return 1;
-  if (!__builtin_cpu_supports("avx512bf16")) return 2;
+int find_highest() {
+  const CpuFeatures cpu = CpuFeatures::read();
 #ifdef UNDIVIDED_AMX
-  if (has_tiles()) return has_fp16_tiles() ? 5 : 4;
+  if (cpu.has_bf16_tiles() && may_use_tiles()) return cpu.has_fp16_tiles() ? 5 : 4;
 #endif
-  return 3;
+  return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
 }
 #else
 const Kernels* const kLevels[] = {&kernels_generic};
-int highest_level() { return 0; }
+int find_highest() { return 0; }
 #endif
+
+int highest_level() {
+  static const int highest = find_highest();
+  return highest;
+}
 
 }  // namespace
 
+const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }
+
 const Kernels& kernels() {
   static const Kernels* const chosen = [] {
-    int highest = highest_level();
     const char* wanted = getenv("UNDIVIDED_ISA");
-    for (int i = 0; wanted && i < highest; i++)
+    for (int i = 0; wanted && i < highest_level(); i++)
       if (strcmp(wanted, kLevels[i]->name) == 0) return kLevels[i];
-    return kLevels[highest];
+    return kLevels[highest_level()];
   }();
   return *chosen;
 }

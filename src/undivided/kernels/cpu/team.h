@@ -7,7 +7,6 @@
 
 #include <stdint.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -49,7 +48,9 @@ class Scratch {
 inline thread_local Scratch thread_scratch;  // of a unit of work
 inline thread_local Scratch caller_scratch;  // of a call
 
-inline const pid_t loaded_by = getpid();
+// body(data) on so many threads, or on fewer. See team.cc for what a fork changes.
+void run_team(void (*body)(void*), void* data, int64_t threads);
+bool is_forked();  // this process, since the library was loaded
 
 // Where shares of the units begin, and where the last one ends. A thread takes the units of its own share one after another, so that
 // what lies side by side in memory is in its caches, from call to call as well, and then helps the others. (Two threads, times as fast as
@@ -74,12 +75,7 @@ class Team {
   }
 
   int run(int64_t threads) {
-    threads = std::min(threads, queues_.back().stop);
-    // the team of a parent process does not survive a fork: waiting for it would never end
-    if (threads > 1 && GOMP_parallel != nullptr && getpid() == loaded_by)
-      GOMP_parallel(&Team::work, this, (unsigned)threads, 0);
-    else
-      work(this);
+    run_team(&Team::work, this, std::min(threads, queues_.back().stop));
     for (const Queue& queue : queues_)
       if (queue.next < queue.stop) return kNoMemory;
     return kOk;
