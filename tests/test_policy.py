@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import undivided
-from undivided import InputError, NoBackendError, _policy, masks, use_backends
+from undivided import InputError, NoBackendError, _policy, masks, set_backends, use_backends
 from undivided import _selection as selection
 from undivided.backends import reference, torch_flash
 from undivided.masks import Mask
@@ -25,9 +25,9 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variable set, every backend allowed, before and after."""
     for name in _policy._VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    use_backends()
+    set_backends()
     yield
-    use_backends()
+    set_backends()
 
 
 def chosen(**arguments: object) -> str:
@@ -139,14 +139,19 @@ def test_the_environment_is_seen_however_it_was_set(monkeypatch: pytest.MonkeyPa
         os.environ.pop("UNDIVIDED_BACKENDS", None)
 
 
-# use_backends
+# set_backends and use_backends
 
 
-def test_use_backends_as_a_statement_holds_until_the_next_one() -> None:
-    use_backends("reference")
+def test_set_backends_holds_until_it_is_called_again() -> None:
+    set_backends("reference")
     assert chosen() == "reference"
-    assert reasons("torch_flash") == ("not among use_backends=reference",)
-    use_backends()
+    assert reasons("torch_flash") == ("not among set_backends=reference",)
+    set_backends()
+    assert chosen() == DEFAULT
+
+
+def test_use_backends_without_with_changes_nothing() -> None:
+    use_backends("reference")
     assert chosen() == DEFAULT
 
 
@@ -174,8 +179,8 @@ def test_the_inner_block_wins_and_the_outer_returns() -> None:
     assert chosen() == DEFAULT
 
 
-def test_a_block_inside_a_statement_returns_to_the_statement() -> None:
-    use_backends("reference")
+def test_a_block_returns_to_what_the_process_has_set() -> None:
+    set_backends("reference")
     with use_backends("torch_flash"):
         assert chosen() == "torch_flash"
     assert chosen() == "reference"
@@ -196,6 +201,12 @@ def test_an_unknown_name_raises_and_changes_nothing() -> None:
         use_backends("reference", "cudn")
     with pytest.raises(InputError, match="got 'cudn'"):
         use_backends.disable("cudn")
+    with pytest.raises(InputError, match="got 'cudn'"):
+        set_backends("reference", "cudn")
+    with pytest.raises(InputError, match=r"disable must be one of .*, got 'cudn'"):
+        set_backends("reference", disable=["cudn"])
+    with pytest.raises(InputError, match="disable must be a list of names, got 'flash'"):
+        set_backends(disable="flash")
     assert chosen() == DEFAULT
 
 
@@ -216,10 +227,13 @@ def test_disable_adds_to_what_is_set() -> None:
         assert chosen() == "reference"
 
 
-def test_disable_as_a_statement_holds() -> None:
-    use_backends.disable("flash")
+def test_set_backends_can_disable() -> None:
+    set_backends(disable=["flash"])
     assert chosen() == "reference"
-    use_backends()
+    assert reasons("torch_flash") == ("switched off by set_backends(disable=...)",)
+    with use_backends.disable("reference"), pytest.raises(NoBackendError):
+        undivided.attention(Q, Q, Q, layout="bshd")
+    set_backends()
     assert chosen() == DEFAULT
 
 
@@ -240,64 +254,26 @@ def test_a_block_in_one_thread_does_not_reach_another() -> None:
         assert other.result() == "reference"
 
 
-def test_a_statement_reaches_every_thread() -> None:
-    use_backends("reference")
+def test_set_backends_reaches_every_thread() -> None:
+    set_backends("reference")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(chosen).result() == "reference"
 
 
-def test_a_handle_may_be_entered_again() -> None:
-    handle = use_backends("reference")
-    use_backends()
+def test_a_block_may_be_entered_again() -> None:
+    block = use_backends("reference")
     for _ in range(2):
-        with handle:
+        with block:
             assert chosen() == "reference"
         assert chosen() == DEFAULT
 
 
-def test_entering_a_handle_again_leaves_a_later_statement_alone() -> None:
-    """The handle remembered what held when it was made, and put that back whenever it was entered."""
-    handle = use_backends("reference")
-    with handle:
-        pass
-    use_backends("flash")
-    with handle:
-        assert chosen() == "reference"
-    assert reasons("reference") == ("not among use_backends=flash",)
-
-
-def test_a_handle_may_be_entered_inside_itself() -> None:
-    with use_backends("reference") as handle:
-        with handle, use_backends("torch_flash"), handle:
+def test_a_block_may_be_entered_inside_itself() -> None:
+    with use_backends("reference") as block:
+        with block, use_backends("torch_flash"), block:
             assert chosen() == "reference"
         assert chosen() == "reference"
     assert chosen() == DEFAULT
-
-
-def test_blocks_that_threads_enter_at_once_leave_nothing_behind() -> None:
-    """Two threads between making and entering a handle each put the other's setting back as the process' own."""
-    first, second = use_backends("reference"), use_backends("torch_flash")
-    for handle in (first, second):
-        with handle:
-            pass
-    assert chosen() == DEFAULT
-    assert _policy.policy().allowed is None
-
-
-def test_a_block_about_to_be_entered_does_not_reach_another_thread() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        handle = use_backends("reference")
-        assert pool.submit(chosen).result() == DEFAULT
-        assert chosen() == "reference"
-        assert pool.submit(chosen).result() == "reference"
-        with handle:
-            assert pool.submit(chosen).result() == DEFAULT
-
-
-def test_statements_without_end_do_not_pile_up() -> None:
-    for _ in range(100):
-        use_backends("reference")
-    assert len(_policy._statements) <= 2
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel."""
 
-import typing
-
 from undivided import masks
 from undivided._machine import Machine
-from undivided._policy import use_backends
+from undivided._policy import set_backends, use_backends
 from undivided._result import merge
 from undivided._selection import Decision, last_decision
 from undivided._slopes import alibi_slopes
 from undivided._version import __version__ as __version__
+from undivided.backends._table import backends
 from undivided.cache import InferenceParams, KVCache, PagedKVCache
 from undivided.context_parallel import ContextParallel
 from undivided.diagnosis import diagnose
@@ -23,11 +22,6 @@ from undivided.nn import (
     apply_rotary_pos_emb,
 )
 from undivided.verification import verify
-
-if typing.TYPE_CHECKING:
-    from undivided.backends._table import table as backends
-else:  # the package of that name, which can be called: type checkers know of no such thing
-    from undivided import backends
 
 __all__ = [
     "ContextParallel",
@@ -53,6 +47,7 @@ __all__ = [
     "merge",
     "replace_sdpa",
     "scaled_dot_product_attention",
+    "set_backends",
     "use_backends",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""Which backends the caller allows: argument > context manager > environment.
+"""Which backends the caller allows: argument > context manager > `set_backends` > environment.
 
 All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for it.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -38,17 +36,11 @@ class Policy(NamedTuple):
 
 
 class _Switch(NamedTuple):
-    """One setting of `use_backends`, or several laid over each other."""
+    """What `set_backends` and the blocks of `use_backends` around a call allow together."""
 
     allowed: tuple[str, ...] | None = None
-    disabled: tuple[str, ...] = ()
-
-
-class _Statement(NamedTuple):
-    """A setting for the process, and the handle that may still turn it into a block's."""
-
-    switch: _Switch
-    handle: Callable[[], use_backends | None]
+    allowed_by: str = ""
+    disabled: tuple[tuple[str, str], ...] = ()
 
 
 class _Block(NamedTuple):
@@ -58,32 +50,53 @@ class _Block(NamedTuple):
     outer: _Block | None
 
 
-_statements: tuple[_Statement, ...] = (_Statement(_Switch(), lambda: None),)
-"""The last one holds. Those before it are kept only while one after it may yet become a block's."""
-_statements_lock = threading.Lock()
+_process = _Switch()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
 
 
 def _current_switch() -> _Switch:
     block = _block.get()
-    if block is not None:
-        return block.switch
-    *before, last = _statements
-    if (made := last.handle()) is None or made._reaches():
-        return last.switch
-    return next(s.switch for s in reversed(before) if (made := s.handle()) is None or made._reaches())
+    return _process if block is None else block.switch
+
+
+def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
+    """Allow only these backends or families, in this order, for the whole process.
+
+    It replaces what an earlier call set; with no arguments every backend is allowed again. A `use_backends` block narrows
+    it further.
+
+    Args:
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none for all.
+        disable: backends or families that must not run, str.
+
+    Raises:
+        InputError: a name that no backend or family has. Nothing is changed then.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> undivided.set_backends("reference")
+    >>> undivided.explain(q, q, q, layout="bshd").backend.name
+    'reference'
+    >>> undivided.set_backends()
+    """
+    global _process
+    if isinstance(disable, str):
+        raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
+    disabled = tuple((name, "set_backends(disable=...)") for name in _known(disable, "disable"))
+    _process = _Switch(_known(names) or None, "set_backends", disabled)
 
 
 class use_backends:
-    """Allow only these backends or families, in this order; as a statement for the process, or in a ``with``.
+    """Allow only these backends or families, in this order, in a ``with`` block.
 
-    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others.
+    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others. The block holds
+    in its own thread or task; `set_backends` is for the whole process.
 
     Args:
-        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str.
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none for all.
 
     Returns:
-        A handle for ``with``, which takes the setting back from the process and narrows it to the block.
+        A context manager, which may be entered any number of times.
 
     Raises:
         InputError: a name that no backend or family has.
@@ -96,17 +109,18 @@ class use_backends:
     """
 
     def __init__(self, *names: str) -> None:
-        self._install(_Switch(_known(names) if names else None, ()))
+        self._names = _known(names)
+        self._disabled: tuple[str, ...] | None = None
 
     @classmethod
     def disable(cls, *names: str) -> use_backends:
-        """Forbid these backends or families on top of what is set.
+        """Forbid these backends or families in a ``with`` block, on top of what is set around it.
 
         Args:
             names: as for `use_backends`.
 
         Returns:
-            A handle for ``with``, as of `use_backends`.
+            A context manager, as of `use_backends`.
 
         Raises:
             InputError: a name that no backend or family has.
@@ -117,32 +131,17 @@ class use_backends:
         ...     undivided.explain(q, q, q, layout="bshd").reasons["native"][0]
         'switched off by use_backends.disable'
         """
-        handle = cls.__new__(cls)
-        before = _current_switch()
-        handle._install(_Switch(before.allowed, (*before.disabled, *_known(names))))
-        return handle
-
-    def _install(self, switch: _Switch) -> None:
-        """Set it for the process; `with` takes that back and narrows it to the block."""
-        global _statements
-        self._switch = switch
-        self._thread: int | None = threading.get_ident()
-        with _statements_lock:
-            settled = max(n for n, statement in enumerate(_statements) if statement.handle() is None)
-            _statements = (*_statements[settled:], _Statement(switch, weakref.ref(self)))
-
-    def _reaches(self) -> bool:
-        """Whether it holds in this thread. In others it does not until its own has called something, or let go of it: until
-        then it may be about to be entered, and a block in one thread must not reach another."""
-        if self._thread == threading.get_ident():
-            self._thread = None
-        return self._thread is None
+        block = cls()
+        block._disabled = _known(names)
+        return block
 
     def __enter__(self) -> use_backends:
-        global _statements
-        with _statements_lock:
-            _statements = tuple(s for s in _statements if s.handle() is not self)
-        _block.set(_Block(self._switch, _block.get()))
+        switch = _Switch(self._names or None, "use_backends")
+        if self._disabled is not None:
+            around = _current_switch()
+            disabled = tuple((name, "use_backends.disable") for name in self._disabled)
+            switch = around._replace(disabled=around.disabled + disabled)
+        _block.set(_Block(switch, _block.get()))
         return self
 
     def __exit__(
@@ -208,12 +207,12 @@ def _read_policy(
 ) -> Policy:
     if backend is not None:
         _known((backend,))
-    disabled = [(name, "use_backends.disable") for name in switch.disabled]
+    disabled = list(switch.disabled)
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if not _flag(f"NVTE_{variable}_ATTN", True):
             disabled.append((family, f"NVTE_{variable}_ATTN=0"))
     disabled += _sdp_switches.disabled(switches)
-    allowed, allowed_by = switch.allowed, "use_backends"
+    allowed, allowed_by = switch.allowed, switch.allowed_by
     if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "")).strip():
         allowed, allowed_by = _listed(text), "UNDIVIDED_BACKENDS"
     if allowed is None and (order := _sdp_switches.order(switches)):

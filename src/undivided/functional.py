@@ -99,7 +99,8 @@ def attention(
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a fix.
+        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For a keyword that it does not
+            have, such as another library's, the error is a TypeError as well.
         NoBackendError: no allowed backend can run it; the message lists every backend's reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
@@ -115,6 +116,8 @@ def attention(
     if unknown:
         must = f"be given only its own arguments ({', '.join(sorted(_ARGUMENTS))})"
         error = InputError("attention", must, sorted(unknown), keyword_hint(unknown, _ARGUMENTS))
+        if torch.compiler.is_compiling():  # which cannot make a class
+            raise error
         raise error.as_also(TypeError)  # which Python raises for an unknown keyword
     q, k, v = _autograd.autocast(q, k, v)
     if (

@@ -5,12 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-import sys
-from types import ModuleType
 
-from undivided._machine import Machine
 from undivided.backends._base import Backend
-from undivided.backends._table import BackendTable, table
 from undivided.errors import InputError
 
 FAMILY_ALIASES = {"unfused": "math"}
@@ -44,13 +40,3 @@ def get(name: str) -> Backend:
         if backend.name == name:
             return backend
     raise InputError("backend", f"be one of {', '.join(b.name for b in all_backends())}", repr(name))
-
-
-class _CallableModule(ModuleType):
-    """``undivided.backends`` is this folder and the function of that name: calling the module gives the table."""
-
-    def __call__(self, machine: Machine | None = None) -> BackendTable:
-        return table(machine)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -9,6 +9,7 @@ import torch
 
 from undivided._machine import Machine, format_version
 from undivided._problem import Problem
+from undivided.backends import all_backends
 from undivided.backends._base import Backend
 from undivided.masks import FULL
 
@@ -45,7 +46,7 @@ class BackendTable(tuple[BackendRow, ...]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def table(machine: Machine | None = None) -> BackendTable:
+def backends(machine: Machine | None = None) -> BackendTable:
     """Every backend: name, family, whether it is available or why not, version, summary.
 
     Available means that plain attention (no mask, head size 64, 16-bit or fp32) can run; `undivided.explain` answers for
@@ -64,8 +65,6 @@ def table(machine: Machine | None = None) -> BackendTable:
     >>> [row.available for row in undivided.backends(a100) if row.name == "torch_flash"]
     [True]
     """
-    from undivided.backends import all_backends
-
     machines = _these() if machine is None else [machine]
     return BackendTable(_row(backend, machines) for backend in all_backends())
 

@@ -20,7 +20,7 @@ from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import policy
 from undivided.backends import native
-from undivided.backends._table import table as table_of_backends
+from undivided.backends._table import backends as table_of_backends
 from undivided.cli._terminal import console, print_json, table
 from undivided.functional import attention, explain
 from undivided.verification.budget import FACTOR, relative_error
