@@ -230,7 +230,7 @@ def gradients(
 def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
     """`gradients`, as an operation with a derivative and a batching rule where either may be asked for."""
     if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return _AttentionBackward.apply  # type: ignore[no-any-return]
+        return _AttentionBackward.apply
     return gradients
 
 

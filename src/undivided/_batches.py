@@ -60,7 +60,7 @@ def one_by_one(
         call(*(a.select(x, n) if isinstance(x, int) else a for a, x in zip(arguments, axes, strict=True)))
         for n in range(size)
     ]
-    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))  # type: ignore[arg-type]
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
 
 
 def vmap_rule(

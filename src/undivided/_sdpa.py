@@ -160,7 +160,10 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         fewest = 3 if enable_gqa else 2
         if tensor.dim() < fewest:
             axes = "heads, length, head size" if enable_gqa else "length, head size"
-            raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape))
+            hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and fewest == 2 else None
+            raise InputError(
+                name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape), hint=hint
+            )
     _check_kinds(named)
     if key.shape[-1] != query.shape[-1]:
         wanted = f"have the head size of query ({query.shape[-1]})"
@@ -261,7 +264,7 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Ten
 def _mask_or_bias(
     attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """A boolean mask as `masks.dense`, numbers as a bias, both as views with four axes of size 1 or full; and is_causal."""
+    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; both joined to is_causal."""
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":

@@ -1,4 +1,4 @@
-"""What PyTorch's scaled_dot_product_attention raises for a call that ours refuses: PyTorch is asked, on tensors without data."""
+"""What PyTorch's scaled_dot_product_attention raises for a call that ours refuses: found by asking it, without data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
 
 
 def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
-    """What PyTorch raises: first for the shapes, on meta tensors; then for dtypes and devices, on tensors of one element."""
+    """What PyTorch raises: for the shapes, on meta tensors; then for dtypes and devices, on tensors of one element."""
     tensors = (query, key, value)
     given = [t for t in tensors if isinstance(t, Tensor)]
     if any(t.is_nested for t in given):

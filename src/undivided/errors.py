@@ -12,7 +12,7 @@ Nothing else leaves the library for bad input, and nothing is half done when one
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from undivided._selection import Decision
@@ -56,14 +56,15 @@ class InputError(ValueError):
 def _rebuild_input_error(
     message: str, argument: str, hint: str | None, kind: type[Exception] = ValueError
 ) -> InputError:
-    error = _input_error_and(kind).__new__(_input_error_and(kind))
+    found: type[InputError] = _input_error_and(kind)
+    error = found.__new__(found)
     error.args = (message,)
     error.argument, error.hint = argument, hint
     return error
 
 
 @functools.cache
-def _input_error_and(kind: type[Exception]) -> type[InputError]:
+def _input_error_and(kind: Any) -> Any:
     """The class of errors that are an InputError and a `kind`."""
     return (
         InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})

@@ -125,7 +125,7 @@ def _replacement(
     """PyTorch's scaled_dot_product_attention, served by Undivided."""
     if has_torch_function_variadic(query, key, value) and not _are_nested(query, key, value):
         # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as PyTorch's
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             _replacement, (query, key, value), query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
