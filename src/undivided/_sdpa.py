@@ -264,7 +264,7 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Ten
 def _mask_or_bias(
     attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; both joined to is_causal."""
+    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; is_causal joined."""
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":

@@ -53,9 +53,7 @@ class InputError(ValueError):
         return (_rebuild_input_error, (self.args[0], self.argument, self.hint, kind))
 
 
-def _rebuild_input_error(
-    message: str, argument: str, hint: str | None, kind: type[Exception] = ValueError
-) -> InputError:
+def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: Any = ValueError) -> InputError:
     found: type[InputError] = _input_error_and(kind)
     error = found.__new__(found)
     error.args = (message,)
