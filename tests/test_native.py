@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from tests import levels
 from torch import Tensor
 
 import undivided
-from undivided import Machine, NoBackendError, masks
-from undivided.backends import _native_call, native
+from undivided import NoBackendError, masks
+from undivided.backends import _native_call
 from undivided.kernels import cpu
 from undivided.masks import Mask
 

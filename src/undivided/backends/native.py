@@ -45,7 +45,6 @@ class Native(Backend):
     name = "native"
     family = "flash"
     summary = "our C++ kernel: SIMD, any mask, threads of PyTorch's OpenMP"
-    how_to_get = cpu.HOW_TO_GET
     limits = Limits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
@@ -119,7 +118,7 @@ def status() -> str:
         return "not loaded (see below)"
     line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
     if library.is_forked():
-        line += "; this process was forked: the kernel starts threads of its own, PyTorch's operators may wait for those of the parent"
+        line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
     return line
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from undivided.errors import InputError
 from undivided.kernels.cpu import _install
 
-HOW_TO_GET = "built at installation, with a C++ compiler (g++ or clang++)"
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
 """What UNDIVIDED_ISA may name, the lowest first; "amx" has fp16 tiles too."""
 
@@ -45,7 +44,7 @@ STATUS = {1: "the library belongs to another version of the package", 2: "not en
 
 
 def _load_before_a_fork() -> None:
-    """So that the library sees the fork: a child that waits for its parent's OpenMP threads, PyTorch's included, never returns."""
+    """The library must see the fork: a child that waits for its parent's OpenMP threads, PyTorch's included, never returns."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(str(path()))
 
@@ -122,7 +121,9 @@ def load() -> Library | str:
     """
     wanted = os.environ.get("UNDIVIDED_ISA")
     if wanted and wanted not in LEVELS:
-        raise InputError("UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(wanted), "unset it for the highest")
+        raise InputError(
+            "UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(wanted), "unset it for the highest"
+        )
     found = path()
     if not found.exists():
         return _install.not_built()

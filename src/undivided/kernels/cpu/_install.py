@@ -37,7 +37,9 @@ def _requirement() -> str:
         installed = importlib.metadata.distribution("undivided")
     except importlib.metadata.PackageNotFoundError:
         return "undivided"
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610; none if it came from an index
+    origin = json.loads(
+        installed.read_text("direct_url.json") or "{}"
+    )  # PEP 610; none if it came from an index
     if not origin:
         return f"undivided=={installed.version} --no-binary undivided"
     vcs = origin.get("vcs_info")
