@@ -325,6 +325,16 @@ def test_what_changes_the_result_and_is_not_supported_is_refused(argument: str) 
         attention(Layer(), q, q, q, None, **{argument: torch.zeros(1)})
 
 
+def test_a_mask_of_one_row_is_for_all_queries() -> None:
+    """LightGlue asks for the mask of one query and gives it to a layer of many."""
+    q, k = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    real = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
+    made = masking_utils.bidirectional_mask_function
+    mask = model_mask(2, 1, 6, mask_function=made, attention_mask=real)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=real[:, None, None])
+    torch.testing.assert_close(attention(Layer(), q, k, k, mask)[0], expected.transpose(1, 2))
+
+
 def eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Output and weights with a logit more for each query, in the denominator alone."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, torch.finfo().min)

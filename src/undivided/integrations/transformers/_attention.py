@@ -108,6 +108,8 @@ def _mask_and_bias(
     """What a layer was given, as a mask or as numbers to add. Nothing means what it means to PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
+        if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row for all queries, as tensors broadcast
+            return masks.dense(given.to_dense()), None
         if given.shape[2:] != (q_len, kv_len):
             raise InputError(
                 "attention_mask", f"be for {q_len} queries and {kv_len} keys, as this layer has",

@@ -1,0 +1,41 @@
+"""``python -m undivided.integrations.transformers.sweep``: compare architectures, and write the page about all of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from undivided.integrations.transformers import register
+from undivided.integrations.transformers.sweep import _compare, _table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare, and print a line for each architecture."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    parser = argparse.ArgumentParser(prog="python -m undivided.integrations.transformers.sweep", description=__doc__)
+    parser.add_argument("types", nargs="*", help="model types; all if none is given")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page to this file")
+    options = parser.parse_args(arguments)
+    register()
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for name in options.types or sorted(CONFIG_MAPPING.keys()):
+        found[name] = outcomes = _compare.compare(name)
+        states = ", ".join(f"{case or 'build'} {one.state}" for case, one in outcomes.items())
+        reason = _table.explanation(name, outcomes) if _table.kind(outcomes) == "unequal" else ""
+        print(f"{name}: {states}" + (f" ({reason})" if reason else ""), flush=True)
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    limits = {"tolerance": f"{_compare.TOLERANCE:.0e}", "exact": f"{_compare.EXACT:.0e}"}
+    text = _table.page(found, versions, limits)
+    if options.write:
+        options.write.write_text(text)
+    print(text.partition("## ")[0].strip().rpartition("\n\n| architectures")[1:][-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""One architecture: outputs and gradients with "undivided" against those with "eager", case by case."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from undivided.integrations.transformers import _attention
+from undivided.integrations.transformers.sweep._inputs import CASES, LENGTH, Inputs, candidates, real_tokens
+from undivided.integrations.transformers.sweep._models import VARIANTS, Unbuildable, Variant, build
+
+TOLERANCE = 2e-4
+"""Of a tensor's norm, in float32."""
+AMPLIFIED = 2e-2
+"""The same for models that amplify rounding: those that agree to `EXACT` in float64."""
+EXACT = 1e-9
+FLOOR = 1e-5
+"""Of the norm of all gradients: below it a gradient is noise around 0, as that of a key's bias is."""
+
+
+class Outcome(NamedTuple):
+    """``state``: equal, differs, fails, unused (no attention ran on Undivided) or unbuilt (the library's own limit)."""
+
+    state: str
+    detail: str = ""
+
+
+def compare(model_type: str) -> dict[str, Outcome]:
+    """What each case of an architecture came to; ``{"": Outcome}`` if there is no model or no input for it.
+
+    >>> from undivided.integrations.transformers import register
+    >>> register()
+    >>> {case: outcome.state for case, outcome in compare("llama").items()}
+    {'none': 'equal', 'right': 'equal', 'left': 'equal', 'packed': 'equal', 'weights': 'equal'}
+    """
+    first, unused = None, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for variant in VARIANTS:
+            try:
+                found = _cases(model_type, variant)
+            except Exception as error:  # whatever the library raises for sizes that do not fit together
+                first = first or Outcome("unbuilt", _in_a_line(error))
+                if isinstance(error, Unbuildable | ImportError):
+                    break
+                continue
+            if any(outcome.state != "unused" for outcome in found.values()):
+                return found
+            unused = unused or found
+    return unused or {"": first or Outcome("unbuilt")}
+
+
+def _in_a_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Unbuildable) else f"{type(error).__name__}: {text}"
+
+
+def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
+    eager, ours = build(model_type, "eager", variant), None
+    found: dict[str, Outcome] = {}
+    seen: list[str] = []
+    for case in CASES:
+        try:
+            inputs, expected = accepted(eager, case)
+        except Exception:
+            if case == "none":
+                raise
+            continue
+        asked = repr({name: value for name, value in inputs.items() if not _is_noise(value)})
+        if asked in seen:  # a model that takes no mask, no positions
+            continue
+        seen.append(asked)
+        try:
+            ours = ours or build(model_type, "undivided", variant)
+            found[case] = _outcome(eager, ours, inputs, case, expected)
+        except Exception as error:
+            found[case] = Outcome("fails", _in_a_line(error))
+    return found
+
+
+def _is_noise(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> Outcome:
+    with counted() as calls:
+        words = difference(step(ours, inputs, case), expected, TOLERANCE)
+    if not words:
+        return Outcome("equal" if calls else "unused")
+    found = step(ours, inputs, case)
+    if not difference(found, expected, AMPLIFIED):
+        exact = {name: v.double() if _is_noise(v) else v for name, v in inputs.items()}
+        try:
+            found, expected = (step(one.double(), exact, case) for one in (ours, eager))
+        except RuntimeError:  # a model that makes float32 of its own
+            return Outcome("differs", words)
+        finally:
+            ours.float(), eager.float()
+        if not difference(found, expected, EXACT):
+            return Outcome("equal", f"in float64; in float32 {words}")
+    return Outcome("differs", words)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[None]]:
+    """A list that grows by an entry for each call of attention."""
+    calls: list[None] = []
+    attend = _attention.attend
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return attend(*args, **options)
+
+    _attention.attend = counting
+    try:
+        yield calls
+    finally:
+        _attention.attend = attend
+
+
+def tensors_of(value: Any, label: str = "out") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of a model's output, with names; caches are left out."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield label, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            if "past_key_values" not in name and "cache" not in name:
+                yield from tensors_of(one, str(name))
+    elif isinstance(value, list | tuple):
+        for n, one in enumerate(value):
+            yield from tensors_of(one, f"{label}[{n}]")
+
+
+def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
+    """Outputs of the real tokens, and the gradients of a sum of them with random weights."""
+    torch.manual_seed(0)
+    real = real_tokens(case) if "attention_mask" in inputs else None
+    found: dict[str, Tensor] = {}
+    loss = torch.zeros(())
+    generator = torch.Generator().manual_seed(2)
+    for label, tensor in tensors_of(network(**inputs)):
+        if real is not None and tensor.shape[0] == len(real) and tensor.dim() > 1 and tensor.shape[1] >= LENGTH:
+            keep = torch.nn.functional.pad(real.bool(), (0, tensor.shape[1] - LENGTH), value=True)
+            tensor = tensor[keep]  # tokens that a model adds come after the text
+        found[label] = tensor
+        if tensor.requires_grad:
+            loss = loss + (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
+    if loss.requires_grad:
+        weights = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, [p for _, p in weights], allow_unused=True)
+        found |= {f"grad {name}": g for (name, _), g in zip(weights, gradients, strict=True) if g is not None}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
+    """The tensor that differs most, in words; empty if all agree."""
+    if found.keys() != expected.keys():
+        return f"other results: {sorted(found.keys() ^ expected.keys())[:3]}"
+    scale = max((float(t.norm()) for name, t in expected.items() if name.startswith("grad")), default=0.0)
+    worst, words = 1.0, ""
+    for name, other in expected.items():
+        one, size = found[name], float(other.double().norm())
+        if one.shape != other.shape:
+            return f"{name}: shape {list(one.shape)} instead of {list(other.shape)}"
+        floor = FLOOR * tolerance / TOLERANCE * (scale if name.startswith("grad") else 1e-2)
+        error = float((one.double() - other.double()).norm())
+        ratio = error / (tolerance * size + floor + 1e-30)
+        if not ratio <= worst:
+            worst, words = ratio, f"{name}: {error / max(size, 1e-30):.1e} of its norm"
+    return words
+
+
+def accepted(network: nn.Module, case: str) -> tuple[Inputs, dict[str, Tensor]]:
+    """The first inputs that the model runs on with finite results, and these."""
+    first: Exception | None = None
+    for inputs in candidates(network, case):
+        try:
+            results = step(network, inputs, case)
+        except Exception as error:
+            first = first or error
+            continue
+        if results and all(bool(t.isfinite().all()) for t in results.values()):
+            return inputs, results
+        first = first or ValueError("eager's results are not finite")
+    raise first or Unbuildable("no inputs are known for its signature")
