@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 
+import transformers
+
 import transformers_models as models  # beside this file; it imports transformers
 from undivided.integrations.transformers import _attention, register, speed
+from undivided.integrations.transformers.sweep import _models
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
 
@@ -266,6 +269,75 @@ def test_the_weights_on_request(name: str) -> None:
         for found, expected in zip(ours[key], eager[key], strict=True):
             rows = torch.ones(1) if found.shape[2] != 11 else inputs["attention_mask"][:, None, :, None]
             assert_close([found * rows], [expected * rows])
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "clipseg"])
+def test_the_weights_of_layers_that_are_not_told(name: str) -> None:
+    """OPT, GPT-2, SigLIP, DPT, YOLOS and others collect weights by hooks and do not hand ``output_attentions`` to their layers.
+    CLIPSeg's layers are told."""
+    kind = {"gpt-2": "gpt2", "clipseg": "clipseg_vision_model"}[name]
+    eager, ours = (tiny(kind, implementation) for implementation in ("eager", "undivided"))
+    inputs = (
+        {"input_ids": models.tokens()} if name == "gpt-2" else {"pixel_values": torch.randn(2, 3, 32, 32)}
+    )
+    found, expected = (network(**inputs, output_attentions=True).attentions for network in (ours, eager))
+    assert_close(list(found), list(expected))
+    assert len(found) == 2
+
+
+def test_gemma_4_slices_its_mask() -> None:
+    """Its layers that share keys and values compute the last position alone, with the last row of the mask."""
+    changes = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    eager, ours = (
+        tiny("gemma4_text", implementation, transformers.Gemma4ForCausalLM, changes)
+        for implementation in ("eager", "undivided")
+    )
+    text, real = models.tokens(), models.real_tokens("left")
+    options = {"attention_mask": real, "use_cache": True}
+    found, expected = (network(text, **options, logits_to_keep=1).logits for network in (ours, eager))
+    assert_close([found], [expected])
+    options |= {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(text, **options), eager.generate(text, **options))
+
+
+def tiny(kind: str, implementation: str, network_class: Any = None, changes: Any = None) -> Any:
+    """A tiny model of the sweep, by its model type."""
+    if network_class is None:
+        return _models.build(kind, implementation)
+    config_class = transformers.AutoConfig.for_model(kind).__class__
+    config = _models.tiny_config(config_class, _models.VARIANTS[0], changes)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    network = network_class(config).eval()
+    _models.randomize(network)
+    return network
+
+
+HEADS = [
+    "OPTForQuestionAnswering",
+    "GPTNeoXForTokenClassification",
+    "DiffLlamaForTokenClassification",
+    "CLIPTextModel",
+]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_only_rows_of_padding_differ_from_eager(name: str) -> None:
+    """Padding on the left attends to nothing: 0 here and with `sdpa`, the mean of all values with `eager`. A head that reads
+    such a row (a score for every position; CLIP without an end of text) shows it; real rows are equal."""
+    kinds = dict(zip(HEADS, ("opt", "gpt_neox", "diffllama", "clip_text_model"), strict=True))
+    networks = [tiny(kinds[name], way, getattr(transformers, name)) for way in ("eager", "undivided", "sdpa")]
+    real = models.real_tokens("left").bool()
+    text = models.tokens().masked_fill(~real, 1) % 10
+    outputs = [network(input_ids=text, attention_mask=real.long()) for network in networks]
+    eager, ours, sdpa = (next(iter(out.values())) for out in outputs)
+    assert_close([ours[real]], [eager[real]])
+    assert_close([ours], [sdpa])
+    assert float((ours - eager)[~real].abs().max()) > 0.1
 
 
 def test_switching_a_model_that_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,12 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    parser = argparse.ArgumentParser(prog="python -m undivided.integrations.transformers.sweep", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m undivided.integrations.transformers.sweep", description=__doc__
+    )
     parser.add_argument("types", nargs="*", help="model types; all if none is given")
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the page to this file")
     options = parser.parse_args(arguments)
     register()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(logging.ERROR)
     found = {}
     for name in options.types or sorted(CONFIG_MAPPING.keys()):
         found[name] = outcomes = _compare.compare(name)
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = _table.page(found, versions, limits)
     if options.write:
         options.write.write_text(text)
-    print(text.partition("## ")[0].strip().rpartition("\n\n| architectures")[1:][-1])
+    print(text[text.index("| architectures") : text.index("## ")].strip())
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def compare(model_type: str) -> dict[str, Outcome]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for variant in VARIANTS:
+            if unused and variant.layers == VARIANTS[0].layers:
+                continue  # more layers may bring one with attention
             try:
                 found = _cases(model_type, variant)
             except Exception as error:  # whatever the library raises for sizes that do not fit together
@@ -80,6 +82,8 @@ def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
             found[case] = _outcome(eager, ours, inputs, case, expected)
         except Exception as error:
             found[case] = Outcome("fails", _in_a_line(error))
+        if found[case].state == "unused":
+            break
     return found
 
 
@@ -87,7 +91,9 @@ def _is_noise(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> Outcome:
+def _outcome(
+    eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]
+) -> Outcome:
     with counted() as calls:
         words = difference(step(ours, inputs, case), expected, TOLERANCE)
     if not words:
@@ -110,17 +116,18 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
 def counted() -> Iterator[list[None]]:
     """A list that grows by an entry for each call of attention."""
     calls: list[None] = []
-    attend = _attention.attend
+    module = vars(_attention)
+    attend = module["attend"]
 
     def counting(*args: Any, **options: Any) -> Any:
         calls.append(None)
         return attend(*args, **options)
 
-    _attention.attend = counting
+    module["attend"] = counting
     try:
         yield calls
     finally:
-        _attention.attend = attend
+        module["attend"] = attend
 
 
 def tensors_of(value: Any, label: str = "out") -> Iterator[tuple[str, Tensor]]:
@@ -145,7 +152,12 @@ def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
     loss = torch.zeros(())
     generator = torch.Generator().manual_seed(2)
     for label, tensor in tensors_of(network(**inputs)):
-        if real is not None and tensor.shape[0] == len(real) and tensor.dim() > 1 and tensor.shape[1] >= LENGTH:
+        if (
+            real is not None
+            and tensor.shape[0] == len(real)
+            and tensor.dim() > 1
+            and tensor.shape[1] >= LENGTH
+        ):
             keep = torch.nn.functional.pad(real.bool(), (0, tensor.shape[1] - LENGTH), value=True)
             tensor = tensor[keep]  # tokens that a model adds come after the text
         found[label] = tensor

@@ -85,7 +85,11 @@ def tiny_config(
     for name, value in vars(default if inside is None else inside).items():
         if name in adjusted or name.startswith("_"):
             continue
-        small = _small(name, value, variant) if not _is_config(value) else tiny_config(type(value), variant, None, value)
+        small = (
+            _small(name, value, variant)
+            if not _is_config(value)
+            else tiny_config(type(value), variant, None, value)
+        )
         if small is not value or (inside is not None and value != getattr(default, name, value)):
             given[name] = small
     for name, value in adjusted.items():
@@ -137,7 +141,9 @@ def _small_rope(value: dict[str, Any], variant: Variant) -> dict[str, Any]:
     if variant.mrope is None and "mrope_section" not in value:
         return value
     if any(isinstance(one, dict) for one in value.values()):  # one for each kind of layer
-        return {key: _small_rope(one, variant) if isinstance(one, dict) else one for key, one in value.items()}
+        return {
+            key: _small_rope(one, variant) if isinstance(one, dict) else one for key, one in value.items()
+        }
     return {**value, "mrope_section": list(variant.mrope or (2, 1, 1))}
 
 
@@ -159,9 +165,9 @@ def model_class(model_type: str) -> Any:
     except ModuleNotFoundError as error:
         raise Unbuildable(f"there is no module {name.rpartition('.')[2]}") from error
     for one in vars(module).values():
-        if inspect.isclass(one) and getattr(one, "config_class", None) is config_class and one.__module__ == name:
-            if not one.__name__.endswith("PreTrainedModel"):
-                return one
+        own = inspect.isclass(one) and one.__module__ == name and not one.__name__.endswith("PreTrainedModel")
+        if own and getattr(one, "config_class", None) is config_class:
+            return one
     raise Unbuildable("it has no model class of its own")
 
 

@@ -12,11 +12,14 @@ Outcomes = Mapping[str, Outcome]
 
 INTRODUCTION = """# Hugging Face architectures
 
-Every model type of transformers {transformers} (torch {torch}) with a tiny configuration and random weights: outputs and the gradients
-of all weights with `attn_implementation="undivided"`, against `eager`, in float32. A tensor is equal within {tolerance} of its norm; what
-exceeds that must agree to {exact} in float64. Text is compared without padding, padded on the right and on the left (rows of padding are
-left out), and with position ids that begin again (`packed`); `weights` are the results of `output_attentions=True`. A model that takes no
-mask or no positions has fewer cases. Only architectures whose attention really ran on Undivided count as equal.
+Every model type of transformers {transformers} (torch {torch}) with a tiny configuration and random weights: outputs and the
+gradients of all weights with `attn_implementation="undivided"`, against `eager`, in float32.
+
+- A tensor is equal within {tolerance} of its norm; what exceeds that must agree to {exact} in float64.
+- Text is compared without padding (`none`), padded on the `right` and on the `left` (rows of padding are left out), and with
+  position ids that begin again (`packed`); `weights` are the results of `output_attentions=True`. A model that takes no mask or
+  no positions has fewer cases.
+- An architecture counts as equal only if its attention ran on Undivided.
 
 This page is written by `python -m undivided.integrations.transformers.sweep --write docs/reference/hugging-face.md`.
 
@@ -45,7 +48,9 @@ def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Map
         equal_cases=states["equal"],
     )  # fmt: skip
     rows = [f"| `{name}` | {explanation(name, found[name])} |" for name in found if kinds[name] == "unequal"]
-    unbuilt = [f"| `{name}` | {_short(found[name][''].detail)} |" for name in found if kinds[name] == "unbuilt"]
+    unbuilt = [
+        f"| `{name}` | {_short(found[name][''].detail)} |" for name in found if kinds[name] == "unbuilt"
+    ]
     return "\n".join(
         [
             text, "## Not equal", "", "| architecture | why |", "|---|---|", *rows, "",
@@ -72,7 +77,9 @@ def explanation(name: str, outcomes: Outcomes) -> str:
     """Why it is not equal, and in which cases."""
     bad = {case: one for case, one in outcomes.items() if one.state in ("differs", "fails")}
     first = next(iter(bad.values()))
-    why = CLASS_TABLE if first.detail == "KeyError: 'undivided'" else EXPLAINED.get(name, _short(first.detail))
+    why = (
+        CLASS_TABLE if first.detail == "KeyError: 'undivided'" else EXPLAINED.get(name, _short(first.detail))
+    )
     return f"{', '.join(bad)}: {why}"
 
 
