@@ -5,7 +5,8 @@ bias that all rows share). Those are summed here over what the input is broadcas
 order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
 
 On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit (rows of
-V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between.
+V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it does where
+documents' gradients are not finite: then everything is computed once more pair by pair, so that NaN stays in its document.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def backward(
         return _plain(library, problem, operands, given, grad_out, grad_lse)
     call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
     slices = call.slices()
-    for attempt in cpu.ATTEMPTS:
+    attempt: int | None = 0
+    while attempt is not None:
         gradients = _Gradients(
             problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt
         )
-        if all(library.backward(call.record(rows), gradients.record(rows)) for rows in slices):
-            break
+        for rows in slices:
+            following = library.backward(call.record(rows), gradients.record(rows), attempt)
+            if following is not None:
+                break
+        attempt = following
     return gradients.finish()
 
 
@@ -72,9 +77,11 @@ def _plain(
     strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
     of_grad = (grad.data_ptr(), *strides(grad.stride()))
     places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
-    for attempt in cpu.ATTEMPTS:
-        if library.backward(given, _record(problem, dtype, False, attempt, of_grad, lse, places)):
-            break
+    attempt: int | None = 0
+    while attempt is not None:
+        attempt = library.backward(
+            given, _record(problem, dtype, False, attempt, of_grad, lse, places), attempt
+        )
     return [*found, None, None, None]
 
 

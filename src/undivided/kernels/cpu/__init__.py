@@ -37,9 +37,9 @@ GRADIENT_FIELDS = (
     "bias bias_b bias_h bias_q bias_k"
 ).split()
 GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
-_EXCEEDED = 3
-ATTEMPTS = range(3)
-"""Of gradients: one that finds numbers it has no range for is followed by one that has more."""
+_EXCEEDED, _MIXED = 3, 4
+_PAIRS = 3
+"""The attempt at gradients that takes each row with its own keys alone."""
 STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its tiles"}
 
 
@@ -81,17 +81,20 @@ class Library:
         """
         _check(self._forward(record))
 
-    def backward(self, record: bytes, gradients: bytes) -> bool:
-        """The gradients of one problem; False where they have to be computed again, by the next attempt and in fresh buffers.
+    def backward(self, record: bytes, gradients: bytes, attempt: int) -> int | None:
+        """The next attempt at the gradients of one problem, in fresh buffers; None if they are done.
+
+        An attempt that finds numbers it has no range for is followed by one that has more. One that finds gradients that
+        are not finite, in a problem of several documents, is followed by one that keeps the documents apart.
 
         Raises:
             RuntimeError: it could not.
         """
         status = self._backward(record, gradients)
-        if status == _EXCEEDED:
-            return False
+        if status in (_EXCEEDED, _MIXED):
+            return _PAIRS if status == _MIXED else attempt + 1
         _check(status)
-        return True
+        return None
 
     def is_forked(self) -> bool:
         """Whether this process was forked from one that had imported the package; its team of threads is not PyTorch's then."""

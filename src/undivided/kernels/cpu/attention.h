@@ -64,7 +64,7 @@ struct Gradients {
   int64_t size;  // sizeof(Gradients)
   // of dq, dk, dv: kFloat32, or the problem's own; where accumulate is not 0 (kFloat32 only) dk and dv are added to
   int64_t type, accumulate;
-  int64_t attempt;       // 0, and one more after each kExceeded
+  int64_t attempt;       // 0, and one more after each kExceeded; kPairs after kMixed
   const void* grad_out;  // of the problem's type, last axis of stride 1
   int64_t grad_out_b, grad_out_h, grad_out_s;
   const float* grad_lse;  // [B, H, Sq] or null
@@ -85,7 +85,10 @@ struct Gradients {
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // kExceeded: callers get it of the backward alone. Some numbers have no place in the types that this attempt computes with: what was
 // written is of no use, buffers of sums included, and the problem has to be done again, with the next attempt.
-enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3 };
+// kMixed, of the backward alone too: some gradients are not finite, and rows of several documents were worked on together. The same, with
+// the attempt kPairs, which takes each row with its own keys.
+enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3, kMixed = 4 };
+enum { kPairs = 3 };
 }
 
 namespace undivided {
@@ -130,7 +133,7 @@ struct Backward {
   int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
   float* norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
-  int64_t* exceeded;    // becomes 1: see kExceeded
+  int64_t *exceeded, *mixed;  // become 1: see kExceeded and kMixed
   // Where rows have scales of their own (see kFitted): [B, N, panels, panel], from P * (dP - delta) to what dS is taken for, and what
   // undoes it in dQ; [B, N, row_blocks]
   float *slope, *undo;
@@ -169,6 +172,8 @@ struct Kernels {
   void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
   void (*key_block)(const Backward&, const KeyBlock&, char* scratch);
   void (*rows_after)(const Backward&, int64_t head, int64_t row_block);
+  int64_t (*pairs_scratch)(const Attention&);
+  void (*pairs)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);  // all gradients of a head, pair by pair
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations
 };
 

@@ -228,12 +228,16 @@ static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradi
   typedef typename Mode::T T;
   const int64_t width = Columns(dim).width;
   const float unit = ldexpf(1, -bits);
+  Vec nothing = {};
   for (int64_t j = 0; j < keys.count; j++) {
     const int64_t row = at + (keys.first + j) * stride;
-    for (int64_t d = 0; d < dim; d += kLanes)
-      put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d,
-                   load(sums + (d / width * p.key_block + j) * kPanel + d % width) * unit);
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Vec x = load(sums + (d / width * p.key_block + j) * kPanel + d % width);
+      put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
+      nothing += x * 0;
+    }
   }
+  mark_mixed(p, nothing);
 }
 
 }  // namespace

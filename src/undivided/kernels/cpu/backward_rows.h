@@ -171,6 +171,10 @@ static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, 
 
 // The problem has to be done again, see kExceeded.
 INLINE void exceed(const Backward& p) { __atomic_store_n(p.exceeded, 1, __ATOMIC_RELAXED); }
+// Some gradients are not finite, see kMixed.
+INLINE void mark_mixed(const Backward& p, Vec nothing) {
+  if (any(nothing != nothing)) __atomic_store_n(p.mixed, 1, __ATOMIC_RELAXED);
+}
 INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
 
 // Where row r of a block has its Q and dO.
@@ -382,6 +386,7 @@ static void after_rows(const Backward& p, const Head& head, int64_t row_block) {
   const int64_t index = head.index;
   const RowBlock block = rows_of(p, head, row_block);
   const float unit = ldexpf(1, -score_bits<Mode>(p, index));
+  Vec nothing = {};
   for (int64_t first = 0; first < block.rows; first += kLanes) {
     const int64_t row = block.row + first, count = smaller_of(block.rows - first, kLanes);
     const float* from = p.dqt + (index * p.panels + row / kPanel) * dq_depth<Mode>(p) * kPanel + row % kPanel;
@@ -392,10 +397,13 @@ static void after_rows(const Backward& p, const Head& head, int64_t row_block) {
       Vec x[kLanes];
       for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};
       transpose(x);
-      for (int64_t i = 0; i < count; i++)
+      for (int64_t i = 0; i < count; i++) {
         put_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unit);
+        nothing += x[i] * 0;
+      }
     }
   }
+  mark_mixed(p, nothing);
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
 class Shared {
  public:
   Shared(Backward& p, const Kernels& k) {
-    p.exceeded = &exceeded_;
+    p.exceeded = &exceeded_, p.mixed = &mixed_;
     if (p.whole) return;  // units have the rest in their scratch
     const int64_t heads = p.a.batch * p.a.kv_heads;
     if (posix_memalign(&memory_, 64, (size_t)k.lay_out_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
@@ -54,7 +54,7 @@ class Shared {
  private:
   void* memory_ = nullptr;
   bool failed_ = false;
-  int64_t exceeded_ = 0;
+  int64_t exceeded_ = 0, mixed_ = 0;
 };
 
 // In the order of the keys, heads side by side: see backward.h. Where batch elements or heads add to the same gradients of a
@@ -82,6 +82,31 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   return (even || p.key_blocks == 1) && k.key_scratch(p) <= kMostHeadBytes;
 }
 
+// Whether two rows side by side, but for rows without keys, share none, as those of two documents.
+bool has_documents(const Attention& a) {
+  if (a.dense) return true;
+  for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
+    const int32_t* before = nullptr;
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const int32_t* row = a.ranges + b * a.ranges_b + i * a.columns;
+      bool has_keys = false, shares = before == nullptr;
+      for (int64_t x = 0; x < a.columns; x += 2) {
+        has_keys |= row[x] < row[x + 1];
+        for (int64_t y = 0; before && y < a.columns; y += 2) shares |= std::max(row[x], before[y]) < std::min(row[x + 1], before[y + 1]);
+      }
+      if (has_keys && !shares) return true;
+      if (has_keys) before = row;
+    }
+  }
+  return false;
+}
+
+int run_pairs(const Kernels& k, const Backward& p) {
+  const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);  // heads may add to one bias
+  return run_units(even_shares(heads, threads), k.pairs_scratch(p.a), threads,
+                   [&](int64_t i, char* scratch) { k.pairs(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
+}
+
 }  // namespace
 
 int run_backward(const Attention& a, const Gradients& g) {
@@ -90,7 +115,8 @@ int run_backward(const Attention& a, const Gradients& g) {
   const int64_t row_panels = panels_of_block(a, k, panels), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
   const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
   Backward p = {a, g, rows, panels, row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
-                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (g.attempt == kPairs) return run_pairs(k, p);
   p.whole = takes_whole_heads(p, k, threads);
   Shared shared(p, k);
   if (!shared) return kNoMemory;
@@ -107,7 +133,7 @@ int run_backward(const Attention& a, const Gradients& g) {
   if (status == kOk && g.dq && !p.whole)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
-  return status;
+  return status == kOk && *p.mixed && has_documents(a) ? kMixed : status;
 }
 
 }  // namespace undivided

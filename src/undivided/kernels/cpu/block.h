@@ -41,7 +41,8 @@ class Block {
   typedef typename Mode::T T;
 
   Block(const Attention& a, const RowBlock& block, char* scratch)
-      : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)) {
+      : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)),
+        looks_(block.rows > 1 && (a.ranges || a.dense)) {
     const Segment reach = reach_of(a, block);
     from_ = larger_of(reach.start, block.key), to_ = smaller_of(reach.stop, block.key_stop);
     first_tile_ = from_ / kTile * kTile;
@@ -56,9 +57,13 @@ class Block {
 
   // False if some numbers are not for these parts (see split.h): then what was written is of no use.
   bool run() {
+    if (looks_) memset(w_.mixed, 0, (size_t)block_.rows);
     if (narrow_) run_panels();
     else run_tiles();
-    return kParts<Mode> == 1 || !irregular_.found();
+    if (kParts<Mode> > 1 && irregular_.found()) return false;
+    for (int64_t r = 0; some_mixed_ && r < block_.rows; r++)
+      if (w_.mixed[r]) run_alone(r);
+    return true;
   }
 
  private:
@@ -125,6 +130,27 @@ class Block {
     if constexpr (std::is_same<Mode, Direct>::value)
       if (p.by_rows) write = write_row_sums;
     write(a_, block_, p.first, p.rows, sums.ot, sums.most, sums.total);
+    if (looks_ && p.summed) find_mixed(p, sums);
+  }
+
+  void find_mixed(const Panel& p, const Sums& sums) {
+    for (int64_t r = 0; p.by_rows && r < p.rows; r++) mark(p.first + r, is_mixed(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
+    for (int64_t r = 0; !p.by_rows && r < p.rows; r += kLanes) {
+      Vec nothing = {};
+      for (int64_t d = 0; d < a_.v_dim; d++) nothing += load(sums.ot + d * kPanel + r) * 0;
+      const Vec total = load(sums.total + r);
+      const IVec lanes = (nothing != nothing) & (total == total);
+      if (!any(lanes)) continue;
+      for (int64_t i = 0; i < smaller_of(p.rows - r, kLanes); i++) mark(p.first + r + i, lanes[i] != 0);
+    }
+  }
+  void mark(int64_t row, bool mixed) { w_.mixed[row] = mixed, some_mixed_ |= mixed; }
+  // A row by itself, in memory that nobody needs any more.
+  void run_alone(int64_t r) {
+    RowBlock alone = block_;
+    alone.row += r, alone.rows = 1, alone.following = nullptr;
+    if (alone.partials) alone.partials += r * round_up(a_.v_dim + 2, 16);
+    Block(a_, alone, w_.rest).run();
   }
 
   // Whether a panel sees some of the keys [start, stop), which come later than those asked for before.
@@ -251,6 +277,8 @@ class Block {
   int64_t from_, to_, first_tile_;  // keys that some row sees
   int64_t count_, fetched_ = 0;     // panels; keys before it have been asked for
   bool narrow_, by_rows_;
+  const bool looks_;  // whether rows may come to hold what is another document's
+  bool some_mixed_ = false;
 };
 
 // False if some numbers are not for this mode.
@@ -273,7 +301,7 @@ template <class Mode>
 static int64_t block_bytes(const Attention& a, int64_t rows, [[maybe_unused]] bool few) {
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kTiled)
-    if (few) return carve_short<Mode>(a, nullptr).bytes;
+    if (few) return carve_short<Mode>(a, rows, nullptr).bytes;
 #endif
   const int64_t narrow = carve<Mode>(a, rows, smaller_of(most_narrow_keys<Mode>(a), round_up(a.kv_len, kTile)), nullptr).bytes;
   const int64_t small = !Mode::kTiled && is_small_forward(a) ? SmallForwardSpace(a, nullptr).bytes : 0;

@@ -143,14 +143,6 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
     for (int64_t r = 0; r < rows; r++) finish(head(n), n, r, space.row);
 }
 
-// Whether a row's sums may hold what is not its own, as infinite and NaN values reach them with a weight of 0: those of other rows'
-// keys, and, but for engines that keep columns apart, of other columns. A row with a NaN score is NaN throughout.
-INLINE bool is_mixed(const float* sums, int64_t count, float total) {
-  Vec nothing = {};
-  for (int64_t d = 0; d < count; d += kLanes) nothing += load(sums + d) * 0;
-  return total == total && any(nothing != nothing);
-}
-
 template <class Engine>
 static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* following, float* partials,
                       char* scratch) {

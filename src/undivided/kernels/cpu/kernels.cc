@@ -1,6 +1,7 @@
 // Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills. With AMX it fills two:
 // `amx_bf16`, where tiles are of bf16 alone, and `amx`, where they are of fp16 too. What differs takes the widest `Half` that there is.
 #include "backward.h"
+#include "backward_pairs.h"
 #include "decode.h"
 #include "tiled.h"
 
@@ -144,6 +145,11 @@ void rows_after(const Backward& p, int64_t head, int64_t row_block) {
   with_block_mode<Half>(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
+int64_t pairs_scratch(const Attention& a) { return PairSpace(a, nullptr).bytes; }
+void pairs(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
+  with_mode(p.a.dtype, [&](auto mode) { PairedHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
+}
+
 // Let the compiler believe that x is needed.
 INLINE void keep(Vec& x) {
 #if defined(__x86_64__)
@@ -261,7 +267,7 @@ template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
   return {name, prefill<Half>, few_keys, block_rows, kPackingRows, kPanel, kTile, block_scratch<Half>, block<Half>,
           decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, rows_before<Half>,
-          key_block<Half>, rows_after<Half>, peak<Half>};
+          key_block<Half>, rows_after<Half>, pairs_scratch, pairs, peak<Half>};
 }
 
 }  // namespace

@@ -128,6 +128,14 @@ INLINE IVec is_large(Vec base) { return (Vec)((UVec)base & 0x7fffffffu) >= kLarg
 // Whether a row saw no key, by its largest score and its total: scores that are NaN are not the largest, but count in the total.
 INLINE bool is_empty(float most, float total) { return most == -kInfinity && total == 0; }
 
+// Whether a row's sums may hold what is not its own, as infinite and NaN values reach them with a weight of 0: those of other rows'
+// keys, and, on tiles, of other columns. A row with a NaN score is NaN throughout.
+INLINE bool is_mixed(const float* sums, int64_t count, float total) {
+  Vec nothing = {};
+  for (int64_t d = 0; d < count; d += kLanes) nothing += load(sums + d) * 0;
+  return total == total && any(nothing != nothing);
+}
+
 // Memory cut into pieces that start at a line each; from null it only counts.
 struct Carving {
   char* base;

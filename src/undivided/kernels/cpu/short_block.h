@@ -42,17 +42,20 @@ struct ShortPanel {
 };
 
 struct ShortSpace {
+  uint8_t* mixed;  // of each row, see is_mixed; what follows is free once all are known
+  char* rest;
   char *q, *scores, *sums, *k, *v;
   char* zeros;   // a row of K or V
   char* halves;  // a step's rows of K in parts
   int64_t bytes;
 };
 template <class Mode>
-static ShortSpace carve_short(const Attention& a, char* base) {
+static ShortSpace carve_short(const Attention& a, int64_t rows, char* base) {
   constexpr int P = kParts<Mode>;
   const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
   Carving at{base};
+  w.mixed = (uint8_t*)at.take(rows), w.rest = base + at.bytes;
   w.q = at.take(k_bytes);
   w.scores = at.take(kMostSteps * kStepScores<P>);
   w.sums = at.take(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
@@ -71,10 +74,10 @@ class ShortBlock {
   static constexpr int P = kParts<Mode>;
 
   ShortBlock(const Attention& a, const RowBlock& block, char* scratch)
-      : a_(a), block_(block), w_(carve_short<Mode>(a, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
+      : a_(a), block_(block), w_(carve_short<Mode>(a, block.rows, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
         k_part_(depth_ * kBelow), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
-        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep), streams_(are_streamed(a)) {
+        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep), streams_(are_streamed(a)), looks_(block.rows > 1 && a.ranges) {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
@@ -94,10 +97,20 @@ class ShortBlock {
       std::swap(p, next);
     }
     if (streams_) _mm_sfence();
-    return P == 1 || !irregular_.found();
+    if (P > 1 && irregular_.found()) return false;
+    for (int64_t r = 0; some_mixed_ && r < block_.rows; r++)
+      if (w_.mixed[r]) run_alone(r);
+    return true;
   }
 
  private:
+  // A row by itself, in memory that nobody needs any more.
+  void run_alone(int64_t r) const {
+    RowBlock alone = block_;
+    alone.row += r, alone.rows = 1, alone.following = nullptr;
+    ShortBlock(a_, alone, w_.rest).run();
+  }
+
   // ---- panels
 
   Segment range_of(int64_t at) const {
@@ -299,7 +312,7 @@ class ShortBlock {
            (a.out_b | a.out_h | a.out_s) % (64 / (int64_t)sizeof(T)) == 0;
   }
 
-  void write(const ShortPanel& p, const float* most, const float* total) const {
+  void write(const ShortPanel& p, const float* most, const float* total) {
     constexpr float unit = (float)(1 << kWeightBits<Half>);
     const float natural = score_unit<Mode>(a_).natural;
     alignas(64) float inverse[kShortRows], lse[kShortRows];
@@ -316,6 +329,13 @@ class ShortBlock {
       const bool empty = is_empty(most[r], total[r]);
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;
+      Vec nothing = {};
+      for (int64_t d = 0; !empty && looks_ && d < a_.v_dim; d += kTileDepth) {
+        const float* x = (const float*)(from + d / kTileDepth * 2 * kBelow);
+        nothing += load(x) * 0 + load(x + kLanes) * 0;
+      }
+      w_.mixed[p.first + r] = total[r] == total[r] && any(nothing != nothing);
+      some_mixed_ |= w_.mixed[p.first + r] != 0;
       for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
         const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r];
         const Vec high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
@@ -340,7 +360,8 @@ class ShortBlock {
   const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // of a step of the ring, in bytes
   Irregular irregular_ = Irregular::of<Mode>();
   const int64_t ring_, most_hull_;  // most_hull_: keys from the first to the last that a panel sees
-  const bool streams_;
+  const bool streams_, looks_;  // looks_: whether rows may come to hold what is another document's
+  bool some_mixed_ = false;
   int64_t before_ = -1, phase_ = 0;                          // the row that phase_of looked at last
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring
 };

@@ -168,6 +168,17 @@ static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first,
   }
 }
 
+template <class T>
+static void find_mixed(const Backward& p, const SmallHead<T>& h) {
+  Vec nothing = {};
+  auto look = [&](const T* row, int64_t dim) {
+    for (int64_t d = 0; row && d < dim; d += kLanes) nothing += load_as_float(row + d) * 0;
+  };
+  for (int64_t n = 0; n < h.rows; n++) look(h.dq[n], p.a.qk_dim);
+  for (int64_t j = 0; j < h.keys; j++) look(h.dk[j], p.a.qk_dim), look(h.dv[j], p.a.v_dim);
+  mark_mixed(p, nothing);
+}
+
 // False where the keys have a gap, in which anything may stand: nothing was written then.
 template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
@@ -193,6 +204,7 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.seen, a.qk_dim, h.rows, h.dq);
   if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk);
   if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv);
+  if (a.ranges) find_mixed(p, h);
   return true;
 }
 
