@@ -7,10 +7,10 @@ import operator
 import torch
 from torch import Tensor
 
-from undivided._tensors import has_dispatch, missing_memory
+from undivided._tensors import functional_mode, has_dispatch, missing_memory
 from undivided.errors import InputError
 
-INT32_MAX = 2**31 - 1
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 _ELSEWHERE = {
@@ -35,6 +35,10 @@ def check_tensor(name: str, value: object) -> None:
     for kind in type(value).__mro__:
         if (hint := _ELSEWHERE.get(kind.__name__)) is not None:
             raise InputError(name, "be a plain tensor", f"a {kind.__name__}", hint=hint.format(name=name))
+    if type(value).__name__ == "FunctionalTensor" and not functional_mode():
+        raise InputError(
+            name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it"
+        )
     if torch.nn.parameter.is_lazy(value):
         raise InputError(
             name, "be initialized", type(value).__name__, "run the lazy module once before its parameters are used"
@@ -66,8 +70,14 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
         raise InputError(argument, "be an int", repr(value))
     number = value if isinstance(value, int) else operator.index(value)
     if at_least is not None and number < at_least:
-        raise InputError(argument, f"be at least {at_least}", number)
+        raise InputError(argument, f"be at least {at_least}", _in_digits(number))
+    if abs(number) > INT64_MAX:
+        raise InputError(argument, "fit into 64 bits", _in_digits(number))
     return number
+
+
+def _in_digits(number: int) -> str:
+    return str(number) if abs(number) <= 10**20 else f"an int of {number.bit_length()} bits"
 
 
 def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:

@@ -127,6 +127,9 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if type(tensor) is not Tensor:
+            check_tensor(name, tensor)
     q, k, v = (
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in (q, k, v)

@@ -102,11 +102,28 @@ def attention(
             switches,
         )
     )
-    out, lse = torch.ops.undivided.attention(
+    call = (
         q, k, v, bias, sinks, slopes, mask_tensors, seed if arguments["dropout_p"] else None, arguments["pages"], spec,
         arguments["scale"], arguments["softcap"], float(arguments["dropout_p"]),
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.undivided.attention(*call)
+    else:
+        out, lse = _dispatched(call)
     return (out, lse) if return_lse else out
+
+
+def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The operator; InputError where the tensors' classes and the modes do not take it."""
+    try:
+        out, lse = torch.ops.undivided.attention(*call)
+    except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
+        kinds = sorted({type(t).__name__ for t in (*call[:6], *call[6], *call[7:9]) if isinstance(t, Tensor)})
+        raise InputError(
+            "q, k, v and the other tensors", "be of classes that take undivided::attention together", ", ".join(kinds),
+            hint="under a FakeTensorMode every tensor is a fake one: mode.from_tensor(x)",
+        ) from error  # fmt: skip
+    return out, lse
 
 
 def _check(

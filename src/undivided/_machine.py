@@ -136,10 +136,10 @@ class Machine:
         """
         key = str(name).lower().replace(" ", "").replace("-", "")
         if key == "cpu":
-            return Machine(device="cpu", name="cpu", packages=packages or {})
+            return Machine(device="cpu", name="cpu", packages={} if packages is None else packages)
         if key not in KNOWN_GPUS:
             raise InputError("device", f"be cpu or one of {', '.join(KNOWN_GPUS)}", repr(name))
-        return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, packages or {})
+        return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, {} if packages is None else packages)
 
     def __str__(self) -> str:
         parts = [self.name or self.device or "this machine"]

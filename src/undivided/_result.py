@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._arguments import check_tensor
 from undivided._layout import LAYOUTS, Layout
 from undivided.errors import InputError
 
@@ -144,6 +145,7 @@ def _check_parts(
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 got = part.dtype if isinstance(part, Tensor) else type(part).__name__
                 raise InputError(name, "be floating-point tensors", got)
+            check_tensor(name, part)
             if (part.shape, part.dtype, part.device) != (parts[0].shape, parts[0].dtype, parts[0].device):
                 raise InputError(name, f"be tensors like the first, {_kind(parts[0])}", _kind(part))
     if lses[0].device != outs[0].device:
@@ -183,6 +185,7 @@ def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
         raise InputError("sinks", "be a floating-point tensor", got)
+    check_tensor("sinks", sinks)
     if tuple(sinks.shape) != (lse.shape[-2],):
         raise InputError("sinks", f"have shape [heads] = [{lse.shape[-2]}]", list(sinks.shape))
     if sinks.device != lse.device:

@@ -271,6 +271,7 @@ def _mask_or_bias(
         if is_causal:
             raise InputError("attn_mask", "be without is_causal=True, being a causal mask itself", "both")
         return _causal_bias(attn_mask, query.shape[-2], kv_len), None
+    check_tensor("attn_mask", attn_mask)
     if attn_mask.device != query.device:
         raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
     scores = (*shape[:-1], kv_len)

@@ -61,6 +61,11 @@ def values_are_traced() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
+def functional_mode() -> bool:
+    """Whether a FunctionalTensorMode is active."""
+    return torch._C._get_dispatch_mode(_KEYS.FUNCTIONAL) is not None
+
+
 def readable(*tensors: Tensor | None) -> bool:
     """Whether the values may be looked at: plain CPU tensors, outside of torch.compile and of modes that trace or fake."""
     if torch.compiler.is_compiling() or (_modes() and values_are_traced()):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
+from undivided._arguments import as_integer, check_tensor
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
 from undivided.cache._attend import Held, Output, outside_of_graphs
@@ -150,10 +150,11 @@ class InferenceParams:
         Raises:
             InputError: layer_number is no int.
         """
-        self._layers.add(as_integer("layer_number", layer_number, 0))
-        if self.device is not None and layer_number not in self._storages:
+        number = as_integer("layer_number", layer_number, 0)
+        if self.device is not None and number not in self._storages:
             storage = Storage(self.total_num_pages, self.page_size, self._heads, self.device)
-            self._storages[layer_number] = storage
+            self._storages[number] = storage
+        self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
         """Whether `allocate_memory` was called for this layer, or it has been given keys."""
@@ -229,7 +230,8 @@ class InferenceParams:
         step = self._checked()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
         axis = format.index("t" if format == "thd" else "s")
-        if isinstance(new_k, Tensor) and new_k.dim() == q.dim() and new_k.shape[axis] != q_len:
+        check_tensor("new_k", new_k)
+        if new_k.dim() == q.dim() and new_k.shape[axis] != q_len:
             raise InputError("q", f"have the tokens of new_k ({new_k.shape[axis]})", q_len)
         storage = self._write(layer_number, new_k, new_v, format)
         all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype
+from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._drawing import describe_structure as describe
@@ -319,6 +319,7 @@ def dense(tensor: Tensor) -> Mask:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError("tensor", "be boolean, True = attend", got, "scores to add to q . k go to bias=")
+    check_tensor("tensor", tensor)
     if tensor.dim() not in (2, 4):
         raise InputError(
             "tensor", "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]", f"shape {list(tensor.shape)}",
@@ -410,6 +411,7 @@ def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size
 
 def _ids(argument: str, value: Tensor | Sequence[int]) -> Tensor:
     ids = value if isinstance(value, Tensor) else as_vector(argument, value)
+    check_tensor(argument, ids)
     check_int_dtype(argument, ids)
     if ids.dim() not in (1, 2):
         raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
+from undivided._arguments import INT32_MAX, as_integer
 from undivided._tensors import is_captured, is_traced, readable, versions
 from undivided.errors import InputError
 from undivided.masks import _drawing, _ranges, _spec
@@ -202,6 +202,13 @@ class Mask(Remembers):
         )
 
     def _check(self, call: Call, packed: bool, device: torch.device) -> bool:
+        for side, length in (("q", call.q_len), ("kv", call.kv_len)):
+            if not self.is_full and length > INT32_MAX:
+                raise InputError(
+                    call.argument,
+                    f"be for a {side} length of at most {INT32_MAX}: positions have 32 bits",
+                    length,
+                )
         for part in self.parts:
             part.validate()
             if isinstance(part, Documents):

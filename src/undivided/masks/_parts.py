@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from undivided._arguments import check_at_least, check_offsets
+from undivided._arguments import check_at_least, check_memory, check_offsets
 from undivided._tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks._memory import Remembers
@@ -52,6 +52,8 @@ class Part(Remembers):
     def validate(self) -> None:
         """Check the values once for every version of the tensors, where they may be read at all."""
         tensors = self.tensors
+        for tensor in tensors:
+            check_memory(self.name, tensor)
         if not readable(*tensors):
             return
         now = versions(tensors)

@@ -6,14 +6,15 @@ a call needs no change; a value that asks for something which does not happen he
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from undivided._arguments import as_integer
 from undivided.errors import InputError, _rebuild_input_error
 
 
@@ -106,15 +107,13 @@ def checked_integer(argument: str, value: object, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         hint = "x.item() makes one of a tensor" if isinstance(value, Tensor) else None
         raise InputError(argument, "be an int", _short(value), hint=hint)
-    if value < at_least:
-        raise InputError(argument, f"be at least {at_least}", value)
-    return int(value)
+    return as_integer(argument, int(value), at_least)
 
 
 def checked_number(argument: str, value: object, least: float, most: float, words: str) -> float:
     """A finite number within [least, most]; `words` say so in the message."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InputError(argument, f"be {words}", repr(value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
+        raise InputError(argument, f"be {words}", _short(value))
     if not least <= float(value) <= most:
         raise InputError(argument, f"be {words}", repr(value))
     return float(value)

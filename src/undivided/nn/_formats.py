@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided.errors import InputError
 
@@ -140,6 +141,7 @@ def check(inputs: Inputs, heads: Heads) -> None:
     """Ranks, heads, head sizes, batch and lengths; kinds where autocast does not settle them."""
     named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
     for name, tensor in named:
+        check_tensor(name, tensor)
         _check_rank(name, tensor, inputs.format, heads)
     for (name, tensor), count, argument in zip(
         named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
@@ -70,6 +71,7 @@ def check(
     """Axes, features and dtype of hidden states or an encoder's output. `dtype` is that of the parameters, where known."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
+    check_tensor(name, x)
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
         raise InputError(

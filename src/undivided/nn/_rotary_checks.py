@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
+from undivided._validation import DTYPES
 from undivided.errors import InputError
 from undivided.nn._arguments import checked_integer
 from undivided.nn._sequences import check_offsets, is_readable
@@ -19,6 +21,9 @@ def check(
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, "be a floating-point tensor", got)
+        check_tensor(name, tensor)
+    if t.dtype not in DTYPES:
+        raise InputError("t", "be float16, bfloat16, float32 or float64", t.dtype)
     if t.dim() != _layout.rank(format):
         axes = f"[{', '.join(format)}]"
         raise InputError("t", f"have the axes {axes} in tensor_format={format!r}", list(t.shape))
@@ -81,6 +86,7 @@ def _check_start(start: Tensor | None, freqs: Tensor, sequences: int) -> None:
     if not isinstance(start, Tensor) or start.dtype not in (torch.int32, torch.int64):
         got = start.dtype if isinstance(start, Tensor) else type(start).__name__
         raise InputError("start_positions", "be an int32 or int64 tensor", got)
+    check_tensor("start_positions", start)
     if tuple(start.shape) != (sequences,):
         raise InputError(
             "start_positions", f"have one position for each of {sequences} sequences", list(start.shape)

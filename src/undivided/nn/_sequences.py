@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided._arguments import check_tensor
+from undivided._tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn._arguments import checked_flag, checked_integer
@@ -334,6 +336,7 @@ def arbitrary(attention_mask: object, inputs: Inputs) -> Mask:
 
 def _boolean(name: str, mask: object) -> Tensor:
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        check_tensor(name, mask)
         return mask
     if not isinstance(mask, Tensor):
         raise InputError(name, "be a bool tensor, True = masked out", type(mask).__name__)
@@ -345,7 +348,7 @@ def _boolean(name: str, mask: object) -> Tensor:
 
 def is_readable(*tensors: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or leaving a graph."""
-    return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
+    return readable(*tensors)
 
 
 def _kind(value: object) -> str:

@@ -112,8 +112,10 @@ def _chosen(words: Sequence[str] | None) -> list[Backend]:
     """The backends of these names and families, in the order they were given; all where None."""
     if words is None:
         return list(all_backends())
+    if not isinstance(words, list | tuple):
+        raise InputError("backends", "be a list of names, or None", repr(words))
     for word in words:
-        if word not in names_and_families():
+        if not isinstance(word, str) or word not in names_and_families():
             raise InputError("backends", f"name only {', '.join(sorted(names_and_families()))}", repr(word))
     return list(
         dict.fromkeys(

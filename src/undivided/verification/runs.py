@@ -96,6 +96,8 @@ def _detached(tensor: Any) -> Any:
     """The tensor without its history; an inference tensor as a normal one. What is no tensor is for `normalise` to refuse."""
     if not isinstance(tensor, Tensor):
         return tensor
+    if torch.nn.parameter.is_lazy(tensor):
+        return tensor  # `normalise` refuses it
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 

@@ -1,0 +1,263 @@
+"""Whether any input that Python can hand over ends the process, or gets an error that is not ours.
+
+    python tests/fuzz_inputs.py 100000 --workers 2
+
+Every case is a number, from which all of it follows: ``python tests/fuzz_inputs.py --case 1234`` shows one. Cases run in
+worker processes under a limit of memory; one that ends its worker, by a signal or by taking too long, is reported with its
+number, and another worker goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import random
+import resource
+import select
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120
+"""That a case may take, where others use the machine too."""
+MEMORY = 3 << 30
+"""Bytes of address space that a worker may have beyond what importing takes."""
+
+
+def run_case(number: int) -> str:
+    """What becomes of it: "ok", or the kind of error and where it came from."""
+    import torch
+
+    from fuzz_calls import ENTRIES
+
+    rng = random.Random(number)
+    torch.manual_seed(number)
+    makers, weights = zip(*ENTRIES, strict=True)
+    call = rng.choices(makers, weights)[0](rng)
+    spoiled = rng.choice((0, 1, 1, 1, 2, 3))
+    try:
+        with _surroundings(rng), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            found = call.function(**_spoiled(rng, call.arguments, spoiled))
+            _differentiate(rng, found)
+            for method in call.then:
+                if rng.random() < 0.8:
+                    method.function(found, **_spoiled(rng, method.arguments, rng.choice((0, 0, 1, 2))))
+    except Exception as error:
+        return _kind(error)
+    return "ok"
+
+
+def _spoiled(rng: random.Random, arguments: dict[str, Any], count: int) -> dict[str, Any]:
+    from torch import Tensor
+
+    from fuzz_values import wild_tensor, wrong
+
+    arguments = dict(arguments)
+    for name in rng.sample(sorted(arguments), min(count, len(arguments))):
+        value = arguments[name]
+        if isinstance(value, Tensor) and rng.random() < 0.85:
+            arguments[name] = wild_tensor(rng, value)
+        elif isinstance(value, list) and value and rng.random() < 0.7:
+            n = rng.randrange(len(value))
+            new = wild_tensor(rng, value[n]) if isinstance(value[n], Tensor) else wrong(rng)
+            arguments[name] = [*value[:n], new, *value[n + 1 :]]
+        else:
+            arguments[name] = wrong(rng)
+    return arguments
+
+
+def _surroundings(rng: random.Random) -> Any:
+    """What a call may be made under: mostly nothing."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from fuzz_values import FAKE
+
+    makers = (
+        torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: FAKE,
+        lambda: FlopCounterMode(display=False), lambda: torch.device("meta"), torch.enable_grad,
+    )  # fmt: skip
+    return rng.choice(makers)() if rng.random() < 0.3 else contextlib.nullcontext()
+
+
+def _differentiate(rng: random.Random, found: Any) -> None:
+    """The backward, with a gradient of any kind."""
+    import torch
+
+    from fuzz_values import wild_tensor
+
+    out = found[0] if isinstance(found, tuple) and found else found
+    if not isinstance(out, torch.Tensor) or not out.requires_grad or out.numel() > 1 << 16:
+        return
+    grad = torch.ones_like(out)
+    try:
+        out.backward(wild_tensor(rng, grad) if rng.random() < 0.5 else grad)
+    except RuntimeError as error:  # PyTorch checks a gradient before we see it
+        if "undivided" not in _where(error):
+            return
+        raise
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of ours, and the innermost of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/undivided/" in f.filename]
+    last = frames[-1] if frames else None
+    if not ours:
+        return f"{Path(last.filename).name}:{last.lineno}" if last else ""
+    return f"undivided/{ours[-1].filename.split('/undivided/')[-1]}:{ours[-1].lineno}"
+
+
+_OUT_OF_MEMORY = (
+    "not enough memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "Storage size calculation overflowed",
+    "numel: integer multiplication overflow",
+)
+_PYTORCHS = (
+    "Please convert all Tensors to FakeTensors first",  # of every operation under a FakeTensorMode, its own included
+    "mutating a non-functional tensor with a functional tensor",
+)
+"""How PyTorch itself refuses what it is given under its own modes."""
+
+
+def _kind(error: Exception) -> str:
+    import torch
+
+    import undivided
+
+    if isinstance(error, undivided.InputError | undivided.NoBackendError):
+        return type(error).__name__
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out of memory"
+    text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY):
+        return "out of memory"
+    if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(error):  # which passes nested tensors on
+        return "refused by PyTorch"
+    return f"! {type(error).__name__} at {_where(error)}: {text[:160]}"
+
+
+def work(first: int, step: int, stop: int) -> None:
+    """A worker: says each number before it runs the case, and what became of it behind it."""
+    import torch
+    import torch.distributed.tensor
+    import torch.testing._internal.distributed.fake_pg
+
+    import undivided  # noqa: F401
+
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.dup(1)
+    for number in range(first, stop, step):
+        os.write(answers, f"{number}\n".encode())
+        os.write(answers, f"{json.dumps(run_case(number))}\n".encode())
+
+
+class _Worker:
+    """One process, and those that follow it."""
+
+    def __init__(self, first: int, step: int, stop: int) -> None:
+        self.next, self.step, self.stop = first, step, stop
+        self.buffer, self.running = b"", None
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, __file__, "--worker", str(self.next), str(self.step), str(self.stop)]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.since, self.stderr = time.monotonic(), b""
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """What it has said since: (case, outcome). A dead or late worker's case is such an outcome."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        ready, _, _ = select.select([self.process.stdout, self.process.stderr], [], [], 0.05)
+        if self.process.stderr in ready:
+            self.stderr = (self.stderr + os.read(self.process.stderr.fileno(), 1 << 16))[-4000:]
+        if self.process.stdout in ready and (data := os.read(self.process.stdout.fileno(), 1 << 16)):
+            self.since = time.monotonic()
+            *complete, self.buffer = (self.buffer + data).split(b"\n")
+            for line in complete:
+                if self.running is None:
+                    self.running = int(line)
+                    continue
+                number, self.running, self.next = self.running, None, self.running + self.step
+                yield number, json.loads(line)
+        elif self.process.poll() is not None and not ready:
+            yield from self._died()
+        elif time.monotonic() - self.since > SECONDS:
+            self.process.kill()
+
+    def _died(self) -> Iterator[tuple[int, str]]:
+        code = self.process.returncode
+        if self.running is None and code == 0:
+            self.next = self.stop
+            return
+        number = self.next if self.running is None else self.running
+        why = "took too long" if code == -9 else f"ended by signal {-code}" if code < 0 else f"exit {code}"
+        yield number, f"!! {why}: {self.stderr.decode(errors='replace')[-1500:]}"
+        self.running, self.buffer, self.next = None, b"", number + self.step
+        if self.next < self.stop:
+            self._start()
+
+
+def fuzz(count: int, workers: int = 1, first: int = 0) -> dict[str, list[int]]:
+    """The cases by what became of them."""
+    running = [_Worker(first + n, workers, first + count) for n in range(workers)]
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    while active := [worker for worker in running if worker.next < worker.stop]:
+        for worker in active:
+            for number, outcome in worker.lines():
+                found[outcome].append(number)
+    return found
+
+
+def failures(found: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Those that ended the process, or whose error is not ours."""
+    return {outcome: numbers for outcome, numbers in found.items() if outcome.startswith("!")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("count", type=int, nargs="?", default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--case", type=int, help="run one, here")
+    parser.add_argument("--worker", type=int, nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(*options.worker)
+        return 0
+    if options.case is not None:
+        faulthandler.enable()
+        print(run_case(options.case))
+        return 0
+    found = fuzz(options.count, options.workers, options.first)
+    for outcome, numbers in sorted(found.items(), key=lambda item: -len(item[1])):
+        print(f"{len(numbers):7} {outcome}" + (f"   cases {numbers[:5]}" if outcome.startswith("!") else ""))
+    print(f"{sum(map(len, found.values()))} cases, {sum(map(len, failures(found).values()))} failures")
+    return bool(failures(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
