@@ -420,3 +420,13 @@ class TestCommand:
         listed = self.run("--list").stdout
         assert all(entry.id in listed for entry in TABLE)
         assert [row["id"] for row in json.loads(self.run("--list", "--json").stdout)] == [e.id for e in TABLE]
+
+
+def test_no_valid_plan_begins_with_the_layout_and_the_length() -> None:
+    """The two most frequent causes stood at the end of a list."""
+    (entry, *_) = undivided.diagnose("No valid execution plans built").entries
+    assert entry.id == "cudnn-no-plan"
+    assert entry.title.index("sbhd or bshd") < entry.title.index("multiple of 64")
+    first, second = entry.cause.index("The layout:"), entry.cause.index("only multiples of 64")
+    assert first < second < entry.cause.index("head size")
+    assert entry.repair.index("layout") < entry.repair.index("multiple of 64") < entry.repair.index("NVTE")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from largest import Largest
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import FULL, Mask
@@ -648,21 +648,6 @@ def test_copies_leave_remembered_values_behind() -> None:
 
 
 # Memory.
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
 
 
 S = 1 << 20

@@ -75,11 +75,11 @@ BELIEF = ["cudnn", "torch_cudnn", "flash_attn", "torch_flash", "torch_efficient"
 
 
 class TestOrder:
-    def test_without_a_measurement_it_is_belief(self, measured: Measured) -> None:
+    def test_without_a_measurement_it_is_the_default_rank(self, measured: Measured) -> None:
         measured({})
         decision = explain()
         assert order(decision) == BELIEF
-        assert "  cudnn            chosen (fused); rank by belief: not measured on sm90" in str(decision)
+        assert "  cudnn            chosen (fused); default rank: not measured on sm90" in str(decision)
         assert all(verdict.estimate is None for verdict in decision.verdicts)
 
     def test_the_measured_trade_their_places_and_the_others_keep_theirs(self, measured: Measured) -> None:
@@ -92,7 +92,7 @@ class TestOrder:
         measured(table(triton=9e14))
         assert order(explain()) == BELIEF
 
-    def test_within_five_hundredths_belief_decides(self, measured: Measured) -> None:
+    def test_within_five_hundredths_the_default_rank_decides(self, measured: Measured) -> None:
         measured(table(cudnn=4.80e14, flash_attn=5e14))
         assert explain().backend.name == "cudnn"
         measured(table(cudnn=4.74e14, flash_attn=5e14))
@@ -187,7 +187,7 @@ class TestOrder:
 
     def test_amd_has_no_architecture_here(self) -> None:
         amd = Machine("cuda", "MI300X", None, None, {"triton": "3.5.0"}, hip=True)
-        assert "rank by belief: not measured on this machine" in str(explain(machine=amd))
+        assert "default rank: not measured on this machine" in str(explain(machine=amd))
 
 
 class TestEstimates:
@@ -203,16 +203,14 @@ class TestEstimates:
             "  cudnn            can run, ranked after triton; est. 916 us, from bench 2027-01-02, NVIDIA H100"
             in lines
         )
-        assert (
-            "  reference        can run, ranked after triton; rank by belief: not measured on sm90" in lines
-        )
+        assert "  reference        can run, ranked after triton; default rank: not measured on sm90" in lines
 
-    def test_where_the_caller_says_the_order_nothing_is_called_belief(self, measured: Measured) -> None:
+    def test_where_the_caller_says_the_order_nothing_is_called_a_default(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, triton=6e14))
-        assert "belief" not in str(explain(backend="torch_flash"))
+        assert "default rank" not in str(explain(backend="torch_flash"))
         with undivided.use_backends("torch_flash", "cudnn"):
             text = str(explain())
-        assert "belief" not in text
+        assert "default rank" not in text
         assert "  torch_flash      chosen (flash)" in text.splitlines()
 
     @pytest.mark.parametrize(
@@ -249,9 +247,10 @@ class TestEstimates:
 class TestFiles:
     @pytest.fixture
     def users(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "deep" / "ranks.json"))
+        monkeypatch.delenv("UNDIVIDED_RANKS", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         _measured.tables.cache_clear()
-        yield tmp_path / "deep" / "ranks.json"
+        yield tmp_path / "undivided" / "ranks.json"
         _measured.tables.cache_clear()
 
     def test_what_is_written_is_read_and_used(self, users: Path) -> None:
@@ -270,6 +269,17 @@ class TestFiles:
     def test_no_file_is_an_empty_table(self, users: Path) -> None:
         assert _measured.read(users) == {}
         assert explain().backend is not None
+
+    def test_a_variable_that_names_no_file_is_said_once(
+        self, users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A misspelt path was an empty table, and nobody heard of it."""
+        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "rank.json"))
+        with pytest.warns(
+            RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"
+        ):
+            assert explain().backend is not None
+        assert explain().backend is not None, "once is enough"
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -439,7 +449,33 @@ class TestCommands:
         assert into.read_text() == "a letter"
 
     def test_a_table_of_nothing_says_so(self, tmp_path: Path) -> None:
-        assert "ordered by belief" in command("ranks", "--into", str(tmp_path / "none.json")).stdout
+        _measured.write(tmp_path / "none.json", {})
+        done = command("ranks", "--into", str(tmp_path / "none.json"))
+        assert "ordered by their default ranks" in done.stdout
+
+    @pytest.mark.parametrize("by", ["--into", "UNDIVIDED_RANKS"])
+    def test_a_table_that_does_not_exist_is_refused(
+        self, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both were shown as an empty table, or as the package's own."""
+        path = str(tmp_path / "rnaks.json")
+        if by == "UNDIVIDED_RANKS":
+            monkeypatch.setenv(by, path)
+        done = command("ranks", *(["--into", path] if by == "--into" else []))
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{by} must name a file that exists" in done.stderr
+
+    def test_a_filter_without_a_match_is_refused(self) -> None:
+        done = command("ranks", "--into", str(_measured.OURS), "--filter", "forwards")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "--filter must be a part of a kind" in done.stderr
+
+    def test_reports_are_not_shown(self, tmp_path: Path) -> None:
+        kept = tmp_path / "report.json"
+        kept.write_text(json.dumps(report(case("a", cudnn=1.0))))
+        done = command("ranks", str(kept), "--into", str(tmp_path / "into.json"), "--filter", "amx")
+        assert done.exit_code == 2
+        assert "REPORT must be given without --filter, --json, got --filter" in done.stderr
 
 
 class TestReports:

@@ -276,10 +276,9 @@ def test_a_decision_prints_as_a_table() -> None:
     assert "  reference        not asked for: backend='torch_flash'" in lines
     chosen = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])).splitlines()
     assert chosen[0] == "native runs"
-    assert "  native           chosen (flash); rank by belief: not measured on avx512" in chosen
+    assert "  native           chosen (flash); default rank: not measured on avx512" in chosen
     assert (
-        chosen[-1]
-        == "  reference        can run, ranked after native; rank by belief: not measured on avx512"
+        chosen[-1] == "  reference        can run, ranked after native; default rank: not measured on avx512"
     )
 
 

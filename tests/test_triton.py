@@ -307,7 +307,8 @@ def test_tuned_tiles_are_read_back_and_others_are_kept(
     assert config.config("rows", 2, 128, "sm90") == config._HOPPER["rows", 2, 128]
     (tmp_path / "deep" / "tiles.json").write_text("not json")
     config._tuned.cache_clear()
-    assert config.config("forward", 2, 128, "sm90") == before
+    with pytest.warns(RuntimeWarning, match=r"no tiles of `undivided tune` in .*tiles\.json"):
+        assert config.config("forward", 2, 128, "sm90") == before
 
 
 def test_tune_measures_right_candidates_alone_and_remembers(
@@ -333,7 +334,9 @@ def test_tune_wants_a_gpu_and_a_known_head_size() -> None:
 
     for arguments, message in (
         (["--head-dim", "80"], "--head-dim must be one of"),
-        ([], "--device must be there"),
+        ([], "--device must be a CUDA device of this machine"),
+        (["--device", "tpu"], "--device must be a CUDA device of this machine, got 'tpu'"),
+        (["--device", "cuda:99"], "--device must be a CUDA device of this machine, got 'cuda:99'"),
     ):
         done = CliRunner().invoke(app, ["tune", *arguments])
         assert done.exit_code == 2

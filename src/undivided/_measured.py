@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -241,10 +242,13 @@ def users_path() -> Path:
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """The user's table, then the package's. A user's file that cannot be understood is left out, with a warning."""
-    ours = read(OURS)
+    """The user's table, then the package's. A user's file that cannot be understood, or that
+    UNDIVIDED_RANKS names and does not exist, is left out with a warning."""
+    ours, path = read(OURS), users_path()
     try:
-        return read(users_path()), ours
+        if os.environ.get("UNDIVIDED_RANKS") and not path.exists():
+            raise InputError("UNDIVIDED_RANKS", "name a file that exists", str(path))
+        return read(path), ours
     except InputError as error:
         warnings.warn(f"{error}; the package's own ranks are used", RuntimeWarning, stacklevel=2)
         return (ours,)

@@ -89,7 +89,7 @@ class Decision:
         return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
 
     def standing(self, verdict: Verdict) -> str:
-        """By what a backend that can run has its place: its estimate, or belief; "" where the caller says the order."""
+        """By what a backend that can run has its place: its estimate, or its default rank; "" if the caller gave the order."""
         if not verdict.can_run:
             return ""
         if verdict.estimate is not None:
@@ -97,7 +97,7 @@ class Decision:
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         on = _measured.architecture(self.problem.device, self.machine) or "this machine"
-        return f"rank by belief: not measured on {on}"
+        return f"default rank: not measured on {on}"
 
     def _verdict(self, backend: Backend) -> Verdict:
         reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))

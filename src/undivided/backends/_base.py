@@ -93,6 +93,11 @@ class Backend:
         """Why this machine cannot run it at all, whatever the problem; None where it can."""
         return _missing_package(self.limits, machine)
 
+    def needs_gpu(self, machine: Machine) -> bool:
+        """Whether what this machine lacks is a GPU, so that no package would help."""
+        has_gpu = machine.compute_capability is not None or machine.hip
+        return not has_gpu and "cpu" not in self.limits.devices
+
     def summary_on(self, machine: Machine) -> str:
         """Its line in the table on this machine."""
         return self.summary

@@ -77,10 +77,12 @@ def _these() -> list[Machine]:
 def _row(backend: Backend, machines: Sequence[Machine]) -> BackendRow:
     refusals = [why for machine in machines if (why := _why_not(backend, machine))]
     available = len(refusals) < len(machines)
+    lacks_gpu = all(backend.needs_gpu(machine) for machine in machines)
+    why_not = "" if available else "needs a CUDA GPU" if lacks_gpu else refusals[-1]
     return BackendRow(
-        name=backend.name, family=backend.family, available=available, why_not="" if available else refusals[-1],
+        name=backend.name, family=backend.family, available=available, why_not=why_not,
         version=_version(backend, machines[-1], available), summary=backend.summary_on(machines[-1]),
-        how_to_get=backend.how_to_get,
+        how_to_get="" if lacks_gpu else backend.how_to_get,
     )  # fmt: skip
 
 

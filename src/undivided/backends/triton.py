@@ -52,15 +52,13 @@ class Triton(Backend):
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, and no interpreter that stands for one."""
-        missing = super().unavailable(machine)
-        if (
-            missing is None
-            and machine.compute_capability is None
-            and not machine.hip
-            and not config.is_interpreted()
-        ):
-            missing = "no GPU (on a CPU only under Triton's interpreter: TRITON_INTERPRET=1)"
-        return missing
+        if self.needs_gpu(machine):
+            return "no GPU (on a CPU only under Triton's interpreter: TRITON_INTERPRET=1)"
+        return super().unavailable(machine)
+
+    def needs_gpu(self, machine: Machine) -> bool:
+        """No GPU, and no interpreter that stands for one."""
+        return machine.compute_capability is None and not machine.hip and not config.is_interpreted()
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits; on a CPU the interpreter must be on; pages have no gradient."""

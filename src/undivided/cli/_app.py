@@ -5,11 +5,13 @@ Exit codes: 0 fine; 1 the answer is no (no backend, a red verification); 2 the r
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from undivided._version import __version__
 from undivided.cli._terminal import complain
 from undivided.cli.bench import bench
 from undivided.cli.demo import demo
@@ -25,7 +27,8 @@ from undivided.errors import InputError, NoBackendError
 
 
 class _Group(TyperGroup):
-    """Prints InputError and NoBackendError without a traceback; everything else is a defect and keeps its own."""
+    """Prints InputError, NoBackendError and what the operating system refuses without a traceback; everything else is a defect
+    and keeps its own."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -36,6 +39,25 @@ class _Group(TyperGroup):
         except NoBackendError as error:
             complain(str(error))
             raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever reads the output has gone: typer ends quietly
+                raise
+            complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+            raise typer.Exit(2) from None
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"undivided {__version__}")
+        raise typer.Exit
+
+
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 app = typer.Typer(
@@ -43,5 +65,6 @@ app = typer.Typer(
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
 )  # fmt: skip
 
+app.callback(help=app.info.help)(_common)
 for command in (demo, doctor, explain, verify, bench, ranks, mask, plan, diagnose, tune):
     app.command()(command)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from undivided.cli._batch import Batch
 from undivided.errors import InputError
+from undivided.masks._drawing import check_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,16 +16,20 @@ if TYPE_CHECKING:
 OURS, THEIRS, LIGHT = "#1f5fa8", "#9aa3ad", 0.5
 
 
-def require() -> None:
-    """Refuse early where pictures are asked for and cannot be drawn.
+def require(flag: str, path: Path | None = None) -> None:
+    """Refuse early if pictures are asked for and cannot be drawn.
+
+    Args:
+        flag: the one that asks for them.
+        path: of the picture; None for pictures that the command names itself.
 
     Raises:
-        InputError: matplotlib is not installed.
+        InputError: matplotlib is not installed, or writes no such format.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "--out", "have matplotlib to draw with", "none", hint="pip install 'undivided[plot]'"
-        )
+        raise InputError(flag, "have matplotlib to draw with", "none", hint="pip install 'undivided[plot]'")
+    if path is not None:
+        check_format(flag, path)
 
 
 def draw(folder: Path, batch: Batch, report: dict[str, Any]) -> list[Path]:

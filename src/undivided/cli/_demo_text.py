@@ -11,7 +11,7 @@ from rich.text import Text
 from undivided._selection import Decision
 from undivided.cli._batch import HEAD_DIM, HEADS, KV_HEADS, Batch
 from undivided.cli._documents import Document
-from undivided.cli._terminal import decision_table, human, shaded, table
+from undivided.cli._terminal import decision_table, human, print_table, shaded, table
 
 Report = dict[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
@@ -67,7 +67,7 @@ def _agreement(screen: Console, report: Report) -> None:
         Text("allowed: 2 x plain + 1 rounding", "dim"),
         *(Text(f"{report['budget'][name]:.1e}", "dim") for name in names),
     )
-    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+    print_table(screen, made, before=1)
 
 
 def _savings(screen: Console, report: Report) -> None:
@@ -82,7 +82,7 @@ def _savings(screen: Console, report: Report) -> None:
         cells = [human(n, unit) if unit else f"{n:,}" for n in (packed, padded)]
         made.add_row(label, *cells, f"{packed / padded:.1%}")
     made.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
-    screen.print(Padding(made, (0, 2), expand=False))
+    print_table(screen, made)
     leak = report["leak"]
     _title(screen, "What goes wrong without document boundaries")
     _say(
@@ -95,7 +95,7 @@ def _savings(screen: Console, report: Report) -> None:
 def _decision(screen: Console, decision: Decision) -> None:
     _title(screen, "Which kernel, and why not the others")
     _say(screen, f"{decision.problem}\non {decision.machine}")
-    screen.print(Padding(decision_table(decision), (1, 2, 0, 2), expand=False))
+    print_table(screen, decision_table(decision), before=1)
 
 
 def _times(screen: Console, report: Report) -> None:
@@ -112,7 +112,7 @@ def _times(screen: Console, report: Report) -> None:
     for row in report["times"]:
         cells = [_seconds(row["forward_seconds"]), _seconds(row["backward_seconds"]), f"{row['ratio']:.2f}"]
         made.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
-    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+    print_table(screen, made, before=1)
 
 
 def _training(screen: Console, report: Report) -> None:
@@ -127,7 +127,7 @@ def _training(screen: Console, report: Report) -> None:
         mark = Text("✓", "green") if row["ok"] else Text("✗", "bold red")
         figures = [f"{row['loss']:.6f}", f"{row['loss_after']:.6f}", f"{row['gradient_difference']:.1e}"]
         made.add_row(row["format"], *figures, mark)
-    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+    print_table(screen, made, before=1)
 
 
 def _summary(screen: Console, report: Report) -> None:

@@ -78,7 +78,11 @@ class MaskFlags:
     chunks: Annotated[int | None, typer.Option(help="Chunks of N tokens.", rich_help_panel=MASK)] = None
 
     def build(self, q_len: int, kv_len: int) -> masks.Mask | None:
-        """The intersection of everything said; None where nothing was."""
+        """The intersection of everything given; None if nothing was."""
+        for flag, needed in (("kv_documents", "documents"), ("q_lengths", "lengths")):
+            if getattr(self, flag) is not None and getattr(self, needed) is None:
+                names = (f"--{name.replace('_', '-')}" for name in (flag, needed))
+                raise InputError(next(names), f"come with {next(names)}", repr(getattr(self, flag)))
         parts = [parse(self.mask)] if self.mask and self.mask != "none" else []
         if self.window is not None:
             left, *rest = integers("--window", self.window)
@@ -129,10 +133,11 @@ class ProblemFlags(MaskFlags):
         typer.Option("--kv", help="Sizes of key and value; else as --q.", rich_help_panel=SHAPE),
     ] = None
     kv_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads, where fewer (GQA).", rich_help_panel=SHAPE)
+        int | None,
+        typer.Option(min=1, help="Key/value heads, if fewer (GQA); not beside --kv.", rich_help_panel=SHAPE),
     ] = None
     v_dim: Annotated[
-        int | None, typer.Option(help="Head size of the value, where another.", rich_help_panel=SHAPE)
+        int | None, typer.Option(min=1, help="Head size of the value, if another.", rich_help_panel=SHAPE)
     ] = None
     layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = (
         LayoutName.bshd
@@ -171,12 +176,13 @@ class ProblemFlags(MaskFlags):
         kv_len = sizes(torch.Size(k_shape), _layout(self.layout))[1]
 
         def tensor(shape: list[int], dtype: torch.dtype = DTYPES[self.dtype]) -> Tensor:
-            made = (
-                torch.empty(shape, dtype=dtype, device="meta")
-                if device == "meta"
-                else torch.randn(shape).to(device, dtype)
-            )
-            return made.requires_grad_(grad)
+            if device == "meta":
+                return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+            try:
+                return torch.randn(shape).to(device, dtype).requires_grad_(grad)
+            except RuntimeError as error:  # the allocator's
+                size = "x".join(map(str, shape))
+                raise InputError("--q, --kv", "have sizes that fit into memory", size) from error
 
         size = {"b": batch, "h": heads, "q": q_len, "k": kv_len, "1": 1}
         return {
@@ -193,6 +199,10 @@ class ProblemFlags(MaskFlags):
         q = shape("--q", self.q, self.layout)
         k = shape("--kv", self.kv, self.layout) if self.kv is not None else list(q)
         if self.kv_heads is not None:
+            if self.kv is not None:
+                raise InputError(
+                    "--kv-heads", "be given without --kv, which has the key heads", self.kv_heads
+                )
             k[self.layout.index("h")] = self.kv_heads
         return q, k, [*k[:-1], k[-1] if self.v_dim is None else self.v_dim]
 
@@ -226,6 +236,8 @@ class MachineFlags:
                     hint="--device a100",
                 )
             return None
+        if self.device == "cpu" and self.cudnn is not None:
+            raise InputError("--cudnn", "describe a GPU", "--device cpu", hint="--device a100")
         return Machine.named(self.device, self.cudnn, dict(map(_package, self.package or [])))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, TextIO, cast
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -22,10 +27,46 @@ from undivided.masks._drawing import density
 SHADES = " ░▒▓█"
 """From no allowed pair under a character to all of them."""
 
+IN_ASCII = dict(zip("■·░▒▓█▁▂▃▄▅▆▇✓✗…", "#..:+#_.-~=+*+-.", strict=True))
+"""What is printed instead where stdout cannot encode a character; anything else is a question mark."""
+
+UNBOUNDED = 100_000
+"""Columns of an output that is not a terminal: nothing is wrapped there."""
+
 
 def console() -> Console:
-    """Where results go. Made at each use, so that a redirected stdout is respected."""
-    return Console(highlight=False, soft_wrap=False)
+    """Where results go, as wide as the terminal. Made at each use, so that a redirected stdout is respected."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    width = None if os.environ.get("COLUMNS", "").isdecimal() else UNBOUNDED
+    return Console(highlight=False, width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
+
+
+class _Trimmed:
+    """A stream without the spaces that fill a table's lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def print_whatever_the_encoding() -> None:
+    """Let stdout and stderr replace what they cannot encode, and stdin what it cannot decode, for the whole process."""
+    codecs.register_error("undivided", _in_ascii)
+    for stream, errors in ((sys.stdout, "undivided"), (sys.stderr, "undivided"), (sys.stdin, "replace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(IN_ASCII.get(one, "?") for one in error.object[error.start : error.end]), error.end
 
 
 def complain(message: str) -> None:
@@ -35,7 +76,8 @@ def complain(message: str) -> None:
 
 def print_json(answer: Any) -> None:
     """The whole answer as JSON on stdout."""
-    typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    in_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    typer.echo(json.dumps(answer, indent=2, ensure_ascii=not in_unicode))
 
 
 @contextmanager
@@ -58,13 +100,62 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]
 
 
 def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table in the style of all tables here; the columns named in `right` hold numbers."""
+    """An empty table in the style of all tables here; the columns named in `right` hold numbers. `print_table` prints it."""
     made = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left"
+        box=None,
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+        header_style="dim",
+        title=title,
+        title_justify="left",
     )
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+GAP, INDENT = 2, 2
+
+
+def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -> None:
+    """Print a table, no word of it broken: its columns narrowed to the terminal, or else a block for each row."""
+    cells = [
+        [screen.render_str(cell) if isinstance(cell, str) else cell for cell in column.cells]
+        for column in made.columns
+    ]
+    headers = [str(column.header) if made.show_header else "" for column in made.columns]
+    texts = [
+        [header, *(cell.plain for cell in column)] for header, column in zip(headers, cells, strict=True)
+    ]
+    room = screen.width - INDENT
+    gap, widths = _column_widths(texts, room)
+    if sum(widths) + gap * (len(widths) - 1) <= room:
+        made.padding = (0, gap, 0, 0)
+        for column, width in zip(made.columns, widths, strict=True):
+            column.width = width
+        screen.print(Padding(made, (before, 0, after, INDENT), expand=False))
+        return
+    screen.print("\n" * before + f"{made.title or ''}", style="italic", end="\n" if made.title else "")
+    for first, *others in zip(*cells, strict=True):
+        screen.print(Padding(first, (0, 0, 0, INDENT), expand=False))
+        for header, cell in zip(headers[1:], others, strict=True):
+            if cell.plain:
+                named = Text(f"{header}: " if header else "", "dim") + cell
+                screen.print(Padding(named, (0, 0, 0, 2 * INDENT), expand=False))
+    screen.print("\n" * after, end="")
+
+
+def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list[int]]:
+    """The gap between columns of cells, and their widths: the widest are narrowed first, none below its longest word."""
+    widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in texts]
+    least = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in texts]
+    gaps = len(texts) - 1
+    if room - GAP * gaps < sum(widths) <= room - gaps:
+        return 1, widths
+    wide = list(range(len(texts)))
+    while sum(widths) > room - GAP * gaps and (wide := [at for at in wide if widths[at] > least[at]]):
+        widths[max(wide, key=lambda at: widths[at])] -= 1
+    return GAP, widths
 
 
 def decision_table(decision: Decision) -> Table:

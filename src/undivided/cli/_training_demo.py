@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from undivided.cli._terminal import progress, table
+from undivided.cli._terminal import print_table, progress, table
 from undivided.cli.byte_model import Size, generate
 from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, train
 
@@ -92,7 +92,7 @@ def show(screen: Console, report: Report) -> None:
     mark = Text("✓", "green") if report["ok"] else Text("✗", "bold red")
     made.add_row("this model", f"{loss['held_out']:.3f}", mark)
     made.add_row(Text("counting pairs of bytes", "dim"), f"{loss['bigrams']:.3f}")
-    screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+    print_table(screen, made, before=1)
     screen.print()
     screen.print(Text("What it writes, all three together from one pool of pages", "bold"))
     for text in report["texts"]:

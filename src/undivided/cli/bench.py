@@ -12,13 +12,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from undivided._measured import read
+from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, rivals
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
-from undivided.cli._terminal import complain, console, print_json, progress, table
+from undivided.cli._paths import file_to_write, refuse_beside
+from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.errors import InputError
 
 TONES = {"good": "green", "bad": "red", "": ""}
@@ -27,30 +29,30 @@ TONES = {"good": "green", "bad": "red", "": ""}
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not said."),
+        typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not given."),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not said.")
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not given.")
     ] = None,
     filter: Annotated[str, typer.Option(help="Only what has this in suite/name, such as forward/bf16-d128.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs: about a minute.")] = False,
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also this backend of ours; may be repeated. If not said native, and on a GPU or with --ranks all there are."
+            help="Also time this backend; may be repeated. native if not given, and on a GPU or with --ranks all that it has."
         ),
     ] = None,
     competitor: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not said."),
+        typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not given."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of every competitor; PyTorch's number if not said.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of every competitor; PyTorch's if not given.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
     ranks: Annotated[
         Path | None, typer.Option(
             metavar="FILE",
-            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU beside --json if not said.",
+            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU beside --json if not given.",
         ),
     ] = None,
     as_markdown: Annotated[
@@ -64,13 +66,24 @@ def bench(
     they say that something else was running.
     """
     if as_markdown is not None:
-        typer.echo(markdown(_read(as_markdown)), nl=False)
+        refuse_beside("--markdown", {
+            "--suite": suite, "--dtype": dtype, "--filter": filter, "--quick": quick, "--backend": backend,
+            "--competitor": competitor, "--threads": threads, "--json": as_json, "--ranks": ranks,
+        })  # fmt: skip
+        typer.echo(_as_markdown(as_markdown), nl=False)
         return
-    if device != "cpu" and not torch.cuda.is_available():
-        raise InputError("--device", "be cpu (no CUDA device here)", repr(device))
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
+        raise InputError("--device", f"be {known}", repr(device))
+    for word in backend or ():
+        get(word)  # also where the suites time no backend by name
     everything = SUITES if device == "cpu" else GPU_SUITES
     suites = everything if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
+    if not planned.single and not planned.small:  # the overhead and the memory have one way to run
+        refuse_beside(", ".join(suites), {
+            "--dtype": dtype, "--backend": backend, "--competitor": competitor, "--threads": threads, "--ranks": ranks,
+        })  # fmt: skip
     ours = ("native",) if device == "cpu" and ranks is None else rivals(device)
     settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
@@ -78,8 +91,11 @@ def bench(
     kept = None if to_stdout else as_json
     if ranks is None and kept is not None and device != "cpu":
         ranks = kept.with_suffix(".ranks.json")
+    for flag, path in (("--json", kept), ("--ranks", ranks)):  # what fails does so before minutes are spent
+        if path is not None:
+            file_to_write(flag, path)
     if ranks is not None:
-        read(ranks)  # what is no table is found before minutes are spent
+        read(ranks)
     with progress(planned.steps) as step:
         report = execute(planned, settings, threads, step)
     _keep(report, kept, ranks)
@@ -95,7 +111,6 @@ def bench(
 
 def _keep(report: dict[str, Any], kept: Path | None, ranks: Path | None) -> None:
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if ranks is not None:
         complain(f"{ranks}: {add(report, kept.name if kept else 'a report that was not kept', ranks)}")
@@ -108,10 +123,12 @@ def _others(words: list[str] | None) -> tuple[str, ...]:
     return tuple(words) if words else tuple(name for name in OTHERS if name != "flex")
 
 
-def _read(path: Path) -> Any:
+def _as_markdown(path: Path) -> str:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return markdown(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError("--markdown", "be a report written by --json", f"{path} ({error})") from None
 
 
@@ -119,15 +136,12 @@ def _show(report: dict[str, Any]) -> None:
     screen = console()
     for found in tables(report):
         made = table(*found.columns, right=found.numbers, title=found.title)
-        for column in made.columns[: 1 + len(found.numbers)]:
-            column.no_wrap = True
-        made.columns[-1].min_width = len("2.4 x sdpa -50 %")
         for row in found.rows:
             made.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
-        screen.print(Padding(made, (1, 2, 0, 2), expand=False))
+        print_table(screen, made, before=1)
         for note in found.notes:
-            screen.print(Padding(Text(note, "dim"), (0, 2, 0, 2)))
-    screen.print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2)))
+            screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
+    screen.print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2), expand=False))
 
 
 def _wrong(report: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from undivided.cli import _charts, _demo_text, _training_demo, _ways
 from undivided.cli._batch import Batch, embed
 from undivided.cli._documents import Document, collect
 from undivided.cli._options import DTYPES, Dtype
+from undivided.cli._paths import file_to_write, folder_to_write
 from undivided.cli._terminal import console, decision_json, print_json, progress
 from undivided.cli._training_demo import train_and_generate
 from undivided.cli._training_step import FORMATS, training_steps
@@ -25,36 +26,46 @@ from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]
 
+USUAL, QUICK = (24, 1024, 3, Recipe.steps), (8, 256, 1, 20)
+"""Documents, tokens of the longest, rounds of timing, steps of training."""
+
 
 def demo(
     out: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the pairs and the times.")] = None,
-    documents: Annotated[int, typer.Option(min=2, max=256, help="How many of the library's files to take.")] = 24,
-    longest: Annotated[int, typer.Option(min=64, max=16384, help="Tokens of the longest document; a token is a byte.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=0, max=100, help="Rounds of timing; 0 for none.")] = 3,
+    documents: Annotated[
+        int | None, typer.Option(min=2, max=256, help="How many of the library's files to take; 24 if not given.")
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=64, max=16384, help="Tokens (bytes) of the longest document; 1024 if not given.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; 3 if not given.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.")] = Dtype.fp32,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 short documents, 20 steps.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 documents, 256, 1 and 20 if not given.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Then train a byte model on packed files, and generate text.")] = False,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steps of training.")] = Recipe.steps,
-    checkpoint: Annotated[Path | None, typer.Option(help="File that training writes, and continues if it is there.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help=f"Steps of --train; {Recipe.steps} if not given.")
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="File that --train writes, and continues if it exists.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Attention over real documents, packed and padded: checked, counted, explained, timed.
 
     The documents are files of Python's own library, of very different lengths. About half a minute on two cores.
     """
-    if quick:
-        documents, longest, rounds, steps = (
-            min(documents, 8),
-            min(longest, 256),
-            min(rounds, 1),
-            min(steps, 20),
-        )
-    if checkpoint is not None and not train:
-        raise InputError("--checkpoint", "come with --train", str(checkpoint))
+    usual = QUICK if quick else USUAL
+    sizes = (documents, longest, rounds, steps)
+    documents, longest, rounds, recipe_steps = (
+        given if given is not None else size for given, size in zip(sizes, usual, strict=True)
+    )
+    for flag, given in (("--checkpoint", checkpoint), ("--steps", steps)):
+        if given is not None and not train:
+            raise InputError(flag, "come with --train", given)
+    if checkpoint is not None:
+        file_to_write("--checkpoint", checkpoint)
     begun = time.perf_counter()
     if out is not None:
-        _charts.require()
-        out.mkdir(parents=True, exist_ok=True)
+        _charts.require("--out")
+        folder_to_write("--out", out)
     chosen = collect(documents, min(48, longest), longest)
     batch = embed(chosen, DTYPES[dtype])
     screen = None if as_json else console()
@@ -67,7 +78,7 @@ def demo(
     if screen:
         _demo_text.show(screen, report, _decide(batch))
     if train:
-        report["model"] = train_and_generate(Recipe(steps=steps), checkpoint, out, quiet=as_json)
+        report["model"] = train_and_generate(Recipe(steps=recipe_steps), checkpoint, out, quiet=as_json)
         if screen:
             _training_demo.show(screen, report["model"])
     if not screen:

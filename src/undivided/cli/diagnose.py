@@ -12,7 +12,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from undivided.cli._terminal import console, print_json, table
+from undivided.cli._paths import refuse_beside
+from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.diagnosis import Diagnosis, Finding
 from undivided.diagnosis import diagnose as look_up
 from undivided.diagnosis._report import HELPFUL
@@ -27,14 +28,15 @@ def diagnose(
     every: Annotated[bool, typer.Option("--list", help="Print the table of known errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """What an attention error means and how to repair it: any library's. Exit code 1 if it is not known.
+    """What an attention error means and how to fix it: any library's. Exit code 1 if it is not known.
 
     Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided diagnose
     """
     if every:
+        refuse_beside("--list", {"TEXT": text})
         _list(as_json)
         return
-    answer = look_up(_said(text))
+    answer = look_up(_given(text))
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -43,14 +45,14 @@ def diagnose(
         raise typer.Exit(1)
 
 
-def _said(text: str | None) -> str:
+def _given(text: str | None) -> str:
     if text is not None and text != "-":
         return text
-    said = "" if sys.stdin.isatty() else sys.stdin.read()
-    if not said.strip():
+    piped = "" if sys.stdin.isatty() else sys.stdin.read()
+    if not piped.strip():
         hint = 'undivided diagnose "the error", or python train.py 2>&1 | undivided diagnose'
         raise InputError("TEXT", "be given, or come on standard input", "neither", hint)
-    return said
+    return piped
 
 
 def _list(as_json: bool) -> None:
@@ -64,7 +66,7 @@ def _list(as_json: bool) -> None:
         rows.show_header = False
         for entry in entries:
             rows.add_row(Text(entry.id, "cyan"), entry.title)
-        screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
+        print_table(screen, rows, after=1)
 
 
 def _show(screen: Console, answer: Diagnosis) -> None:
@@ -73,12 +75,12 @@ def _show(screen: Console, answer: Diagnosis) -> None:
     else:
         screen.print(Text("Not an attention error that is known here.", "bold red"))
         screen.print("What would help somebody to find it:\n")
-        screen.print(Padding(_points(HELPFUL), (0, 2, 1, 2), expand=False))
+        print_table(screen, _points(HELPFUL), after=1)
     if answer.findings[1:]:
         rows = table("also in this text", "")
         for finding in answer.findings[1:]:
             rows.add_row(Text(finding.entry.id, "cyan"), Text(finding.entry.title))
-        screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
+        print_table(screen, rows, after=1)
     if answer.observed:
         seen = "; ".join(f"{name} {value}" for name, value in answer.observed)
         screen.print(Text(f"Read in the text: {seen}", "dim"))
@@ -91,8 +93,8 @@ def _finding(screen: Console, finding: Finding) -> None:
     rows.show_header = False
     for heading, prose in finding.parts().items():
         rows.add_row(Text(heading, "yellow" if heading == "here" else "dim"), Text(prose))
-    screen.print(Padding(rows, (0, 2, 1, 2), expand=False))
-    code = Syntax(entry.snippet.rstrip(), "python", word_wrap=True, background_color="default")
+    print_table(screen, rows, after=1)
+    code = Syntax("", "python", background_color="default").highlight(entry.snippet.rstrip())
     screen.print(Padding(code, (0, 2, 1, 4), expand=False))
     screen.print(Padding(Text(f"source: {entry.source}", "dim"), (0, 2, 1, 2), expand=False))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import policy
+from undivided._version import __version__
 from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
-from undivided.cli._terminal import console, print_json, table
+from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
 from undivided.verification.budget import FACTOR, relative_error
 
@@ -49,6 +50,7 @@ def doctor(
 
     Exit code 1 if the self-check fails, 2 if an environment variable cannot be understood.
     """
+    policy()  # raises if a variable cannot be understood
     findings: dict[str, Any] = {
         "machine": _machine(),
         "backends": [dataclasses.asdict(row) for row in table_of_backends()],
@@ -65,7 +67,7 @@ def doctor(
 
 def _machine() -> dict[str, str]:
     found = {
-        "undivided": _version("undivided"),
+        "undivided": __version__,
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
@@ -78,13 +80,6 @@ def _machine() -> dict[str, str]:
     return found
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed (run from its sources)"
-
-
 def _environment() -> list[dict[str, str]]:
     """The variables that are set and matter; any other of our prefix does nothing, which is worth saying."""
     ours = {name for name in os.environ if name.startswith("UNDIVIDED_")}
@@ -93,10 +88,16 @@ def _environment() -> list[dict[str, str]]:
         {
             "name": name,
             "value": os.environ[name],
-            "meaning": VARIABLES.get(name, "not known to undivided: ignored"),
+            "meaning": VARIABLES.get(name, "not known to undivided: ignored") + _missing_file(name),
         }
         for name in sorted(ours | nvte)
     ]
+
+
+def _missing_file(name: str) -> str:
+    """What to add for a variable that names a file which does not exist."""
+    names_file = name in ("UNDIVIDED_RANKS", "UNDIVIDED_TUNED") and os.environ[name]
+    return "; this file does not exist" if names_file and not Path(os.environ[name]).is_file() else ""
 
 
 def _self_check() -> dict[str, Any]:
@@ -126,12 +127,11 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
     for row in findings["backends"]:
         mark = Text("✓", "green") if row["available"] else Text("✗", "dim")
         words = f"{row['summary']} ({row['version']})" if row["available"] else row["why_not"]
-        how = f"\nget it: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
+        how = f"\nto get it: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
         backends.add_row(
             row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim")
         )
     _section(screen, "Backends", backends)
-    policy()  # raises where a variable cannot be understood
     if findings["environment"]:
         rows = [(f"{entry['name']}={entry['value']}", entry["meaning"]) for entry in findings["environment"]]
         _section(screen, "Environment", _pairs(rows))
@@ -157,4 +157,7 @@ def _pairs(rows: Any) -> Table:
 
 def _section(screen: Console, title: str, body: Table | Text) -> None:
     screen.print(Text(title, "bold"))
-    screen.print(Padding(body, (0, 2, 1, 2), expand=False))
+    if isinstance(body, Table):
+        print_table(screen, body, after=1)
+    else:
+        screen.print(Padding(body, (0, 2, 1, 2), expand=False))

@@ -11,7 +11,7 @@ from rich.text import Text
 from undivided import functional
 from undivided.cli._flags import flags
 from undivided.cli._options import MachineFlags, ProblemFlags
-from undivided.cli._terminal import console, decision_json, decision_table, print_json
+from undivided.cli._terminal import console, decision_json, decision_table, print_json, print_table
 
 
 @flags(problem=ProblemFlags, where=MachineFlags)
@@ -35,10 +35,10 @@ def explain(
         head = f"{decision.chosen.name} runs" if decision.chosen else "no backend can run this problem"
         screen.print(Text(head, "bold green" if decision.chosen else "bold red"))
         screen.print(Padding(Text(f"{decision.problem}\non {decision.machine}\n"), (0, 2), expand=False))
-        screen.print(Padding(decision_table(decision), (0, 2), expand=False))
+        print_table(screen, decision_table(decision))
         if decision.chosen is None and problem.backend is not None:
             screen.print(
-                "\nHINT: a backend that is asked for never falls back; leave --backend out to let selection choose"
+                "\nHINT: a requested backend never falls back; leave --backend out to let selection choose"
             )
     if decision.chosen is None:
         raise typer.Exit(1)

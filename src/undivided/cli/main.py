@@ -16,5 +16,7 @@ def main() -> None:
         )
         raise SystemExit(2) from None
     from undivided.cli._app import app
+    from undivided.cli._terminal import print_whatever_the_encoding
 
+    print_whatever_the_encoding()
     app(prog_name="undivided")

@@ -12,12 +12,16 @@ from undivided import masks
 from undivided.cli import _charts
 from undivided.cli._flags import flags
 from undivided.cli._options import MaskFlags
+from undivided.cli._paths import file_to_write
 from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
 from undivided.masks._drawing import LARGEST_PICTURE, natural_sizes
 
 SIZED = frozenset({"lengths", "documents", "document_ids"})
 """Parts that say how long the sequences are."""
+
+MOST_ROWS = 1 << 24
+"""Rows of a mask that is drawn: their ranges take some gigabytes while they are counted."""
 
 
 @flags(said=MaskFlags)
@@ -27,7 +31,7 @@ def mask(
         str | None, typer.Argument(help="As in Python: 'causal() & documents([0, 3, 10])'.")
     ] = None,
     q_len: Annotated[int | None, typer.Option(min=1, help="Queries.")] = None,
-    kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; as many as queries if not said.")] = None,
+    kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; as many as queries if not given.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch elements.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the first batch element to this PNG.")] = None,
     as_json: Annotated[
@@ -39,7 +43,7 @@ def mask(
     Example: undivided mask 'window(3, 0) | sinks(1)' --q-len 12
     """
     if out is not None:
-        _charts.require()
+        _charts.require("--out", file_to_write("--out", out))
     built, sizes = _built(said, expression, q_len, kv_len, batch)
     rows, queries, keys = sizes
     if as_json:
@@ -74,7 +78,7 @@ def _show(built: masks.Mask, rows: int, queries: int, keys: int) -> None:
 def _built(
     said: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
 ) -> tuple[masks.Mask, tuple[int, int, int]]:
-    """The mask, and (batch, queries, keys): what was said, else what shows it."""
+    """The mask, and (batch, queries, keys): as given, else what shows it."""
     parts = [MaskFlags(mask=expression).build(0, 0)] if expression else []
     rest = said.build(0, 0) if q_len is None or kv_len is None else said.build(q_len, kv_len)
     parts += [rest] if rest is not None else []
@@ -82,8 +86,8 @@ def _built(
     if not found:
         raise InputError(
             "mask",
-            "be said",
-            "nothing",
+            "be given",
+            "none",
             hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0",
         )
     built = found[0] if len(found) == 1 else found[0] & found[1]
@@ -91,4 +95,9 @@ def _built(
     has_own = bool(built.kinds & SIZED)
     queries = q_len or (natural[2] if has_own or kv_len is None else kv_len)
     keys = kv_len or (natural[3] if has_own or q_len is None else q_len)
-    return built, (batch or natural[0], queries, keys)
+    batch = batch or natural[0]
+    if batch * queries > MOST_ROWS:
+        raise InputError(
+            "batch * queries", f"be at most {MOST_ROWS}", batch * queries, hint="--q-len, --batch"
+        )
+    return built, (batch, queries, keys)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
-from undivided.cli._terminal import console, print_json
+from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.context_parallel.plan import BANDWIDTH, FLOPS, HEAD, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as counted
 
@@ -21,7 +22,7 @@ def plan(
     seq_len: Annotated[int, typer.Argument(help="Tokens of the whole sequence.")],
     world: Annotated[int, typer.Option(help="Ranks.")] = 8,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as query heads if not said.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as query heads if not given.")] = None,
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     value_dim: Annotated[int | None, typer.Option(help="Head size of the values, where it differs.")] = None,
     kv_len: Annotated[int | None, typer.Option(help="Keys, where they are other tokens than the queries.")] = None,
@@ -48,38 +49,28 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in HEAD:
-        table.add_column(name, no_wrap=True)
+    made = table(*HEAD)
     for option in found.options:
-        table.add_row(*cells(option), style="bold green" if option is found.best else None)
-    screen.print(table)
+        made.add_row(*cells(option), style="bold green" if option is found.best else None)
+    print_table(screen, made)
     said_of = (
         f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
     )
-    screen.print(Text(said_of, "dim"), soft_wrap=True)
-    screen.print(Text(f"Recommended: {found.reason}"), soft_wrap=True)
+    screen.print(Padding(Text(said_of, "dim"), (0, 2), expand=False))
+    screen.print(Padding(Text(f"Recommended: {found.reason}"), (0, 2), expand=False))
     if by_rank:
-        screen.print(_ranks(found))
+        print_table(screen, _ranks(found), before=1)
 
 
 def _ranks(found: Plan) -> Table:
     """The best option, rank by rank."""
-    table = Table(
-        "rank",
-        "pairs",
-        "sent forward",
-        "sent backward",
-        "memory",
-        box=None,
-        padding=(0, 1),
-        header_style="dim",
-    )
+    names = ("rank", "pairs", "sent forward", "sent backward", "memory")
+    made = table(*names, right=names)
     best = found.best
     for rank, row in enumerate(zip(best.pairs, best.forward, best.backward, best.memory, strict=True)):
-        table.add_row(str(rank), *(f"{int(count):,}" for count in row))
-    return table
+        made.add_row(str(rank), *(f"{int(count):,}" for count in row))
+    return made
 
 
 def _facts(found: Plan, by_rank: bool) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import torch
 import typer
 
 from undivided.cli._options import DTYPES, Dtype
-from undivided.cli._terminal import console, print_json, progress, table
+from undivided.cli._paths import file_to_write
+from undivided.cli._terminal import console, print_json, print_table, progress, table
 from undivided.errors import InputError
 from undivided.kernels.triton import config
 
@@ -30,10 +31,12 @@ def tune(
     for width in widths:
         if width not in config.WIDTHS:
             raise InputError("--head-dim", f"be one of {', '.join(map(str, config.WIDTHS))}", width)
-    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+    if not _is_here(device):
         raise InputError(
-            "--device", "be there", device, hint="tune on the machine whose GPU will run the kernels"
-        )
+            "--device", "be a CUDA device of this machine", repr(device),
+            hint="tune on the machine whose GPU will run the kernels",
+        )  # fmt: skip
+    file_to_write("UNDIVIDED_TUNED", config.tuned_path())
     from undivided.backends._triton_inputs import architecture
     from undivided.benchmarking.tuning import tune as measure
 
@@ -60,5 +63,16 @@ def tune(
             str(one.tile.stages), f"{1e6 * one.seconds:.0f} us", f"{1e6 * one.before:.0f} us",
         )  # fmt: skip
     screen = console()
-    screen.print(made)
+    print_table(screen, made)
     screen.print(str(path))
+
+
+def _is_here(device: str) -> bool:
+    """Whether it is a GPU that PyTorch can use, or the CPU under Triton's interpreter."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        return False
+    if found.type == "cpu":
+        return config.is_interpreted()
+    return found.type == "cuda" and (found.index or 0) < torch.cuda.device_count()

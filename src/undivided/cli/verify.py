@@ -19,7 +19,7 @@ def verify(
     problem: ProblemFlags,
     device: Annotated[str, typer.Option(help="cpu or cuda, of this machine.")] = "cpu",
     gradients: Annotated[bool, typer.Option(help="Check the gradients too.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random tensors.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Report as JSON.")] = False,
 ) -> None:
     """Run every backend that can run this problem here, on random tensors, against an fp64 oracle.

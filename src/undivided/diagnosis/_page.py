@@ -42,7 +42,7 @@ def _contents() -> str:
 
 
 def _section(entry: Entry) -> str:
-    prose = {"Cause": entry.cause, "Confirm": entry.confirm, "Repair": entry.repair}
+    prose = {"Cause": entry.cause, "Confirm": entry.confirm, "Fix": entry.repair}
     return "\n\n".join(
         [
             f"### {entry.id}",

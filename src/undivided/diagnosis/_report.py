@@ -34,7 +34,7 @@ class Finding:
         """Its prose, by heading, in the order to read."""
         entry = self.entry
         here = {"here": " ".join(self.facts)} if self.facts else {}
-        return {"cause": entry.cause, **here, "confirm": entry.confirm, "repair": entry.repair}
+        return {"cause": entry.cause, **here, "confirm": entry.confirm, "fix": entry.repair}
 
     def to_dict(self) -> dict[str, Any]:
         """The entry's words, the facts, and the snippet as it runs."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import textwrap
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from undivided.errors import InputError
 from undivided.masks._intervals import NormalForm
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Prefix
 from undivided.masks._predicate import Predicate
@@ -202,10 +204,21 @@ def _pixel_edges(length: int, pixels: int) -> list[int]:
     return [length * pixel // pixels for pixel in range(pixels + 1)]
 
 
+def check_format(argument: str, path: str | PathLike[str]) -> None:
+    """Raise InputError unless the name of a picture ends in a format that matplotlib writes."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in formats:
+        raise InputError(argument, f"end in .{', .'.join(formats)}", repr(str(path)), hint=".png")
+
+
 def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
     """Draw the density of allowed pairs with matplotlib, and save it where a path is given."""
     from matplotlib.figure import Figure
 
+    if path is not None:
+        check_format("path", path)
     lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
     height = PLOT_INCHES + max(0, len(lines) - 4) * TITLE_POINTS / 60  # 4 lines fit above the square picture
     figure = Figure(figsize=(PLOT_INCHES, height), layout="constrained")

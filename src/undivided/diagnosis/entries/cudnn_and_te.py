@@ -78,16 +78,20 @@ ENTRIES = (
     ),
     Entry(
         id="cudnn-no-plan",
-        title="cuDNN found no kernel for this attention",
+        title="cuDNN found no kernel: check the layout (sbhd or bshd), then the length (a multiple of 64 before cuDNN 9.0)",
         patterns=(_PLANS,),
         example="RuntimeError: cuDNN Error: [cudnn_frontend] Error: No valid execution plans built.",
-        cause="""The graph passed the caller's checks, but no engine of this cuDNN takes it on this GPU: a head size
-            or mask that this version lacks (often in the backward alone), a length that is no multiple of 64 before
-            9.0, a layout that was not meant, or a GPU newer than the library.""",
-        confirm="""Set CUDNN_LOGLEVEL_DBG=2 (before 9: CUDNN_LOGERR_DBG=1) and CUDNN_LOGDEST_DBG=stderr for cuDNN's
-            words; try head size 128 and a length of 1024; try without gradients.""",
-        repair="""Upgrade cuDNN first. In PyTorch: torch.backends.cuda.enable_cudnn_sdp(False). In TransformerEngine:
-            NVTE_FUSED_ATTN=0 takes flash-attn or the unfused path.""",
+        cause="""Two causes are the most frequent. The layout: an input in the order sbhd (TransformerEngine's default) is
+            read as bshd, or the reverse, so that batch and length are exchanged. The length: cuDNN before 9.0 takes
+            only multiples of 64. Otherwise no engine of this cuDNN takes the graph on this GPU: a head size or mask
+            that this version lacks (often in the backward alone), or a GPU newer than the library.""",
+        confirm="""Print q.shape and compare it with the layout in force (qkv_format, attn_input_format); print length % 64
+            and torch.backends.cudnn.version(). Then set CUDNN_LOGLEVEL_DBG=2 (before 9: CUDNN_LOGERR_DBG=1) and
+            CUDNN_LOGDEST_DBG=stderr for cuDNN's words; try head size 128; try without gradients.""",
+        repair="""Name the layout of the tensors (qkv_format="bshd" or attn_input_format="bshd"). Pad the length to a
+            multiple of 64, or upgrade cuDNN to 9.0 or later. To go on without cuDNN, in PyTorch:
+            torch.backends.cuda.enable_cudnn_sdp(False). In TransformerEngine: NVTE_FUSED_ATTN=0 takes flash-attn or
+            the unfused path.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1591, NVIDIA/TransformerEngine#651, YanWenKun/ComfyUI-Docker#140",
         near=rf"{ATTENTION}|cudnn",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,7 +214,15 @@ def tuned_path() -> Path:
 def _tuned(path: Path) -> Mapping[str, Config]:
     try:
         return {key: Config(*value) for key, value in json.loads(path.read_text())["tiles"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except FileNotFoundError:  # nothing was tuned yet
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        warnings.warn(
+            f"no tiles of `undivided tune` in {path} ({why}); the package's own are used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return {}
 
 

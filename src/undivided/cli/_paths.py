@@ -1,0 +1,54 @@
+"""Paths that commands write to, checked before the work begins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from undivided.errors import InputError
+
+
+def folder_to_write(flag: str, path: Path) -> Path:
+    """The folder, made if it does not exist.
+
+    Raises:
+        InputError: it is a file, or cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InputError(flag, "be a folder", f"the file {path}") from None
+    except OSError as error:
+        raise InputError(flag, "be a folder that can be made", f"{path} ({error.strerror})") from None
+    if not os.access(path, os.W_OK):
+        raise InputError(flag, "be a folder that can be written to", str(path))
+    return path
+
+
+def file_to_write(flag: str, path: Path) -> Path:
+    """The path of a file, in a folder that was made if it did not exist.
+
+    Raises:
+        InputError: it is a folder, or cannot be written.
+    """
+    if path.is_dir():
+        raise InputError(flag, "be a file", f"the folder {path}")
+    folder_to_write(f"the folder of {flag}", path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InputError(flag, "be a file that can be written", str(path))
+    return path
+
+
+def refuse_beside(flag: str, others: dict[str, object]) -> None:
+    """Refuse flags that mean nothing beside another.
+
+    Args:
+        flag: that other one.
+        others: flag -> its value; one that is empty was not given.
+
+    Raises:
+        InputError: one of them was given.
+    """
+    given = [name for name, value in others.items() if value not in (None, False, "", [], ())]
+    if given:
+        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(given))
