@@ -38,7 +38,6 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     },
     "pp_doclayout_v2": {"class_thresholds": [0.3] * 25, "class_order": list(range(20)) * 2},
     "llama4_vision_model": {"vision_output_dim": 32, "projector_output_dim": 32},
-    "dots3_note_text": {"num_key_value_heads": 4},
     "mask2former": {"num_channels": 32},
     "mamba2": {"num_heads": 8},
     "audio-spectrogram-transformer": {"max_length": 40, "num_mel_bins": 16, "patch_size": 8},
@@ -49,8 +48,10 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 """Fields of a configuration by its ``model_type``; None leaves the default."""
 
 EXPLAINED: dict[str, str] = {
+    "pe_audio": "the text's first position is pooled; padding on the left attends to nothing there: 0, as with `sdpa`",
     "granite_swa": "`eager` returns the weights before the sinks take their share; outputs and gradients are equal",
     "granitemoe_swa": "`eager` returns the weights before the sinks take their share; outputs and gradients are equal",
+    "recurrent_gemma": "its recurrence reads the padding before the text, whose rows attend to nothing: 0, as with `sdpa`",
     "blt_global_transformer": "called without a mask: causal, as the layer says and as for `sdpa`; `eager` masks nothing",
 }
 """Why an architecture differs, by its ``model_type``."""

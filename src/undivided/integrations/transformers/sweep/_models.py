@@ -90,7 +90,7 @@ def tiny_config(
             if not _is_config(value)
             else tiny_config(type(value), variant, None, value)
         )
-        if small is not value or (inside is not None and value != getattr(default, name, value)):
+        if small is not value or (inside is not None and _is_own(name, value, default)):
             given[name] = small
     for name, value in adjusted.items():
         held = getattr(default, name, None)
@@ -102,6 +102,13 @@ def tiny_config(
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         given = {name: value for name, value in given.items() if name in accepted or name == "out_indices"}
     return config_class(**given)
+
+
+def _is_own(name: str, value: Any, default: Any) -> bool:
+    """Whether a larger configuration chose this value; lists with an entry for each layer follow from the sizes."""
+    return not re.fullmatch(r".*layer_types|.*per_layer.*|.*pattern", name) and value != vars(default).get(
+        name, value
+    )
 
 
 def _chosen_outputs(backbone: Any) -> dict[str, Any]:

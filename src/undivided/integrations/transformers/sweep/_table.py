@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 
@@ -84,7 +85,10 @@ def explanation(name: str, outcomes: Outcomes) -> str:
 
 
 def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], wanted: str) -> str:
-    return ", ".join(f"`{name}`" for name in found if kinds[name] == wanted)
+    return textwrap.fill(
+        ", ".join(f"`{name}`" for name in found if kinds[name] == wanted), 140,
+        break_on_hyphens=False, break_long_words=False,
+    )  # fmt: skip
 
 
 def _short(text: str, most: int = 120) -> str:
