@@ -145,7 +145,9 @@ def _kind(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY):
         return "out of memory"
-    if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(error):  # which passes nested tensors on
+    if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(
+        error
+    ):  # which passes nested tensors on
         return "refused by PyTorch"
     return f"! {type(error).__name__} at {_where(error)}: {text[:160]}"
 
@@ -208,8 +210,15 @@ class _Worker:
         elif time.monotonic() - self.since > SECONDS:
             self.process.kill()
 
+    def close(self) -> int:
+        """Wait for its end; its exit code."""
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return self.process.wait()
+
     def _died(self) -> Iterator[tuple[int, str]]:
-        code = self.process.returncode
+        code = self.close()
         if self.running is None and code == 0:
             self.next = self.stop
             return
@@ -229,6 +238,8 @@ def fuzz(count: int, workers: int = 1, first: int = 0) -> dict[str, list[int]]:
         for worker in active:
             for number, outcome in worker.lines():
                 found[outcome].append(number)
+    for worker in running:
+        worker.close()
     return found
 
 

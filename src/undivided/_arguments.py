@@ -48,7 +48,7 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """InputError unless its storage is there, and as large as sizes and strides say."""
-    if has_dispatch(tensor):  # its class answers for its values
+    if has_dispatch(tensor) or torch._is_functional_tensor(tensor):  # its class answers for its values
         return
     if not torch._C._has_storage(tensor):
         if torch._C._functorch.peek_interpreter_stack() is None:

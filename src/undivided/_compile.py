@@ -74,7 +74,7 @@ def attention(
     switches: str = "-",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as one operator."""
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # whose sizes are tensors
         _check(q, k, v, **arguments)
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
     mask_text, mask_tensors = checked_mask(mask).flatten()

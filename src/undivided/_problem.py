@@ -263,14 +263,15 @@ def normalise(
     try:
         found = _problems.get(key)
     except TypeError:  # a symbolic size has no hash
-        found = _specialised(build(*request)), (span(q), span(k), span(v))
+        found = _specialised(build(*request)), None
     if found is None:
         found = build(*request), (span(q), span(k), span(v))
         if len(_problems) >= _MOST_PROBLEMS:
             _problems.clear()
         _problems[key] = found
     known, spans = found
-    _check_memory(q, k, v, spans)
+    if spans is not None:
+        _check_memory(q, k, v, spans)
     if not (bias is sinks is alibi_slopes is pages is None):
         for name, tensor in zip(_Request._fields[3:7], request[3:7], strict=True):
             if tensor is not None:
@@ -279,6 +280,9 @@ def normalise(
     if mask is not None or layout == "thd" or alibi_slopes is not None or pages is not None:
         bound = checked_mask(mask).remembered(key, _with_mask, known, mask, q.device, alibi_slopes, pages)
         mask, known = bound.mask, bound.problem
+        if "dense" in known.mask.kinds:  # kernels read it, and other masks only what was worked out from them
+            for tensor in mask.take("dense")[0]:
+                check_memory("mask", tensor)
         if pages is not None:
             _check_pages_once(bound, pages, k.shape[0])
     if bias is not None:
@@ -338,7 +342,7 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int]) 
         check_tensor(name, tensor)
 
 
-_problems: dict[object, tuple[Problem, tuple[int, int, int]]] = {}
+_problems: dict[object, tuple[Problem, tuple[int, int, int] | None]] = {}
 _MOST_PROBLEMS = 4096
 _NO_GRADIENTS = (False,) * 6
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided import _autograd, _compile, _problem
+from undivided._arguments import check_tensor
 from undivided._foreign import keyword_hint
 from undivided._layout import Layout
 from undivided._machine import Machine
@@ -186,6 +187,8 @@ def explain(
             "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout",
             hint=keyword_hint(unknown, _ARGUMENTS),
         )  # fmt: skip
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
     q, k, v = _autograd.autocast(q, k, v)
     if context_parallel is not None:
         given = dict.fromkeys(_EXPLAINED) | {"dropout_p": 0.0, "return_lse": False} | arguments

@@ -24,6 +24,8 @@ def check(
         check_tensor(name, tensor)
     if t.dtype not in DTYPES:
         raise InputError("t", "be float16, bfloat16, float32 or float64", t.dtype)
+    if freqs.device != t.device:
+        raise InputError("freqs", f"be on the device of t ({t.device})", freqs.device, "freqs.to(t.device)")
     if t.dim() != _layout.rank(format):
         axes = f"[{', '.join(format)}]"
         raise InputError("t", f"have the axes {axes} in tensor_format={format!r}", list(t.shape))

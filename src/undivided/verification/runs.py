@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided._problem import normalise
 from undivided._result import lse_dtype
 from undivided._selection import Decision
+from undivided._tensors import has_dispatch
 from undivided.backends._base import Backend
+from undivided.errors import InputError
 from undivided.functional import attention, explain
 from undivided.verification.budget import Budget, budget_for
 from undivided.verification.inputs import upstream
@@ -78,7 +81,7 @@ def request(
         InputError: as `attention`.
     """
     rest = {"layout": layout, **rest}
-    detached = {name: _detached(tensor) for name, tensor in tensors.items()}
+    detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
     known: dict[str, Any] = {name: value for name, value in rest.items() if name != "deterministic"}
     problem, operands = normalise(**detached, **known)
     out = torch.empty((*operands.q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=operands.q.device)
@@ -92,12 +95,13 @@ def request(
     return Request(detached, wanted, rest, up, budget_for(problem, operands, up), gradients)
 
 
-def _detached(tensor: Any) -> Any:
+def _detached(name: str, tensor: Any) -> Any:
     """The tensor without its history; an inference tensor as a normal one. What is no tensor is for `normalise` to refuse."""
     if not isinstance(tensor, Tensor):
         return tensor
-    if torch.nn.parameter.is_lazy(tensor):
-        return tensor  # `normalise` refuses it
+    check_tensor(name, tensor)
+    if has_dispatch(tensor):
+        raise InputError(name, "be a plain tensor: verify computes with its values", type(tensor).__name__)
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
