@@ -30,6 +30,7 @@ from undivided._result import lse_dtype
 from undivided._selection import select
 from undivided._validation import check_layout, check_seed, checked_mask, checked_scale
 from undivided.backends._base import Backend
+from undivided.errors import InputError
 from undivided.masks import Mask
 
 _library = torch.library.Library("undivided", "DEF")
