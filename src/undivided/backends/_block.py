@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undivided._tensors import is_traced, readable
-from undivided.masks._intervals import NormalForm
+from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,24 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
     assert normal is not None
     sequence = block.of_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
     return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
+
+
+def document_ends(normal: NormalForm, batch: slice) -> list[int]:
+    """Where each document's rows end: between neighbours that share no key. After every row if ids decide. For CPU tensors.
+
+    >>> form = NormalForm(torch.tensor([[[0, 2], [0, 2], [2, 3]]], dtype=torch.int32), kv_len=3)
+    >>> document_ends(form, slice(0, 1))
+    [2, 3]
+    """
+    wholes = (extra.whole if isinstance(extra, SomePairs) else extra for extra in normal.extras)
+    if any(isinstance(whole, IdPairs) for whole in wholes):
+        return list(range(1, normal.q_len + 1))
+    ranges = normal.ranges[batch if normal.ranges.shape[0] > 1 else slice(None)]
+    start, stop = ranges[..., 0], ranges[..., 1::2].amax(-1)
+    some = stop > start
+    shared = torch.minimum(stop[:, 1:], stop[:, :-1]) > torch.maximum(start[:, 1:], start[:, :-1])
+    ends = ~shared & (some[:, 1:] | some[:, :-1])  # rows without keys may stay together
+    return [*(ends.any(0).nonzero().flatten() + 1).tolist(), normal.q_len]
 
 
 def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undivided import _layout
 from undivided._problem import Operands, Problem
+from undivided.backends import _gpu
 from undivided.backends import _triton_tables as tables
 from undivided.kernels import philox
 from undivided.kernels.triton import config
@@ -233,6 +234,9 @@ class Inputs:
         kinds = self.problem.mask.kinds
         if kinds & _HOLES or self.bias is not None:
             return 2
+        documents = _gpu.documents(self.operands)
+        if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
+            return 2  # a document may have keys that none of its queries sees, or no queries: they lie between those of others
         return int(bool(kinds & _ENDS))
 
     @property

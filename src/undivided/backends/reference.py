@@ -9,6 +9,7 @@ Legend: B batch, H query heads, N key/value heads, R query rows of the block, K 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,10 +20,10 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
-from undivided._tensors import readable
+from undivided._tensors import is_traced, readable
 from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends._block import Block, distance, hide, row_slopes
+from undivided.backends._block import Block, distance, document_ends, hide, row_slopes
 from undivided.backends._block_gradients import Accumulators, gradients_of, leaves_of
 from undivided.kernels import philox
 from undivided.masks._intervals import NormalForm
@@ -32,6 +33,9 @@ SCORES_PER_BLOCK = 1 << 22
 
 FEWEST_ROWS = 16
 """Below this many query rows a block, split the heads rather than the rows."""
+
+DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
+"""Kinds of mask under which rows of one sequence belong to documents."""
 
 MOST_ROWS = 256
 """Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
@@ -107,7 +111,8 @@ def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (largest + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
-    return lse, exponential / total
+    # where a total is NaN, what the mask hides would be too, and reach the gradients of other rows' keys
+    return lse, (exponential / total).masked_fill(score == -torch.inf, 0.0)
 
 
 def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -149,11 +154,17 @@ def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
     )
 
 
-def _blocks(problem: Problem, operands: Operands) -> Iterator[Block]:
-    """All blocks, in order. Together their (batch, head, row) triples are every triple once."""
+def _blocks(
+    problem: Problem, operands: Operands, of_rows: Sequence[Tensor] = (), of_keys: Sequence[Tensor] = ()
+) -> Iterator[Block]:
+    """All blocks, in order. Together their (batch, head, row) triples are every triple once.
+
+    of_rows, of_keys: what a block multiplies besides q, k and v, [B, H, Sq, D] and [B, N, Sk, D].
+    """
     normal = None if operands.mask.is_full else operands.normal_form(problem)
     batches = problem.batch
-    if problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+    apart = normal is not None and _must_part(problem, operands, normal, of_rows, of_keys)
+    if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
         batch = slice(b, b + batches)
@@ -163,8 +174,27 @@ def _blocks(problem: Problem, operands: Operands) -> Iterator[Block]:
         for n in range(0, problem.kv_heads, heads):
             kv_heads = slice(n, min(n + heads, problem.kv_heads))
             most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
-            for rows, keys in _row_blocks(problem, normal, batch, most):
+            for rows, keys in _row_blocks(problem, normal, batch, most, apart):
                 yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
+
+
+def _must_part(
+    problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> bool:  # fmt: skip
+    """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
+
+    On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
+    """
+    if not problem.mask.kinds & DOCUMENTS or is_traced():
+        return False
+    q, k, v = operands.heads_first()
+    if not readable(q, k, v, *of_rows, *of_keys):
+        return False
+    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
+        return False
+    rows = normal.rows_allowed.flatten(0, -2).any(0)
+    used = [t[:, :, rows] for t in (q, *of_rows)] + [t[:, :, normal.keys_allowed] for t in (k, v, *of_keys)]
+    return not all(bool(torch.isfinite(t).all()) for t in used)
 
 
 def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
@@ -178,20 +208,22 @@ def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) 
 
 
 def _row_blocks(
-    problem: Problem, normal: NormalForm | None, batch: slice, most: int
+    problem: Problem, normal: NormalForm | None, batch: slice, most: int, apart: bool
 ) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows."""
+    """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows, or of one document."""
+    ends = document_ends(normal, batch) if normal is not None and apart else [problem.q_len]
     start, size = (
         0,
         problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS,
     )
     while start < problem.q_len:
-        rows = slice(start, min(start + size, problem.q_len))
+        end = ends[bisect.bisect_right(ends, start)]
+        rows = slice(start, min(start + size, end))
         keys = _keys(normal, problem, batch, rows)
         pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
         if pairs > most and rows.stop - rows.start > FEWEST_ROWS:
             size = max(most // (keys.stop - keys.start), FEWEST_ROWS)
-            rows = slice(start, min(start + size, problem.q_len))
+            rows = slice(start, min(start + size, end))
             keys = _keys(normal, problem, batch, rows)
         yield rows, keys
         start = rows.stop
@@ -295,7 +327,7 @@ class Reference(Backend):
         """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
         sums = Accumulators(problem, operands)
         grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
-        for block in _blocks(problem, operands):
+        for block in _blocks(problem, operands, [grad_out_BHSD]):
             with torch.enable_grad():
                 leaves = leaves_of(_slices(block, problem, operands), operands.needs)
                 out, lse = attend(block, problem, operands, leaves)
@@ -330,7 +362,8 @@ class Reference(Backend):
         grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
         for_grad_out = torch.zeros_like(grad_out, dtype=precision)
         for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
-        for block in _blocks(problem, operands):
+        outer_q, *outer_kv = outer.heads_first()
+        for block in _blocks(problem, operands, [grad_out_BHSD, outer_q], outer_kv):
             where = (block.batch, block.heads, block.rows)
             with torch.enable_grad():
                 leaves = leaves_of(_slices(block, problem, operands), operands.needs)
