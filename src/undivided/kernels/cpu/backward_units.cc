@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "documents.h"
 #include "units.h"
 
 namespace undivided {
@@ -107,16 +108,27 @@ int run_pairs(const Kernels& k, const Backward& p) {
                    [&](int64_t i, char* scratch) { k.pairs(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
 }
 
-}  // namespace
-
-int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels().gradients(a, g);
+// What blocks of rows and keys a problem is cut into. Documents have those of their pack, at most.
+struct Cut {
+  int64_t row_panels, key_block;
+};
+Cut cut_of(const Attention& a, const Kernels& k) {
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  const int64_t row_panels = panels_of_block(a, k, panels), row_blocks = (panels + row_panels - 1) / row_panels, heads = a.batch * a.kv_heads;
-  const int64_t key_block = keys_of_block(a, k.tile), threads = threads_for(a);
-  Backward p = {a, g, rows, panels, row_panels, row_blocks, key_block, (a.kv_len + key_block - 1) / key_block, false,
-                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-  if (g.attempt == kPairs) return run_pairs(k, p);
+  return {panels_of_block(a, k, panels), keys_of_block(a, k.tile)};
+}
+
+Backward describe(const Attention& a, const Gradients& g, const Kernels& k, const Cut& cut) {
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys, key_block = std::min(cut.key_block, fitting);
+  return {a, g, rows, panels, cut.row_panels, (panels + cut.row_panels - 1) / cut.row_panels, key_block,
+          (a.kv_len + key_block - 1) / key_block, false,
+          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+}
+
+int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const Cut& cut) {
+  const int64_t heads = a.batch * a.kv_heads, threads = threads_for(a);
+  Backward p = describe(a, g, k, cut);
+  const int64_t row_blocks = p.row_blocks;
   p.whole = takes_whole_heads(p, k, threads);
   Shared shared(p, k);
   if (!shared) return kNoMemory;
@@ -134,6 +146,83 @@ int run_backward(const Attention& a, const Gradients& g) {
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
   return status == kOk && *p.mixed && has_documents(a) ? kMixed : status;
+}
+
+// Documents that leave a thread at least so many rounds like them are worked on whole, one thread each.
+constexpr int64_t kDocumentRounds = 4;
+// What a document's rows cost beside its pairs, in pairs a row.
+constexpr int64_t kPairsOfRow = 64;
+
+int64_t cost_of(const Document& d) { return d.pairs + kPairsOfRow * d.a.q_len; }
+
+// A head of a document, all of it.
+struct DocumentHead {
+  const Kernels* k;
+  const Backward* p;
+  KeyBlock unit;
+  int64_t cost;
+};
+
+// Runs of heads that cost the same, in each the most expensive first: they follow each other in memory, and the last ones end together.
+Shares share_out(std::vector<DocumentHead>& heads, int64_t threads) {
+  int64_t total = 0, before = 0;
+  for (const DocumentHead& head : heads) total += head.cost;
+  Shares starts = {0};
+  for (size_t i = 0; i < heads.size(); i++) {
+    before += heads[i].cost;
+    if (before * threads >= total * (int64_t)starts.size()) starts.push_back((int64_t)i + 1);
+  }
+  for (size_t i = 1; i < starts.size(); i++)
+    std::stable_sort(heads.begin() + starts[i - 1], heads.begin() + starts[i],
+                     [](const DocumentHead& x, const DocumentHead& y) { return x.cost > y.cost; });
+  return starts;
+}
+
+// Packed documents, each as a problem of its own: what is kept of its rows then stays in a thread's caches and its scratch. A large one,
+// for so many threads, is shared by all of them. The order of sums is the same either way.
+int run_documents(const Attention& pack, const std::vector<Document>& documents) {
+  const int64_t threads = threads_for(pack);
+  int64_t total = 0, scratch = 0, exceeded = 0, mixed = 0;
+  for (const Document& d : documents) total += cost_of(d) * d.a.kv_heads;
+  std::vector<Backward> problems;
+  problems.reserve(documents.size());
+  std::vector<DocumentHead> heads;
+  for (const Document& d : documents) {
+    const Kernels& k = *kernels().gradients(d.a, d.g);
+    const Cut cut = cut_of(pack, k);
+    Backward p = describe(d.a, d.g, k, cut);
+    p.whole = true, p.exceeded = &exceeded, p.mixed = &mixed;
+    const bool small = threads == 1 || kDocumentRounds * threads * cost_of(d) <= total;
+    const int64_t bytes = k.key_scratch(p);
+    if (bytes > kMostHeadBytes || !(small || p.key_blocks == 1)) {
+      if (const int status = run_problem(d.a, d.g, k, cut); status != kOk) return status;
+      continue;
+    }
+    scratch = std::max(scratch, bytes);
+    problems.push_back(p);
+    for (const KeyBlock& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
+  }
+  if (heads.empty()) return kOk;
+  const Shares shares = share_out(heads, threads);
+  const int status = run_units(shares, scratch, threads, [&](int64_t i, char* own) {
+    const DocumentHead& head = heads[(size_t)i];
+    head.k->key_block(*head.p, head.unit, own);
+  });
+  if (status == kOk && exceeded) return kExceeded;
+  // documents are apart already; their own parts, as chunks are, may not be
+  const auto has_parts = [](const Document& d) { return has_documents(d.a); };
+  return status == kOk && mixed && std::any_of(documents.begin(), documents.end(), has_parts) ? kMixed : status;
+}
+
+}  // namespace
+
+int run_backward(const Attention& a, const Gradients& g) {
+  const Kernels& k = *kernels().gradients(a, g);
+  if (g.attempt == kPairs) return run_pairs(k, describe(a, g, k, cut_of(a, k)));
+  std::vector<int32_t> ranges;
+  const std::vector<Document> documents = documents_of(a, g, ranges);
+  if (!documents.empty()) return run_documents(a, documents);
+  return run_problem(a, g, k, cut_of(a, k));
 }
 
 }  // namespace undivided
