@@ -90,7 +90,7 @@ def are_usual(slopes: Tensor) -> bool:
     if slopes.dim() != 1 or torch.compiler.is_compiling():
         return False
     if (own := _own.get(slopes)) is not None:
-        return own == versions((slopes,))
+        return bool(own == versions((slopes,)))
     made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
     if made is None or version is None or versions((slopes,)) != version:
         return False

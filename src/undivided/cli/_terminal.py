@@ -120,7 +120,7 @@ GAP, INDENT = 2, 2
 def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -> None:
     """Print a table, no word of it broken: its columns narrowed to the terminal, or else a block for each row."""
     cells = [
-        [screen.render_str(cell) if isinstance(cell, str) else cell for cell in column.cells]
+        [cell if isinstance(cell, Text) else screen.render_str(str(cell)) for cell in column.cells]
         for column in made.columns
     ]
     headers = [str(column.header) if made.show_header else "" for column in made.columns]
