@@ -55,6 +55,30 @@ def test_flex_on_the_cpu(name: str) -> None:
     assert result.lse.isnan().all()
 
 
+def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
+    causal = masks.causal("bottom_right")
+    return {
+        "causal": lambda: {"mask": causal},
+        "window-prefix": lambda: {"mask": masks.window(3, 0, "bottom_right") | masks.prefix(3)},
+        "alibi-bias": lambda: {"mask": causal, "alibi_slopes": torch.rand(4), "bias": torch.randn(2, 4, 1, kv_len)},
+    }[name]()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "kv_len"), [("causal", 1), ("causal", 600), ("window-prefix", 9), ("alibi-bias", 9)]
+)
+def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
+    """Inductor failed with an internal error: it was handed the columns of the row ranges as views of one buffer."""
+    q, k, v = (t.float() for t in tensors(1, kv_len))
+    problem, operands = normalise(q, k, v, layout="bshd", **of_one_query(name, kv_len))
+    assert flex.BACKEND.reasons(problem, Machine.this()) == []
+    with torch.no_grad():
+        result = flex.BACKEND.forward(problem, operands)
+    want, _, _ = expected(problem, operands, torch.ones(2, 1, 4, 8))
+    torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
+
+
 def test_flex_on_the_cpu_says_what_it_cannot() -> None:
     cpu = Machine(device="cpu")
     q = torch.zeros(1, 4, 2, 8, requires_grad=True)

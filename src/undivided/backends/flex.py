@@ -256,6 +256,7 @@ def _mask_mod(form: NormalForm) -> MaskMod:
 
 def _of_ranges(ranges: Tensor) -> MaskMod:
     one_batch, two = ranges.shape[0] == 1, ranges.shape[-1] == 4
+    # copies: of one row `contiguous` would give views of one buffer, which Inductor's CPU kernel cannot tell apart
     columns = [column.clone(memory_format=torch.contiguous_format) for column in ranges.unbind(-1)]
 
     def first(b: Index, h: Index, i: Index, j: Index) -> Tensor:
