@@ -87,6 +87,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "undivided._autograd",
             "undivided._batches",
             "undivided._compile",
+            "undivided._flops",
             "undivided._sdpa",
             "undivided._sdpa_refusals",
         },

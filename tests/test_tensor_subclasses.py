@@ -209,6 +209,22 @@ def test_a_mode_sees_one_operator_and_its_backward() -> None:
     torch.testing.assert_close(ours, q.grad)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
+    q = torch.randn(2, 8, 8, 16, requires_grad=True)
+    k, v = (
+        torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24)
+    )
+    with FlopCounterMode(display=False) as counter:
+        out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
+    pairs = 2 * 8 * 8 * 8
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        undivided.attention(q, k, v, layout=layout).sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
+    assert out.shape == (2, 8, 8, 24)
+
+
 def test_a_backward_alone_under_a_mode_is_plain_operations() -> None:
     q = x(True)
     out = att(q, mask=masks.causal())

@@ -32,9 +32,9 @@ def check_tensor(name: str, value: object) -> None:
         raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
     if torch.compiler.is_compiling():
         return
-    for kind in type(value).__mro__:
-        if (hint := _ELSEWHERE.get(kind.__name__)) is not None:
-            raise InputError(name, "be a plain tensor", f"a {kind.__name__}", hint=hint.format(name=name))
+    for base in type(value).__mro__:
+        if (hint := _ELSEWHERE.get(base.__name__)) is not None:
+            raise InputError(name, "be a plain tensor", f"a {base.__name__}", hint=hint.format(name=name))
     if type(value).__name__ == "FunctionalTensor" and not functional_mode():
         raise InputError(
             name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it"
@@ -48,6 +48,8 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """InputError unless its storage is there, and as large as sizes and strides say."""
+    if torch.compiler.is_compiling():
+        return
     if has_dispatch(tensor) or torch._is_functional_tensor(tensor):  # its class answers for its values
         return
     if not torch._C._has_storage(tensor):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from undivided import _autograd, _layout, _problem, _sdp_switches
+from undivided._flops import register_if_counting
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
@@ -75,7 +76,9 @@ def attention(
     switches: str = "-",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as one operator."""
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # whose sizes are tensors
+    if not (
+        torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    ):  # whose sizes are tensors
         _check(q, k, v, **arguments)
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
     mask_text, mask_tensors = checked_mask(mask).flatten()
@@ -116,6 +119,7 @@ def attention(
 
 def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The operator; InputError where the tensors' classes and the modes do not take it."""
+    register_if_counting()
     try:
         out, lse = torch.ops.undivided.attention(*call)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
@@ -238,6 +242,13 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
 
 
+def _shaped(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if g is None or t is None else g.reshape(t.shape)
+        for g, t in zip(gradients, tensors, strict=True)
+    ]
+
+
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6], *inputs[6], inputs[7], inputs[8], *inputs[13:])
     ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:13]
@@ -246,19 +257,14 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Through the reference, in plain operations: what looks on sees these."""
-    saved: Sequence[Tensor | None] = ctx.saved_tensors
+    saved: Sequence[Any] = ctx.saved_tensors
     inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
-    _, problem, operands = _prepare(*inputs, mask, seed, pages, *ctx.rest)
-    given, tensors = iter(gradients), operands.differentiable  # the bias with four axes
-    wanted = [next(given) if n else None for n in operands.needs]
-    wanted = [
-        None if g is None or t is None else g.reshape(t.shape) for g, t in zip(wanted, tensors, strict=True)
-    ]
+    _, problem, operands = _prepare(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
+    tensors, needs, given = operands.differentiable, operands.needs, iter(gradients)
+    wanted = _shaped([next(given) if n else None for n in needs], tensors)  # the bias has four axes there
     of_grad, of_lse, *found = _autograd.differentiated(problem, operands, *tensors, *grads, *wanted)
-    of_inputs = [
-        None if g is None or t is None else g.reshape(t.shape) for g, t in zip(found, inputs, strict=True)
-    ]
+    of_inputs = _shaped(found, inputs)
     nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
     return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)
 

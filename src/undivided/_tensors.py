@@ -52,7 +52,7 @@ def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
     begin = tensor.storage_offset()
     if have >= begin * size + tensor.nbytes and tensor.is_contiguous():
         return None
-    need = (begin + span(tensor)) * size if tensor.numel() else 0
+    need = int((begin + span(tensor)) * size) if tensor.numel() else 0
     return (need, have) if need > have else None
 
 

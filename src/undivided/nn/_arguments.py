@@ -112,8 +112,10 @@ def checked_integer(argument: str, value: object, at_least: int) -> int:
 
 def checked_number(argument: str, value: object, least: float, most: float, words: str) -> float:
     """A finite number within [least, most]; `words` say so in the message."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
         raise InputError(argument, f"be {words}", _short(value))
+    assert isinstance(value, numbers.Real)
     if not least <= float(value) <= most:
         raise InputError(argument, f"be {words}", repr(value))
     return float(value)
