@@ -142,9 +142,9 @@ def _summary(screen: Console, report: Report) -> None:
         else "did NOT give the same answer everywhere: see the crosses above, and please report it"
     )
     text = (
-        f"One function, with the layout and the mask said and nothing else changed, {verdict}. Packing computed "
+        f"One function, of which only the layout and the mask were changed, {verdict}. Packing computed "
         f"{pairs['packed'] / pairs['padded']:.1%} of the padded batch's pairs in {bytes_['packed'] / bytes_['padded']:.0%} "
-        "of its memory, without letting documents see each other, and the library said which kernel ran and why."
+        "of its memory, without letting documents see each other, and the library names the kernel that ran and the reason."
     )
     if report["times"]:
         text += _speed(report["times"])

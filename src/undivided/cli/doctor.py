@@ -28,7 +28,7 @@ from undivided.verification.budget import FACTOR, relative_error
 
 VARIABLES = {
     "UNDIVIDED_BACKENDS": "the only backends or families that may run, in this order",
-    "UNDIVIDED_LOG": "info prints each new Decision, debug adds the reasons",
+    "UNDIVIDED_LOG": "info prints each new Decision on stderr, debug adds the reasons",
     "UNDIVIDED_DETERMINISTIC": "1: results repeat bit for bit",
     "UNDIVIDED_ISA": "the instruction set that the native kernel is held to",
     "UNDIVIDED_TUNED": "the file with tiles that `undivided tune` measured",
