@@ -7,10 +7,10 @@ it is known of those that were made here and not written to since.
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from undivided._arguments import as_integer
 from undivided._tensors import is_traced, versions
@@ -19,8 +19,8 @@ _made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {
 """The slopes of a number of heads on a device, and the in-place version that they were made with."""
 
 
-_own = WeakTensorKeyDictionary()
-"""The tensors of `alibi_slopes` that are alive, and the in-place version that each was made with."""
+_own: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
+"""The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was made with."""
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -48,7 +48,8 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """
     slopes = _computed(as_integer("heads", heads, 1), device)
     if not is_traced() and (version := versions((slopes,))) is not None:
-        _own[slopes] = version
+        key = id(slopes)
+        _own[key] = weakref.ref(slopes, lambda _: _own.pop(key, None)), version
     return slopes
 
 
@@ -89,8 +90,8 @@ def are_usual(slopes: Tensor) -> bool:
     """
     if slopes.dim() != 1 or torch.compiler.is_compiling():
         return False
-    if (own := _own.get(slopes)) is not None:
-        return bool(own == versions((slopes,)))
+    if (own := _own.get(id(slopes))) is not None and own[0]() is slopes:
+        return own[1] == versions((slopes,))
     made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
     if made is None or version is None or versions((slopes,)) != version:
         return False
