@@ -27,8 +27,8 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
 
     For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise the slopes of the power of two below n,
-    followed by every other slope of twice that power. cuDNN takes only these; it is given a tensor of this function as
-    long as nobody writes to it, and no copy of it.
+    followed by every other slope of twice that power. cuDNN takes no other slopes: it runs with a tensor of this function
+    until somebody writes to it. A copy is not recognised; other backends take any slopes.
 
     Args:
         heads: number of query heads, at least 1.
