@@ -45,7 +45,7 @@ INLINE Vec exponent(const Derive& d, Vec product, Vec score, int v) {
   const bool plain = d.a.softcap == 0 && !d.added;
   const Vec x = plain ? product * (float)(d.scale * (double)kLog2E) - base : score * kLog2E - base;
   if (!d.large) return x;
-  const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, rounded(score) - lse) * kLog2E + d.bits;
+  const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, score - lse) * kLog2E + d.bits;
   return is_large(lse) ? far : x;
 }
 
@@ -53,7 +53,7 @@ template <Kind kKind, bool kDrops>
 INLINE Derived derive(const Derive& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   const float cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), score = s * (float)d.scale;
+  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), score = rounded(s * (float)d.scale);
   IVec allowed = isplat(-1);
   if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
     const Panel& p = d.panel;
@@ -64,7 +64,7 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   if (kKind == kGeneral) {
     if (cap != 0) {
       Vec t = tanh_of(s * (float)(d.scale / d.a.softcap));
-      score = t * cap, slope *= 1 - t * t;
+      score = rounded(t * cap), slope *= 1 - t * t;
     }
     if (d.added) {
       Vec e = load(d.extra + at);

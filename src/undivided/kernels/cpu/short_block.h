@@ -42,8 +42,8 @@ struct ShortPanel {
 };
 
 struct ShortSpace {
-  uint8_t* mixed;  // of each row, see is_mixed; what follows is free once all are known
-  char* rest;
+  uint8_t* mixed;  // of each row, if there are several: see is_mixed
+  char* rest;      // free once all are known
   char *q, *scores, *sums, *k, *v;
   char* zeros;   // a row of K or V
   char* halves;  // a step's rows of K in parts
@@ -55,7 +55,7 @@ static ShortSpace carve_short(const Attention& a, int64_t rows, char* base) {
   const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
   Carving at{base};
-  w.mixed = (uint8_t*)at.take(rows), w.rest = base + at.bytes;
+  w.mixed = (uint8_t*)at.take(rows > 1 ? rows : 0), w.rest = base + at.bytes;  // room for a row by itself
   w.q = at.take(k_bytes);
   w.scores = at.take(kMostSteps * kStepScores<P>);
   w.sums = at.take(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
@@ -334,8 +334,8 @@ class ShortBlock {
         const float* x = (const float*)(from + d / kTileDepth * 2 * kBelow);
         nothing += load(x) * 0 + load(x + kLanes) * 0;
       }
-      w_.mixed[p.first + r] = total[r] == total[r] && any(nothing != nothing);
-      some_mixed_ |= w_.mixed[p.first + r] != 0;
+      const bool mixed = total[r] == total[r] && any(nothing != nothing);
+      if (looks_) w_.mixed[p.first + r] = mixed, some_mixed_ |= mixed;
       for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
         const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r];
         const Vec high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];

@@ -11,7 +11,7 @@ static void apply_extra(const Attention& a, const float* extra, int64_t keys, fl
   const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
     Vec x = load(st + i);
-    x = cap != 0 ? tanh_of(x * inverse) * cap : x * scale;
+    x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // as gradients have it
     if (extra) {
       Vec e = load(extra + i);
       x = e == -kInfinity ? e : x + e;

@@ -14,8 +14,8 @@ struct Sums {
 };
 
 struct Workspace {
-  uint8_t* mixed;  // of each row, see is_mixed; what follows is free once all are known
-  char* rest;
+  uint8_t* mixed;  // of each row, if there are several: see is_mixed
+  char* rest;      // free once all are known
   Panel* panels;
   float *scores, *extra, *tile_sums;
   char *v_own, *sums, *tile_list, *tile_copies;
@@ -48,7 +48,7 @@ static Workspace carve(const Attention& a, int64_t rows, int64_t keys, char* bas
   const bool narrow = keys != kEveryKey, extras = a.bias || a.dense || a.slopes;
   const int64_t whole = (rows + kPanel - 1) / kPanel, panels = narrow && has_cuts(a) ? rows / kFewestCutRows + 1 : whole;
   const int64_t tiles = narrow ? keys / kTile + 2 : 1;
-  w.mixed = (uint8_t*)at.take(rows), w.rest = base + at.bytes;
+  w.mixed = (uint8_t*)at.take(rows > 1 ? rows : 0), w.rest = base + at.bytes;  // room for a row by itself
   w.panels = (Panel*)at.take(panels * (int64_t)sizeof(Panel));
   w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropRows) : 0);
   w.sums_bytes = round_up(w.sums_bytes, 64);
