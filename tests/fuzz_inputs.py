@@ -40,6 +40,8 @@ def run_case(number: int) -> str:
 
     from fuzz_calls import ENTRIES
 
+    if number < 0:
+        os.abort()  # for the test of the report
     rng = random.Random(number)
     torch.manual_seed(number)
     makers, weights = zip(*ENTRIES, strict=True)
@@ -191,33 +193,29 @@ class _Worker:
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """What it has said since: (case, outcome). A dead or late worker's case is such an outcome."""
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        ready, _, _ = select.select([self.process.stdout, self.process.stderr], [], [], 0.05)
-        if self.process.stderr in ready:
-            self.stderr = (self.stderr + os.read(self.process.stderr.fileno(), 1 << 16))[-4000:]
-        if self.process.stdout in ready and (data := os.read(self.process.stdout.fileno(), 1 << 16)):
+        out, err = self.process.stdout, self.process.stderr
+        assert out is not None
+        assert err is not None
+        ready, _, _ = select.select([out, err], [], [], 0.05)
+        if err in ready:
+            self.stderr = (self.stderr + os.read(err.fileno(), 1 << 16))[-4000:]
+        if out in ready:
+            data = os.read(out.fileno(), 1 << 16)
             self.since = time.monotonic()
-            *complete, self.buffer = (self.buffer + data).split(b"\n")
-            for line in complete:
-                if self.running is None:
-                    self.running = int(line)
-                    continue
-                number, self.running, self.next = self.running, None, self.running + self.step
-                yield number, json.loads(line)
-        elif self.process.poll() is not None and not ready:
-            yield from self._died()
+            yield from self._read(data) if data else self._ended()
         elif time.monotonic() - self.since > SECONDS:
             self.process.kill()
 
-    def close(self) -> int:
-        """Wait for its end; its exit code."""
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-        return self.process.wait()
+    def _read(self, data: bytes) -> Iterator[tuple[int, str]]:
+        *complete, self.buffer = (self.buffer + data).split(b"\n")
+        for line in complete:
+            if self.running is None:
+                self.running = int(line)
+                continue
+            number, self.running, self.next = self.running, None, self.running + self.step
+            yield number, json.loads(line)
 
-    def _died(self) -> Iterator[tuple[int, str]]:
+    def _ended(self) -> Iterator[tuple[int, str]]:
         code = self.close()
         if self.running is None and code == 0:
             self.next = self.stop
@@ -229,8 +227,18 @@ class _Worker:
         if self.next < self.stop:
             self._start()
 
+    def close(self) -> int:
+        """Wait for its end, which the end of its output announces; its exit code."""
+        out, err = self.process.stdout, self.process.stderr
+        assert out is not None
+        assert err is not None
+        out.close()
+        self.stderr += err.read()
+        err.close()
+        return self.process.wait()
 
-def fuzz(count: int, workers: int = 1, first: int = 0) -> dict[str, list[int]]:
+
+def fuzz(count: int, workers: int = 1, first: int = 0, progress: bool = False) -> dict[str, list[int]]:
     """The cases by what became of them."""
     running = [_Worker(first + n, workers, first + count) for n in range(workers)]
     found: dict[str, list[int]] = collections.defaultdict(list)
@@ -238,6 +246,8 @@ def fuzz(count: int, workers: int = 1, first: int = 0) -> dict[str, list[int]]:
         for worker in active:
             for number, outcome in worker.lines():
                 found[outcome].append(number)
+                if progress and sum(map(len, found.values())) % 5000 == 0:
+                    print(f"... case {number}", file=sys.stderr)
     for worker in running:
         worker.close()
     return found
@@ -263,7 +273,7 @@ def main() -> int:
         faulthandler.enable()
         print(run_case(options.case))
         return 0
-    found = fuzz(options.count, options.workers, options.first)
+    found = fuzz(options.count, options.workers, options.first, progress=True)
     for outcome, numbers in sorted(found.items(), key=lambda item: -len(item[1])):
         print(f"{len(numbers):7} {outcome}" + (f"   cases {numbers[:5]}" if outcome.startswith("!") else ""))
     print(f"{sum(map(len, found.values()))} cases, {sum(map(len, failures(found).values()))} failures")
