@@ -209,7 +209,8 @@ def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype
                 others = own != document
                 assert got[others].isfinite().all(), (name, value, result)
                 assert error(got[others], want[others], 0.3 * largest) < ALLOWED[dtype], (name, value, result)
-                if result == "out" and backend == "native":
+                # on AMX other types than bf16 are computed again in vectors, all of the problem
+                if result == "out" and backend == "native" and (dtype == torch.bfloat16 or not run.startswith("amx")):
                     assert torch.equal(got[others], want[others]), "a row takes nothing from rows beside it"
 
 

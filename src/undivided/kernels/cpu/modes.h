@@ -111,12 +111,11 @@ struct ScoreUnit {
 INLINE bool keeps_products(const Attention& a) {
   return a.softcap == 0 && !a.bias && !a.slopes && 0x1p-100 <= a.scale && a.scale <= 0x1p100;
 }
-// Other scores are in natural units; on AMX in those of log 2, where each multiplication counts.
+// Other scores are in natural units.
 template <class Mode>
 INLINE ScoreUnit score_unit(const Attention& a) {
   const double scale = Mode::kTiled ? ldexp(a.scale, -2 * kInputBits<Mode>) : a.scale;
   if (keeps_products(a)) return {(float)scale, (float)(scale * (double)kLog2E)};
-  if (Mode::kTiled) return {kLn2, 1};
   return {1, kLog2E};
 }
 

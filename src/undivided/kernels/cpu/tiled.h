@@ -29,7 +29,7 @@ constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeig
 // How far a base may lie above all scores so far where ALiBi makes later ones larger. Their weights, as small as they are, keep
 // their precision in bf16; fp16 has not the range.
 template <class Half>
-constexpr float kMostRise = std::is_same<Half, Float16>::value ? 0 : 48;
+constexpr float kMostRise = std::is_same<Half, Float16>::value ? 0 : 48 * kLn2;
 
 // Blocks of weights that await the second product: a tile's, 12 KiB, or 24 in two parts; in three parts half a tile's, 18 KiB
 // (8 % faster than the whole).

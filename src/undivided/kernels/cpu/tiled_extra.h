@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kKeyBlock = 2 * kTileRows;  // whose scores are softened at once
 
 // What is taken from the scores of rows: their bases, in the multiply-add that units of log 2 take anyway. Large ones (see kLargeBase) are
-// `apart`, subtracted from products as they are, or from scores to which all is added.
+// `apart`, subtracted from scores in their unit before that.
 template <int V>
 struct Bases {
   Vec less[V], apart[V];
@@ -88,12 +88,12 @@ class TiledExtra {
     return with_bias([&](auto b) { return read<decltype(b)>(stop, vectors, seen); });
   }
 
-  // By how much ALiBi rises from the last key of block i to where a row's position is, `most` at most.
+  // By how much ALiBi rises from the last key of block i to where a row's position is, `most` at most; in natural units.
   Vec rise(int64_t i, int v, float most) const {
     if (!a_.slopes || most == 0) return Vec{};
     const int64_t last = smaller_of(start_ + (i + 1) * kKeyBlock, a_.kv_len) - 1;
     const Vec distance = __builtin_convertvector(position_[v] - a_.key_position[batch_ * a_.key_position_b + last], Vec);
-    return smaller(larger(slope_[v] * distance, Vec{}), splat(most));
+    return smaller(larger(slope_[v] * kLn2 * distance, Vec{}), splat(most));
   }
 
   // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types. kLarge: some base is.
@@ -195,7 +195,8 @@ class Added {
   Added(const TiledExtra& of, int64_t first)
       : positions_(of.a_.slopes != nullptr),
         factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_ * (double)kLog2E)),
-        cap_((float)(of.a_.softcap * (double)kLog2E)), words_(of.words_ + first / kEach * kPanel) {
+        cap_((float)(of.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_)),
+        natural_cap_((float)of.a_.softcap), words_(of.words_ + first / kEach * kPanel) {
     if (!positions_) return;
     // both relative to the block's first key, so that they are exact
     const int32_t* positions = of.a_.key_position + of.batch_ * of.a_.key_position_b;
@@ -205,42 +206,49 @@ class Added {
   }
   template <int V>
   INLINE_MEMBER void operator()(int64_t j, const Bases<V>& bases, Vec (&x)[2 * V]) const {
-    Vec rest[2 * V];
+    Vec rest[2 * V], natural[2 * V];
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) rest[i] = bases.less[i / 2];
-    add(j, rest, x);
-#pragma GCC unroll 4
-    for (int i = 0; kLarge && i < 2 * V; i++) x[i] -= bases.apart[i / 2];
+    for (int i = 0; i < 2 * V; i++) rest[i] = bases.less[i / 2], natural[i] = x[i];
+    add<false>(j, rest, x);
+    if constexpr (kLarge) {
+      scores(j, natural);
+      for (int i = 0; i < 2 * V; i++) {
+        const Vec base = bases.apart[i / 2], less = bases.less[i / 2];
+        x[i] = base != 0 ? (natural[i] - base) * kLog2E + less : x[i];
+      }
+    }
   }
   template <int N>
   INLINE_MEMBER void scores(int64_t j, Vec (&x)[N]) const {
     Vec rest[N] = {};
-    add(j, rest, x);
+    add<true>(j, rest, x);
   }
 
  private:
-  // x and what is added to it; rest: what is already.
-  template <int N>
+  // x and what is added to it, in natural units as gradients round it, or in those of log 2; rest: what is there already.
+  template <bool kNatural, int N>
   INLINE_MEMBER void add(int64_t j, Vec (&rest)[N], Vec (&x)[N]) const {
+    constexpr float of_bias = kNatural ? 1 : kLog2E, of_slope = kNatural ? kLn2 : 1;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      x[i] *= factor_;
+      x[i] = kNatural ? rounded(x[i] * natural_factor_) : x[i] * factor_;
       if constexpr (!std::is_same<B, NoBias>::value)
-        rest[i] += entry((UVec)load(words_ + (kEach == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * kLog2E;
+        rest[i] += entry((UVec)load(words_ + (kEach == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * of_bias;
     }
     if (positions_)
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
+      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * of_slope * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
     if constexpr (kCapped && kRough) tanh_each(x);
     if constexpr (kCapped && !kRough)
       for (int i = 0; i < N; i++) x[i] = tanh_of(x[i]);
+    const float cap = kNatural ? natural_cap_ : cap_;
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) x[i] = kCapped ? x[i] * cap_ + rest[i] : x[i] + rest[i];
+    for (int i = 0; i < N; i++) x[i] = kCapped ? x[i] * cap + rest[i] : x[i] + rest[i];
   }
 
   static constexpr int kEach = sizeof(B) == 2 ? 2 : 1;
   const bool positions_;
-  const float factor_, cap_;
+  const float factor_, cap_, natural_factor_, natural_cap_;
   const float* words_;
   Vec row_[kVectors], slope_[kVectors];
   alignas(64) float key_[kKeyBlock];
