@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -277,9 +278,13 @@ def test_a_library_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pyte
     assert why.endswith(f"build it again: {_install.command()}")
 
 
+FOLDER = Path("/sources/a b").as_uri()
 ORIGINS = {
     "index": ("", "undivided==1.2 --no-binary undivided"),
-    "folder": ('{"url": "file:///home/me/a%20b", "dir_info": {}}', "'undivided @ file:///home/me/a%20b'"),
+    "folder": (
+        json.dumps({"url": FOLDER, "dir_info": {}}),
+        f"'undivided @ {FOLDER}'",
+    ),
     "git": (
         '{"url": "https://host/undivided", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
         "'undivided @ git+https://host/undivided@abc'",
