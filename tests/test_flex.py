@@ -60,7 +60,11 @@ def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
     return {
         "causal": lambda: {"mask": causal},
         "window-prefix": lambda: {"mask": masks.window(3, 0, "bottom_right") | masks.prefix(3)},
-        "alibi-bias": lambda: {"mask": causal, "alibi_slopes": torch.rand(4), "bias": torch.randn(2, 4, 1, kv_len)},
+        "alibi-bias": lambda: {
+            "mask": causal,
+            "alibi_slopes": torch.rand(4),
+            "bias": torch.randn(2, 4, 1, kv_len),
+        },
     }[name]()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests import levels
 from torch import Tensor
 
 import undivided
-from tests import levels
 from undivided import masks
 from undivided.backends._block import document_ends
 from undivided.masks import Mask
@@ -24,7 +24,7 @@ from undivided.masks import Mask
 RUNS = ["reference", *levels.here()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""Relative errors of the norm, as in test_native_backward.py: fp32 some roundings, 16-bit types one of each product's operands."""
+"""Relative errors of the norm, as in test_native_backward.py: fp32 some roundings, 16-bit types one per operand of a product."""
 
 each_run = pytest.mark.parametrize("run", RUNS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -46,7 +46,9 @@ def error(got: Tensor, want: Tensor, least: float = 1e-30) -> float:
 # ---- large scores
 
 
-def large(dtype: torch.dtype, exponents: tuple[int, int], q_len: int, kv_len: int, heads: int = 2) -> list[Tensor]:
+def large(
+    dtype: torch.dtype, exponents: tuple[int, int], q_len: int, kv_len: int, heads: int = 2
+) -> list[Tensor]:
     """q, k, v [1, H, S, D] whose scores are exact in fp32, in any order of summation, all different, and as large as can be."""
     torch.manual_seed(0)
     q = torch.randint(-3, 4, (1, heads, q_len, 32)).float()
@@ -97,7 +99,10 @@ def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run
         found, wanted = [], []
         with running(run) as backend:
             out = undivided.attention(*leaves, layout="bhsd", backend=backend, return_lse=True, **arguments)
-            found = [*out, *torch.autograd.grad(out, leaves, [g.to(o) for g, o in zip(grads, out, strict=True)])]
+            found = [
+                *out,
+                *torch.autograd.grad(out, leaves, [g.to(o) for g, o in zip(grads, out, strict=True)]),
+            ]
         exact = [t.detach().double().requires_grad_() for t in leaves]
         of_fp64 = {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()}
         out = undivided.attention(*exact, layout="bhsd", backend="reference", return_lse=True, **of_fp64)
@@ -115,7 +120,10 @@ def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run
 def test_scores_beyond_fp32_are_nan_where_they_rise_and_weigh_nothing_where_they_fall(
     q_len: int, kv_len: int, dtype: torch.dtype, run: str
 ) -> None:
-    q, k, v = (t.to(dtype) for t in (torch.zeros(1, 2, q_len, 32), torch.zeros(1, 2, kv_len, 32), torch.ones(1, 2, kv_len, 32)))
+    q, k, v = (
+        t.to(dtype)
+        for t in (torch.zeros(1, 2, q_len, 32), torch.zeros(1, 2, kv_len, 32), torch.ones(1, 2, kv_len, 32))
+    )
     q[:, 0, :, 0], q[:, 1, :, 0] = 2.0**66, -(2.0**66)
     k[:, 0, :, 0] = 2.0**66  # the first head's scores are +inf, or of every third key 0
     k[:, 0, ::3, 0] = 0
@@ -146,7 +154,9 @@ def test_a_sink_far_above_the_scores_leaves_the_gradient_through_lse(run: str) -
             )  # fmt: skip
             found.append(torch.autograd.grad(lse.sum() + out.sum(), leaves[:2]))
     for got, want in zip(*found, strict=True):
-        assert error(got, want) < 128 * 2**-24, "what the rounding of a log-sum-exp of some -100 makes of the weights"
+        assert error(got, want) < 128 * 2**-24, (
+            "what the rounding of a log-sum-exp of some -100 makes of the weights"
+        )
 
 
 # ---- documents
@@ -190,12 +200,20 @@ def with_gradients(backend: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor, gr
 @each_dtype
 @pytest.mark.parametrize("kind", ["documents", "causal", "cross", "ids", "ids-in-turns"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype: torch.dtype, run: str) -> None:
+def test_what_is_not_finite_stays_in_its_document(
+    lengths: str, kind: str, dtype: torch.dtype, run: str
+) -> None:
     """Documents that share a block met with weights of 0, and 0 * NaN is NaN: one document's reached the others' gradients."""
     mask, of_q, of_k = document_mask(kind, LENGTHS[lengths])
     torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(n, h, 32).to(dtype) for n, h in zip(map(len, (of_q, of_k, of_k, of_q)), (4, 2, 2, 4), strict=True))
-    inputs, documents = {"q": q, "k": k, "v": v, "grad": grad}, {"q": of_q, "k": of_k, "v": of_k, "grad": of_q}
+    q, k, v, grad = (
+        torch.randn(n, h, 32).to(dtype)
+        for n, h in zip(map(len, (of_q, of_k, of_k, of_q)), (4, 2, 2, 4), strict=True)
+    )
+    inputs, documents = (
+        {"q": q, "k": k, "v": v, "grad": grad},
+        {"q": of_q, "k": of_k, "v": of_k, "grad": of_q},
+    )
     with running(run) as backend:
         clean = with_gradients(backend, mask, *inputs.values())
         largest = max(float(t.double().norm()) for t in clean)
@@ -205,12 +223,18 @@ def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype
             spoilt = dict(inputs) | {name: inputs[name].index_fill(0, torch.tensor(row), value)}
             found = with_gradients(backend, mask, *spoilt.values())
             assert not all(t.isfinite().all() for t in found)
-            for result, got, want, own in zip(("out", "dq", "dk", "dv"), found, clean, (of_q, of_q, of_k, of_k), strict=True):
+            for result, got, want, own in zip(
+                ("out", "dq", "dk", "dv"), found, clean, (of_q, of_q, of_k, of_k), strict=True
+            ):
                 others = own != document
                 assert got[others].isfinite().all(), (name, value, result)
                 assert error(got[others], want[others], 0.3 * largest) < ALLOWED[dtype], (name, value, result)
                 # on AMX other types than bf16 are computed again in vectors, all of the problem
-                if result == "out" and backend == "native" and (dtype == torch.bfloat16 or not run.startswith("amx")):
+                if (
+                    result == "out"
+                    and backend == "native"
+                    and (dtype == torch.bfloat16 or not run.startswith("amx"))
+                ):
                     assert torch.equal(got[others], want[others]), "a row takes nothing from rows beside it"
 
 
@@ -265,8 +289,12 @@ def test_gradients_pair_by_pair_are_those_of_blocks(dtype: torch.dtype, run: str
     grads = torch.randn(tokens, 4, 24).to(dtype), torch.randn(4, tokens)
     found = []
     for backend_of, computed in ((run, None), ("reference", torch.float64)):
-        leaves = {n: (t if computed is None else t.to(computed)).clone().requires_grad_() for n, t in given.items()}
-        if computed is None:  # of the last document, so that what is summed over all rows is left out of the comparison
+        leaves = {
+            n: (t if computed is None else t.to(computed)).clone().requires_grad_() for n, t in given.items()
+        }
+        if (
+            computed is None
+        ):  # of the last document, so that what is summed over all rows is left out of the comparison
             with torch.no_grad():
                 leaves["v"][ids == 4] = math.nan
         with running(backend_of) as backend:
@@ -274,7 +302,11 @@ def test_gradients_pair_by_pair_are_those_of_blocks(dtype: torch.dtype, run: str
                 **leaves, layout="thd", mask=mask, softcap=3.0, dropout_p=0.2, dropout_seed=3, return_lse=True, backend=backend
             )  # fmt: skip
             returned = [grads[0].to(out), grads[1].to(lse)]
-            found.append(torch.autograd.grad((out, lse), [leaves[n] for n in ("q", "k", "v", "bias", "alibi_slopes")], returned))
+            found.append(
+                torch.autograd.grad(
+                    (out, lse), [leaves[n] for n in ("q", "k", "v", "bias", "alibi_slopes")], returned
+                )
+            )
     *of_rows, of_bias, of_slopes = zip(*found, strict=True)
     for got, want in of_rows:
         assert error(got[ids != 4], want[ids != 4]) < ALLOWED[dtype]

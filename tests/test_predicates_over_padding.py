@@ -116,7 +116,7 @@ def test_documents_in_thd(padded: bool, backend: str) -> None:
     real = torch.tensor([0, 1, 2, 4, 5, 6, 7] if padded else range(7))
     table = torch.full((int(real[-1]) + 1,), 9)
     table[real] = torch.tensor([0, 1, 0, 1, 0, 0, 1])
-    mask = masks.documents(cu, padded_q=at, padded_kv=at) & masks.predicate(
+    mask = masks.documents(cu, padded_q=at, padded_kv=at, total_q=10, total_kv=10) & masks.predicate(
         lambda b, h, q, k: table[q] == table[k]
     )
     q, k, v = (t[0] for t in tensors(10, 10, 10, batch=1))

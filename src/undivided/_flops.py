@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from undivided import _layout
 
@@ -18,18 +19,30 @@ Shape = Sequence[int]
 
 
 def register_if_counting() -> None:
-    """Register the formulas once somebody has imported the counter: importing it ourselves would cost every program."""
-    if "torch.utils.flop_counter" in sys.modules:
-        _register()
+    """Register the formulas once somebody has imported the counter: importing it ourselves would cost every program.
+
+    A counter copies the formulas when it is made; one that was made before ours were registered gets them here.
+    """
+    if "torch.utils.flop_counter" not in sys.modules:
+        return
+    formulas = _registered()
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if counter is not None and hasattr(counter, "flop_registry"):
+            counter.flop_registry.update(formulas)
 
 
 @functools.cache
-def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
+def _registered() -> dict[Any, Any]:
+    """The formulas of both operators, registered with PyTorch."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     operators = torch.ops.undivided
     register_flop_formula(operators.attention)(_forward)
     register_flop_formula(operators.attention_backward)(_backward)
+    return {
+        operator: flop_registry[operator] for operator in (operators.attention, operators.attention_backward)
+    }
 
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:

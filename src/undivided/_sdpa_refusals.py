@@ -36,7 +36,7 @@ def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     """What PyTorch raises: for the shapes, on meta tensors; then for dtypes and devices, on tensors of one element."""
     tensors = (query, key, value)
     given = [t for t in tensors if isinstance(t, Tensor)]
-    if any(t.is_nested for t in given):
+    if not all(map(_is_plain, (*given, *(o for o in others if isinstance(o, Tensor))))):
         return None
     if others[-1] and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
         return None  # with enable_gqa it divides by the number of heads, which ends the process
@@ -58,6 +58,15 @@ def _raised(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     except Exception as error:
         return error
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its sizes can be asked for: not of a nested tensor, a lazy parameter, or one that outlived its transform."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_nested
+        and (tensor.layout != torch.strided or torch._C._has_storage(tensor))
+    )
 
 
 def _without_data(value: Any) -> Any:
