@@ -130,6 +130,10 @@ _OUT_OF_MEMORY = (
 )
 _PYTORCHS = (
     "Please convert all Tensors to FakeTensors first",  # of every operation under a FakeTensorMode, its own included
+    "Inference tensors cannot be saved for backward",
+    "Cannot set version_counter for inference tensor",  # of a wrapper, by any view under inference_mode
+    "Multiple dispatch failed for",  # two modes or classes, of which neither takes the other
+    '"neg_cpu" not implemented',  # a negated view of booleans, which only torch._neg_view makes
     "mutating a non-functional tensor with a functional tensor",
 )
 """How PyTorch itself refuses what it is given under its own modes."""
@@ -147,6 +151,11 @@ def _kind(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY):
         return "out of memory"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if files[-1].endswith("masks/_intervals.py"):
+        return "raised by the caller's predicate"
+    if any(name.endswith("utils/module_tracker.py") for name in files):  # of the FLOP counter
+        return "refused by PyTorch"
     if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(
         error
     ):  # which passes nested tensors on

@@ -195,7 +195,7 @@ def wild_tensor(rng: random.Random, like: Tensor) -> Tensor:
                 elif turn < 0.52:
                     found = _huge(rng, found)
                 else:
-                    found = rng.choice(KINDS)(found)
+                    return rng.choice(KINDS)(found)  # PyTorch itself may read what is no memory
             except Exception:  # PyTorch has no such tensor
                 return found
     return found

@@ -127,14 +127,15 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if type(tensor) is not Tensor:
-            check_tensor(name, tensor)
-    q, k, v = (
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in (q, k, v)
-    )
+    q, k, v = (_cast(name, t, dtype) for name, t in (("q", q), ("k", k), ("v", v)))
     return q, k, v
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype == dtype:
+        return tensor
+    check_tensor(name, tensor)
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _is_transformed(operands: Operands) -> bool:

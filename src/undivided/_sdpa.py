@@ -125,8 +125,9 @@ def _check_flags(is_causal: object, enable_gqa: object) -> None:
 
 
 def _number(scale: Tensor) -> float:
-    if scale.numel() != 1:
-        raise InputError("scale", "be a number, or a tensor that holds one", list(scale.shape))
+    if scale.numel() != 1 or scale.is_meta:
+        got = "a meta tensor" if scale.is_meta else list(scale.shape)
+        raise InputError("scale", "be a number, or a tensor that holds one", got)
     return float(scale)
 
 

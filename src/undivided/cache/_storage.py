@@ -17,6 +17,7 @@ from torch import Tensor
 from undivided import _layout
 from undivided._arguments import as_integer, check_tensor
 from undivided._layout import Layout
+from undivided._tensors import has_dispatch
 from undivided._validation import DTYPES
 from undivided.errors import InputError
 
@@ -157,6 +158,9 @@ def checked_counts(name: str, value: object, batch: int, most: int | None = None
             raise InputError(
                 name, f"be an int tensor [{batch}] or a list of ints", f"{value.dtype} {list(value.shape)}"
             )
+        check_tensor(name, value)
+        if value.is_meta or has_dispatch(value):
+            raise InputError(name, "hold values", f"a {type(value).__name__} on {value.device}")
         value = value.tolist()
     if not isinstance(value, list | tuple):
         raise InputError(name, f"be a list of {batch} ints or an int tensor", type(value).__name__)

@@ -93,7 +93,9 @@ class InferenceParams:
         )
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
-        self.is_paged, self.qkv_format = bool(is_paged), _checked_format(qkv_format)
+        if not isinstance(is_paged, bool):
+            raise InputError("is_paged", "be True or False", repr(is_paged))
+        self.is_paged, self.qkv_format = is_paged, _checked_format(qkv_format)
         self.page_size, self.total_num_pages = self._pool(page_size, total_num_pages)
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError(
@@ -240,7 +242,8 @@ class InferenceParams:
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
         step = self._checked()
-        if self.device is None and isinstance(new_k, Tensor):
+        check_tensor("new_k", new_k)
+        if self.device is None:
             self._move(new_k.device)
         self.allocate_memory(layer_number)
         storage = self._storages[layer_number]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided._tensors import readable
 from undivided.errors import InputError
 from undivided.masks._intervals import NormalForm
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Prefix
@@ -180,6 +181,10 @@ def _end(length: Tensor, start: Tensor | None) -> int:
 
 def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
     """One batch element of a form as text: a row a query, a column a key."""
+    if not readable(form.ranges):
+        raise InputError(
+            "mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors"
+        )
     one = slice(index, index + 1)
     pairs = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0].tolist()
     width = len(str(max(form.q_len - 1, 0)))

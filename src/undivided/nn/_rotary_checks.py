@@ -89,6 +89,9 @@ def _check_start(start: Tensor | None, freqs: Tensor, sequences: int) -> None:
         got = start.dtype if isinstance(start, Tensor) else type(start).__name__
         raise InputError("start_positions", "be an int32 or int64 tensor", got)
     check_tensor("start_positions", start)
+    if start.device.type not in (freqs.device.type, "cpu"):
+        must = f"be on the device of freqs ({freqs.device}) or the CPU"
+        raise InputError("start_positions", must, start.device)
     if tuple(start.shape) != (sequences,):
         raise InputError(
             "start_positions", f"have one position for each of {sequences} sequences", list(start.shape)

@@ -109,7 +109,7 @@ class _Draw:
     """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same, but large ones."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self.dtype, self.device, self._seed = dtype, torch.device(device), seed
         self._large: torch.Generator | None = None
 
@@ -119,7 +119,7 @@ class _Draw:
                 self._large = torch.Generator(self.device).manual_seed(self._seed)
             drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self.device)
             return drawn.mul_(scale).to(dtype or self.dtype)
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64, device="cpu") * scale
         return values.to(dtype or self.dtype).to(self.device)
 
 
