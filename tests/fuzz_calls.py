@@ -70,8 +70,10 @@ def offsets(rng: random.Random, total: int) -> Tensor:
 
 def qkv(s: Sizes) -> dict[str, Any]:
     return {
-        "q": s.of(s.q_len, s.heads, s.dim), "k": s.of(s.kv_len, s.kv_heads, s.dim), "v": s.of(s.kv_len, s.kv_heads, s.v_dim),
-    }  # fmt: skip
+        "q": s.of(s.q_len, s.heads, s.dim),
+        "k": s.of(s.kv_len, s.kv_heads, s.dim),
+        "v": s.of(s.kv_len, s.kv_heads, s.v_dim),
+    }
 
 
 def mask_for(rng: random.Random, s: Sizes) -> Any:
@@ -97,13 +99,25 @@ def mask_for(rng: random.Random, s: Sizes) -> Any:
 
 def options(rng: random.Random, s: Sizes) -> dict[str, Any]:
     batch = 1 if s.layout == "thd" else s.batch
-    found = some(rng, {
-        "bias": lambda: tensor([batch, s.heads, s.q_len, s.kv_len][rng.choice((0, 1, 2)) :] if s.layout != "thd"
-                               else [s.heads, s.q_len, s.kv_len], s.dtype),
-        "scale": lambda: rng.choice((0.3, 1.0, 0.0, -1.0)), "softcap": lambda: 5.0, "sinks": lambda: tensor([s.heads], s.dtype),
-        "alibi_slopes": lambda: tensor([s.heads], torch.float32), "backend": lambda: rng.choice(("reference", "native", "flash")),
-        "deterministic": lambda: True, "return_lse": lambda: True,
-    }, 0.15)  # fmt: skip
+    found = some(
+        rng,
+        {
+            "bias": lambda: tensor(
+                [batch, s.heads, s.q_len, s.kv_len][rng.choice((0, 1, 2)) :]
+                if s.layout != "thd"
+                else [s.heads, s.q_len, s.kv_len],
+                s.dtype,
+            ),
+            "scale": lambda: rng.choice((0.3, 1.0, 0.0, -1.0)),
+            "softcap": lambda: 5.0,
+            "sinks": lambda: tensor([s.heads], s.dtype),
+            "alibi_slopes": lambda: tensor([s.heads], torch.float32),
+            "backend": lambda: rng.choice(("reference", "native", "flash")),
+            "deterministic": lambda: True,
+            "return_lse": lambda: True,
+        },
+        0.15,
+    )
     if rng.random() < 0.1:
         found |= {"dropout_p": 0.5, "dropout_seed": rng.choice((3, torch.tensor(3)))}
     return found
@@ -142,10 +156,15 @@ def verify(rng: random.Random) -> Call:
 def sdpa(rng: random.Random) -> Call:
     s = sizes(rng)._replace(layout="bhsd")
     found = dict(zip(("query", "key", "value"), qkv(s).values(), strict=True))
-    found |= some(rng, {
-        "attn_mask": lambda: tensor([s.q_len, s.kv_len], rng.choice((torch.bool, s.dtype))), "is_causal": lambda: True,
-        "scale": lambda: 0.5, "dropout_p": lambda: 0.1,
-    })  # fmt: skip
+    found |= some(
+        rng,
+        {
+            "attn_mask": lambda: tensor([s.q_len, s.kv_len], rng.choice((torch.bool, s.dtype))),
+            "is_causal": lambda: True,
+            "scale": lambda: 0.5,
+            "dropout_p": lambda: 0.1,
+        },
+    )
     found["enable_gqa"] = s.heads != s.kv_heads
     return Call(undivided.scaled_dot_product_attention, found)
 
@@ -175,24 +194,48 @@ def merge(rng: random.Random) -> Call:
 def build_mask(rng: random.Random) -> Call:
     n, m = rng.choice(LENGTHS), rng.choice(LENGTHS)
     align = rng.choice((None, "top_left", "bottom_right"))
-    function, arguments = rng.choice((
-        (masks.causal, {"align": align}), (masks.window, {"left": 3, "right": 0, "align": align}),
-        (masks.lengths, {"kv": ints(rng, 2, m), "q": ints(rng, 2, n), "kv_start": ints(rng, 2, 1), "q_start": ints(rng, 2, 1)}),
-        (masks.documents, {"cu_seqlens_q": offsets(rng, n), "cu_seqlens_kv": None, "padded_q": None, "padded_kv": None,
-                           "max_q": None, "max_kv": None}),
-        (masks.document_ids, {"ids_q": ints(rng, n, 3), "ids_kv": ints(rng, m, 3)}), (masks.prefix, {"n": rng.choice((2, [1, 2]))}),
-        (masks.chunks, {"size": 3, "align": align, "offset": rng.choice((None, 1, [0, 1]))}),
-        (masks.dense, {"tensor": tensor([n, m], torch.bool)}), (masks.predicate, {"fn": lambda b, h, q, k: q >= k}),
-    ))  # fmt: skip
+    function, arguments = rng.choice(
+        (
+            (masks.causal, {"align": align}),
+            (masks.window, {"left": 3, "right": 0, "align": align}),
+            (
+                masks.lengths,
+                {
+                    "kv": ints(rng, 2, m),
+                    "q": ints(rng, 2, n),
+                    "kv_start": ints(rng, 2, 1),
+                    "q_start": ints(rng, 2, 1),
+                },
+            ),
+            (
+                masks.documents,
+                {
+                    "cu_seqlens_q": offsets(rng, n),
+                    "cu_seqlens_kv": None,
+                    "padded_q": None,
+                    "padded_kv": None,
+                    "max_q": None,
+                    "max_kv": None,
+                },
+            ),
+            (masks.document_ids, {"ids_q": ints(rng, n, 3), "ids_kv": ints(rng, m, 3)}),
+            (masks.prefix, {"n": rng.choice((2, [1, 2]))}),
+            (masks.chunks, {"size": 3, "align": align, "offset": rng.choice((None, 1, [0, 1]))}),
+            (masks.dense, {"tensor": tensor([n, m], torch.bool)}),
+            (masks.predicate, {"fn": lambda b, h, q, k: q >= k}),
+        )
+    )
     sized = {"q_len": n, "kv_len": m}
     then = (
         Call(lambda mask, **a: mask.to_dense(**a), {"batch": 2, "heads": 1, **sized}),
         Call(lambda mask, **a: mask.intervals(**a), {**sized, "batch": 2}),
         Call(lambda mask, **a: mask.draw(**a), {**sized, "batch": 1}),
-        Call(str, {}), Call(repr, {}), Call(lambda mask: masks.describe(mask.structure), {}),
+        Call(str, {}),
+        Call(repr, {}),
+        Call(lambda mask: masks.describe(mask.structure), {}),
         Call(lambda mask, other: mask & other, {"other": masks.causal(align)}),
         Call(lambda mask, other: mask | other, {"other": masks.prefix(1)}),
-    )  # fmt: skip
+    )
     return Call(function, arguments, then)
 
 
@@ -218,10 +261,16 @@ def cache(rng: random.Random) -> Call:
     }
     then = (
         Call(lambda c, **a: c.append(**a), {**new, "lengths": counts}),
-        Call(lambda c, **a: c.attend(**a), {"q": s.of(s.q_len, s.heads, s.dim), "mask": None, "q_lengths": counts, **more}),
-        Call(lambda c, **a: c.truncate(**a), {"lengths": [1] * s.batch}), Call(lambda c, **a: c.fork(**a), {"src": 0, "dst": 0}),
-        Call(lambda c, **a: c.free(**a), {"i": 0}), Call(repr, {}), Call(lambda c: c.lengths_tensor, {}),
-    )  # fmt: skip
+        Call(
+            lambda c, **a: c.attend(**a),
+            {"q": s.of(s.q_len, s.heads, s.dim), "mask": None, "q_lengths": counts, **more},
+        ),
+        Call(lambda c, **a: c.truncate(**a), {"lengths": [1] * s.batch}),
+        Call(lambda c, **a: c.fork(**a), {"src": 0, "dst": 0}),
+        Call(lambda c, **a: c.free(**a), {"i": 0}),
+        Call(repr, {}),
+        Call(lambda c: c.lengths_tensor, {}),
+    )
     return Call(undivided.PagedKVCache if paged else undivided.KVCache, arguments, then)
 
 
@@ -229,30 +278,59 @@ def inference_params(rng: random.Random) -> Call:
     s = sizes(rng)._replace(layout="bshd", q_len=3)
     k, v = s.of(3, s.kv_heads, s.dim), s.of(3, s.kv_heads, s.v_dim)
     arguments = {
-        "max_batch_size": s.batch, "max_sequence_length": 16, "num_heads_kv": s.kv_heads, "head_dim_k": s.dim, "dtype": s.dtype,
-        "head_dim_v": s.v_dim, "is_paged": False, "total_num_pages": None, "page_size": None, "qkv_format": "bshd",
-    }  # fmt: skip
+        "max_batch_size": s.batch,
+        "max_sequence_length": 16,
+        "num_heads_kv": s.kv_heads,
+        "head_dim_k": s.dim,
+        "dtype": s.dtype,
+        "head_dim_v": s.v_dim,
+        "is_paged": False,
+        "total_num_pages": None,
+        "page_size": None,
+        "qkv_format": "bshd",
+    }
     step = {"step_dict": dict.fromkeys(range(s.batch), 3)}
     then = (
         Call(lambda p, **a: p.pre_step(**a), step),
-        Call(lambda p, **a: p.attend(**a), {"layer_number": 1, "q": s.of(3, s.heads, s.dim), "new_k": k, "new_v": v}),
-        Call(lambda p, **a: p.allocate_memory(**a), {"layer_number": 2}), Call(lambda p, **a: p.pre_step(**a), step),
-        Call(lambda p, **a: p.step(**a), {"layer_number": 1, "new_k": k, "new_v": v, "qkv_format": "bshd"}), Call(lambda p: p.reset(), {}),
-    )  # fmt: skip
+        Call(
+            lambda p, **a: p.attend(**a),
+            {"layer_number": 1, "q": s.of(3, s.heads, s.dim), "new_k": k, "new_v": v},
+        ),
+        Call(lambda p, **a: p.allocate_memory(**a), {"layer_number": 2}),
+        Call(lambda p, **a: p.pre_step(**a), step),
+        Call(lambda p, **a: p.step(**a), {"layer_number": 1, "new_k": k, "new_v": v, "qkv_format": "bshd"}),
+        Call(lambda p: p.reset(), {}),
+    )
     return Call(undivided.InferenceParams, arguments, then)
 
 
 def dot_product(rng: random.Random) -> Call:
     s = sizes(rng)._replace(layout="bshd")
-    arguments = {"num_attention_heads": s.heads, "kv_channels": (s.dim, s.v_dim), "num_gqa_groups": s.kv_heads, "qkv_format": "bshd",
-                 "attn_mask_type": rng.choice(("causal", "no_mask", "padding", "arbitrary")), "softmax_scale": None,
-                 "window_size": None, "softcap": None, "attention_dropout": 0.0}  # fmt: skip
+    arguments = {
+        "num_attention_heads": s.heads,
+        "kv_channels": (s.dim, s.v_dim),
+        "num_gqa_groups": s.kv_heads,
+        "qkv_format": "bshd",
+        "attn_mask_type": rng.choice(("causal", "no_mask", "padding", "arbitrary")),
+        "softmax_scale": None,
+        "window_size": None,
+        "softcap": None,
+        "attention_dropout": 0.0,
+    }
     found = dict(zip(("query_layer", "key_layer", "value_layer"), qkv(s).values(), strict=True))
-    found |= some(rng, {
-        "attention_mask": lambda: tensor([s.batch, 1, 1, s.q_len], torch.bool), "cu_seqlens_q": lambda: offsets(rng, s.q_len),
-        "cu_seqlens_kv": lambda: offsets(rng, s.kv_len), "alibi_slopes": lambda: tensor([s.heads], torch.float32),
-        "window_size": lambda: (2, 0), "qkv_format": lambda: rng.choice(("bshd", "sbhd", "thd")), "max_seqlen_q": lambda: 3,
-    }, 0.15)  # fmt: skip
+    found |= some(
+        rng,
+        {
+            "attention_mask": lambda: tensor([s.batch, 1, 1, s.q_len], torch.bool),
+            "cu_seqlens_q": lambda: offsets(rng, s.q_len),
+            "cu_seqlens_kv": lambda: offsets(rng, s.kv_len),
+            "alibi_slopes": lambda: tensor([s.heads], torch.float32),
+            "window_size": lambda: (2, 0),
+            "qkv_format": lambda: rng.choice(("bshd", "sbhd", "thd")),
+            "max_seqlen_q": lambda: 3,
+        },
+        0.15,
+    )
     return Call(
         undivided.DotProductAttention, arguments, (Call(lambda layer, **a: layer(**a), found), Call(repr, {}))
     )
@@ -260,31 +338,69 @@ def dot_product(rng: random.Random) -> Call:
 
 def layer(rng: random.Random) -> Call:
     hidden = {"hidden_states": tensor([2, 3, 16], torch.float32)}
-    hidden |= some(rng, {
-        "attention_mask": lambda: tensor([2, 1, 1, 3], torch.bool), "rotary_pos_emb": lambda: undivided.RotaryPositionEmbedding(8)(3),
-        "window_size": lambda: (1, 0), "cu_seqlens_q": lambda: offsets(rng, 3),
-    }, 0.2)  # fmt: skip
+    hidden |= some(
+        rng,
+        {
+            "attention_mask": lambda: tensor([2, 1, 1, 3], torch.bool),
+            "rotary_pos_emb": lambda: undivided.RotaryPositionEmbedding(8)(3),
+            "window_size": lambda: (1, 0),
+            "cu_seqlens_q": lambda: offsets(rng, 3),
+        },
+        0.2,
+    )
     run = Call(lambda module, **a: module(**a), hidden)
     if rng.random() < 0.5:
-        arguments = {"hidden_size": 16, "num_attention_heads": 2, "attention_dropout": 0.0, "qkv_format": "bshd", "attn_mask_type": "causal",
-                     "num_gqa_groups": None, "layernorm_epsilon": 1e-5, "params_dtype": torch.float32, "softmax_type": "vanilla"}  # fmt: skip
+        arguments = {
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "attention_dropout": 0.0,
+            "qkv_format": "bshd",
+            "attn_mask_type": "causal",
+            "num_gqa_groups": None,
+            "layernorm_epsilon": 1e-5,
+            "params_dtype": torch.float32,
+            "softmax_type": "vanilla",
+        }
         return Call(undivided.MultiheadAttention, arguments, (run,))
-    arguments = {"hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-                 "attn_input_format": "bshd", "self_attn_mask_type": "causal", "activation": "gelu", "normalization": "LayerNorm"}  # fmt: skip
+    arguments = {
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attn_input_format": "bshd",
+        "self_attn_mask_type": "causal",
+        "activation": "gelu",
+        "normalization": "LayerNorm",
+    }
     return Call(undivided.TransformerLayer, arguments, (run,))
 
 
 def rotary(rng: random.Random) -> Call:
     if rng.random() < 0.5:
-        arguments = {"dim": 8, "rotary_percent": 1.0, "rotary_base": 10000.0, "interleaved": False, "seq_len_interpolation_factor": None,
-                     "scaling": rng.choice((None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}))}  # fmt: skip
+        arguments = {
+            "dim": 8,
+            "rotary_percent": 1.0,
+            "rotary_base": 10000.0,
+            "interleaved": False,
+            "seq_len_interpolation_factor": None,
+            "scaling": rng.choice(
+                (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0})
+            ),
+        }
         return Call(
             undivided.RotaryPositionEmbedding,
             arguments,
             (Call(lambda rope, **a: rope(**a), {"max_seq_len": 4, "offset": 0}), Call(repr, {})),
         )
-    arguments = {"t": tensor([2, 3, 2, 8], rng.choice(FLOATS)), "freqs": undivided.RotaryPositionEmbedding(8)(5), "tensor_format": "bshd",
-                 "interleaved": False, "start_positions": rng.choice((None, torch.tensor([0, 2]))), "cu_seqlens": None}  # fmt: skip
+    arguments = {
+        "t": tensor([2, 3, 2, 8], rng.choice(FLOATS)),
+        "freqs": undivided.RotaryPositionEmbedding(8)(5),
+        "tensor_format": "bshd",
+        "interleaved": False,
+        "start_positions": rng.choice((None, torch.tensor([0, 2]))),
+        "cu_seqlens": None,
+    }
     return Call(undivided.apply_rotary_pos_emb, arguments)
 
 
@@ -303,16 +419,44 @@ def small_things(rng: random.Random) -> Call:
         with undivided.use_backends.disable(*listed(names)):
             return blocks()
 
-    return rng.choice((
-        Call(undivided.diagnose, {"problem": "No available kernel. Aborting execution."}, (Call(str, {}),)),
-        Call(undivided.Machine, {"device": "cuda", "compute_capability": (8, 0), "cudnn": "8.9.7", "packages": {}, "torch": "2.13.0",
-                                 "flash_impl": None}, (Call(str, {}), Call(hash, {}))),
-        Call(undivided.Machine.named, {"name": "h100", "cudnn": None, "packages": None}), Call(undivided.Machine.this, {"device": "cpu"}),
-        Call(used, {"names": ["reference"]}), Call(disabled, {"names": ["native"]}), Call(undivided.backends, {}, (Call(str, {}),)),
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            Call(
+                undivided.diagnose, {"problem": "No available kernel. Aborting execution."}, (Call(str, {}),)
+            ),
+            Call(
+                undivided.Machine,
+                {
+                    "device": "cuda",
+                    "compute_capability": (8, 0),
+                    "cudnn": "8.9.7",
+                    "packages": {},
+                    "torch": "2.13.0",
+                    "flash_impl": None,
+                },
+                (Call(str, {}), Call(hash, {})),
+            ),
+            Call(undivided.Machine.named, {"name": "h100", "cudnn": None, "packages": None}),
+            Call(undivided.Machine.this, {"device": "cpu"}),
+            Call(used, {"names": ["reference"]}),
+            Call(disabled, {"names": ["native"]}),
+            Call(undivided.backends, {}, (Call(str, {}),)),
+        )
+    )
 
 
 ENTRIES: tuple[tuple[Callable[[random.Random], Call], int], ...] = (
-    (attention, 40), (sdpa, 15), (build_mask, 20), (explain, 10), (cache, 12), (merge, 6), (inference_params, 6), (dot_product, 8),
-    (layer, 3), (rotary, 6), (small_things, 6), (replaced, 3), (verify, 1),
-)  # fmt: skip
+    (attention, 40),
+    (sdpa, 15),
+    (build_mask, 20),
+    (explain, 10),
+    (cache, 12),
+    (merge, 6),
+    (inference_params, 6),
+    (dot_product, 8),
+    (layer, 3),
+    (rotary, 6),
+    (small_things, 6),
+    (replaced, 3),
+    (verify, 1),
+)

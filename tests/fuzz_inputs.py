@@ -87,9 +87,14 @@ def _surroundings(rng: random.Random) -> Any:
     from fuzz_values import FAKE
 
     makers = (
-        torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: FAKE,
-        lambda: FlopCounterMode(display=False), lambda: torch.device("meta"), torch.enable_grad,
-    )  # fmt: skip
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: FAKE,
+        lambda: FlopCounterMode(display=False),
+        lambda: torch.device("meta"),
+        torch.enable_grad,
+    )
     return rng.choice(makers)() if rng.random() < 0.3 else contextlib.nullcontext()
 
 

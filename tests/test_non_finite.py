@@ -24,7 +24,7 @@ from undivided.masks import Mask
 RUNS = ["reference", *levels.here()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""Relative errors of the norm, as in test_native_backward.py: fp32 some roundings, 16-bit types one per operand of a product."""
+"""Relative errors of the norm, as in test_native_backward.py: fp32 some roundings, 16-bit types one per operand."""
 
 each_run = pytest.mark.parametrize("run", RUNS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -145,13 +145,13 @@ def test_a_sink_far_above_the_scores_leaves_the_gradient_through_lse(run: str) -
     """The weights beside the sink are 0 then, those in the log-sum-exp are not."""
     q, k, v = large(torch.float32, (0, 0), 20, 150)
     q[..., 29], k[..., 29] = 1, -100  # scores around -100
-    found = []
+    found, sinks = [], torch.tensor([30.0, 0.0])
     for backend_of, dtype in ((run, torch.float32), ("reference", torch.float64)):
         leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
         with running(backend_of) as backend:
             out, lse = undivided.attention(
-                *leaves, layout="bhsd", scale=1.0, sinks=torch.tensor([30.0, 0.0], dtype=dtype), return_lse=True, backend=backend
-            )  # fmt: skip
+                *leaves, layout="bhsd", scale=1.0, sinks=sinks.to(dtype), return_lse=True, backend=backend
+            )
             found.append(torch.autograd.grad(lse.sum() + out.sum(), leaves[:2]))
     for got, want in zip(*found, strict=True):
         assert error(got, want) < 128 * 2**-24, (
