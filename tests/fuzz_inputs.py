@@ -138,7 +138,10 @@ _PYTORCHS = (
     "Inference tensors cannot be saved for backward",
     "Cannot set version_counter for inference tensor",  # of a wrapper, by any view under inference_mode
     "Multiple dispatch failed for",  # two modes or classes, of which neither takes the other
+    "Unexpected floating ScalarType in at::autocast",  # which has no float64 among the operands of one operation
     '"neg_cpu" not implemented',  # a negated view of booleans, which only torch._neg_view makes
+    "Creating a new Tensor subclass",  # of one class's result by another
+    "got mixed torch.Tensor and DTensor",  # a DTensor as the gradient of a wrapper
     "mutating a non-functional tensor with a functional tensor",
 )
 """How PyTorch itself refuses what it is given under its own modes."""
@@ -157,7 +160,7 @@ def _kind(error: Exception) -> str:
     if isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY):
         return "out of memory"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if files[-1].endswith("masks/_intervals.py"):
+    if isinstance(error, TypeError) and _where(error).startswith("undivided/masks/_intervals.py"):
         return "raised by the caller's predicate"
     if any(name.endswith("utils/module_tracker.py") for name in files):  # of the FLOP counter
         return "refused by PyTorch"

@@ -141,7 +141,7 @@ def _part(part: Part, align: str) -> str:
 def _value(value: Field) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    if value.dim() == 1 and value.numel() <= EXAMPLE and value.device.type == "cpu" and type(value) is Tensor:
+    if value.dim() == 1 and value.numel() <= EXAMPLE and readable(value) and not value._is_zerotensor():
         return str(value.tolist())
     return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
 
@@ -181,12 +181,13 @@ def _end(length: Tensor, start: Tensor | None) -> int:
 
 def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
     """One batch element of a form as text: a row a query, a column a key."""
-    if not readable(form.ranges):
+    one = slice(index, index + 1)
+    shown = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0]
+    if not readable(shown) or shown._is_zerotensor():
         raise InputError(
             "mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors"
         )
-    one = slice(index, index + 1)
-    pairs = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0].tolist()
+    pairs = shown.tolist()
     width = len(str(max(form.q_len - 1, 0)))
     ruler = " ".join(str(key % 10) for key in range(form.kv_len))
     rows = [

@@ -65,10 +65,8 @@ def _how_to_know() -> str:
     )
 
 
-def check(
-    name: str, x: object, hidden_size: int, format: Layout, argument: str, dtype: torch.dtype | None
-) -> None:
-    """Axes, features and dtype of hidden states or an encoder's output. `dtype` is that of the parameters, where known."""
+def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor | None) -> None:
+    """Axes, features, device and dtype of hidden states or an encoder's output. `like` is one of the parameters, if known."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     check_tensor(name, x)
@@ -84,9 +82,16 @@ def check(
         raise InputError(
             name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}"
         )
-    if dtype is not None and x.dtype != dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-        hint = f"{name}.to({dtype}), the layer.to({x.dtype}), or torch.autocast"
-        raise InputError(name, f"have the parameters' dtype ({dtype})", x.dtype, hint=hint)
+    if not x.is_floating_point():
+        raise InputError(name, "be a floating-point tensor", x.dtype)
+    if like is None:
+        return
+    if x.device != like.device:
+        hint = f"{name}.to({str(like.device)!r}), or the layer.to({str(x.device)!r})"
+        raise InputError(name, f"be on the parameters' device ({like.device})", x.device, hint=hint)
+    if x.dtype != like.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+        hint = f"{name}.to({like.dtype}), the layer.to({x.dtype}), or torch.autocast"
+        raise InputError(name, f"have the parameters' dtype ({like.dtype})", x.dtype, hint=hint)
 
 
 def _other_rank(x: Tensor) -> str | None:
@@ -156,10 +161,12 @@ def evidence(
             yield Evidence(name, offsets.shape[0] - 1)
     if isinstance(mask, tuple | list) and mask:
         mask = mask[0]
-    if isinstance(mask, Tensor) and mask.dim() == 4:  # [b, 1, 1, s], or of pairs [b | 1, h | 1, sq | 1, skv]
+    if (
+        isinstance(mask, Tensor) and not mask.is_nested and mask.dim() == 4
+    ):  # [b, 1, 1, s], or of pairs [b | 1, h | 1, sq | 1, skv]
         batch, _, queries, keys = (n if n != 1 else None for n in mask.shape)
         yield Evidence("attention_mask", batch, keys if padding else queries)
-    if isinstance(bias, Tensor) and bias.dim() == 4:  # [b | 1, h | 1, sq | 1, skv]
+    if isinstance(bias, Tensor) and not bias.is_nested and bias.dim() == 4:  # [b | 1, h | 1, sq | 1, skv]
         batch, _, queries, _ = (n if n != 1 else None for n in bias.shape)
         yield Evidence("core_attention_bias", batch, queries)
     if params is not None and params.batch_size:

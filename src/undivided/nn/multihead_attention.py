@@ -267,8 +267,8 @@ class MultiheadAttention(Module):
         """
         weight, format = self.proj.weight, self.qkv_format
         # a shard of FSDP has another dtype than what the projection will see
-        dtype = weight.dtype if type(weight) is torch.nn.Parameter else None
-        _hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", dtype)
+        like = weight if type(weight) is torch.nn.Parameter else None
+        _hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
         if params is not None and not isinstance(params, InferenceParams):
             raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
         if self.attention_type == "self":
@@ -277,7 +277,7 @@ class MultiheadAttention(Module):
                     "encoder_output", "be None with attention_type='self'", f"a tensor {list(encoder.shape)}"
                 )
             return
-        _hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", dtype)
+        _hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
         assert encoder is not None
         _hidden.check_encoder(x, encoder, format, "qkv_format")
 

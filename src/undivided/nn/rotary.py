@@ -240,8 +240,7 @@ def rotate(t: Tensor, by: Turn) -> Tensor:
     other = (
         turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if by.interleaved else turning.roll(size // 2, -1)
     )
-    with torch.autocast(t.device.type, enabled=False):  # which knows no float64
-        out = torch.addcmul(turning * by.cos, other, by.sin).to(t.dtype)
+    out = torch.addcmul(turning * by.cos, other, by.sin).to(t.dtype)
     return out if rest is None else torch.cat((out, rest), -1)
 
 

@@ -135,10 +135,14 @@ class _Shuffle:
     """Keys, the entries of query and key heads, and those of value heads, each in a random order; 0 leaves them as they are."""
 
     def __init__(self, order: int, like: _Leaves) -> None:
-        generator = torch.Generator().manual_seed(order)
+        generator = torch.Generator("cpu").manual_seed(order)
 
         def drawn(size: int) -> Tensor:
-            indices = torch.randperm(size, generator=generator) if order else torch.arange(size)
+            indices = (
+                torch.randperm(size, generator=generator, device="cpu")
+                if order
+                else torch.arange(size, device="cpu")
+            )
             return indices.to(like.q.device)
 
         self._keys, self._entries, self._values = (
