@@ -188,5 +188,5 @@ def test_garbage_behind_the_last_document_is_cleared(
     activate(monkeypatch, "FA3")
     q, k, v = tensors(10, 10, "thd")
     q[8:], k[8:], v[8:] = (torch.nan,) * 3
-    mask = masks.documents(torch.tensor([0, 3, 3, 8])) & masks.causal()
+    mask = masks.documents(torch.tensor([0, 3, 3, 8]), total_q=10) & masks.causal()
     check(_torch_flash_cuda, q, k, v, layout="thd", mask=mask)

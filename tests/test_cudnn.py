@@ -82,7 +82,8 @@ def test_cudnn_documents(cudnn_module: FakeCudnn, padded: bool) -> None:
     if padded:
         for t in (q, k, v):
             t[[3, 6, 7, 12, 13]] = torch.nan
-    mask = masks.documents(cu, padded_q=where, padded_kv=where) if padded else masks.documents(cu)
+    slots = where if padded else None
+    mask = masks.documents(cu, padded_q=slots, padded_kv=slots, total_q=14)
     check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask & masks.window(1, 0))
     forward, backward = cudnn_module.graphs
     assert forward.inputs["q"].given["dim"][:2] == [3, 4]
@@ -94,7 +95,7 @@ def test_cudnn_keeps_its_graphs(cudnn_module: FakeCudnn) -> None:
     q, k, v = tensors(12, 12, "thd")
     for cu in ([0, 3, 12], [0, 7, 9]):
         problem, operands = normalise(
-            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu)), device="cuda"
+            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu), total_q=12), device="cuda"
         )
         cudnn.BACKEND.forward(problem, operands)
     assert len(cudnn_module.graphs) == 1
@@ -237,7 +238,7 @@ def test_cudnn_sinks_with_documents_and_a_tail(cudnn_module: FakeCudnn) -> None:
     """An empty document, and tokens behind the last: no gradient of the sinks comes from there."""
     q, k, v = tensors(12, 12, "thd")
     q[9:], k[9:], v[9:] = (torch.nan,) * 3
-    mask = masks.documents(torch.tensor([0, 3, 3, 9])) & masks.causal()
+    mask = masks.documents(torch.tensor([0, 3, 3, 9]), total_q=12) & masks.causal()
     check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask, sinks=SINKS.clone())
 
 

@@ -115,7 +115,7 @@ def test_torch_flash_packed_documents_with_a_tail(aten: Recorder) -> None:
     """Tokens after the last document are never written by the kernel, forward or backward."""
     cu = torch.tensor([0, 3, 3, 8])
     q, k, v = tensors(10, 10, "thd")
-    check(_torch_flash_cuda, q, k, v, layout="thd", mask=masks.documents(cu) & masks.causal())
+    check(_torch_flash_cuda, q, k, v, layout="thd", mask=masks.documents(cu, total_q=10) & masks.causal())
     call = aten.last("flash_forward")
     assert call["q"].shape == (10, 4, 8)
     assert call["cu_q"].dtype == torch.int32
@@ -249,9 +249,8 @@ def test_flash_attn_packed(monkeypatch: pytest.MonkeyPatch, version: int) -> Non
     q, k, v = tensors(10, 12, "thd")
     with torch.no_grad():
         k[11:], v[11:], q[9:] = torch.nan, torch.nan, torch.nan
-    mask = masks.documents(torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 4, 11])) & masks.causal(
-        "bottom_right"
-    )
+    cu_q, cu_kv = torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 4, 11])
+    mask = masks.documents(cu_q, cu_kv, total_q=10, total_kv=12) & masks.causal("bottom_right")
     check(module, q, k, v, layout="thd", mask=mask)
     call = record.last("forward")
     assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32

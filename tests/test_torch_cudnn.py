@@ -118,7 +118,8 @@ def test_documents(kernel: Recorder, stats: str, monkeypatch: pytest.MonkeyPatch
     qkv = torch.randn(12, 3, 4, 8, dtype=torch.float64)
     qkv[9:] = torch.nan
     q, k, v = qkv.unbind(1)
-    mask = masks.documents(torch.tensor([0, 5, 7, 9]), torch.tensor([0, 3, 3, 9])) & masks.causal("top_left")
+    cu_q, cu_kv = torch.tensor([0, 5, 7, 9]), torch.tensor([0, 3, 3, 9])
+    mask = masks.documents(cu_q, cu_kv, total_q=12, total_kv=12) & masks.causal("top_left")
     check(torch_cudnn.BACKEND, q, k, v, layout="thd", mask=mask, backward=False)
     call = kernel.last("forward")
     assert call["cu_q"].tolist() == [0, 5, 7, 9]
@@ -196,7 +197,7 @@ def test_documents_that_are_refused(
     gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str
 ) -> None:
     q = torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta")
-    mask = masks.documents(torch.tensor([0, 24, 64]))
+    mask = masks.documents(torch.tensor([0, 24, 64]), total_q=tokens)
     problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")
     machine = replace(Machine.named(gpu, cudnn), torch=torch_version)
     assert any(piece in reason for reason in torch_cudnn.BACKEND.reasons(problem, machine))
