@@ -458,9 +458,10 @@ def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
 ) -> None:
     run, calls = cpu.Library.backward, []
 
-    def counts(self: cpu.Library, record: bytes, of: bytes) -> bool:
-        calls.append(run(self, record, of))
-        return calls[-1]
+    def counts(self: cpu.Library, record: bytes, of: bytes, attempt: int) -> int | None:
+        following = run(self, record, of, attempt)
+        calls.append(following is None)
+        return following
 
     monkeypatch.setattr(cpu.Library, "backward", counts)
     tensors, grads = tensors_of("tiles", torch.float32)

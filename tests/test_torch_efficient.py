@@ -90,7 +90,9 @@ def test_documents_with_a_tail(kernel: Recorder) -> None:
     for t in (q, k, v):
         t[38:] = torch.nan
     cu = torch.tensor([0, 3, 3, 38])
-    check(torch_efficient.BACKEND, q, k, v, layout="thd", mask=masks.documents(cu, total_q=40) & masks.causal())
+    check(
+        torch_efficient.BACKEND, q, k, v, layout="thd", mask=masks.documents(cu, total_q=40) & masks.causal()
+    )
     call = kernel.last("forward")
     assert call["cu_q"].tolist() == call["cu_k"].tolist() == [0, 3, 3, 38]
     assert call["longest"] == (35, 35)

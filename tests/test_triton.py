@@ -86,6 +86,39 @@ def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
                     assert pairs.shape[1] == block_n
 
 
+@pytest.mark.parametrize(
+    ("lengths", "more", "unseen"),
+    [
+        pytest.param(([0, 5, 5, 12], [0, 7, 15, 20]), None, slice(7, 15), id="no-queries"),
+        pytest.param(
+            ([0, 5, 7, 12], [0, 7, 27, 34]),
+            masks.window(2, 0, "bottom_right"),
+            slice(7, 23),
+            id="before-a-window",
+        ),
+        pytest.param(
+            ([0, 5, 7, 12], [0, 7, 27, 34]), masks.causal("top_left"), slice(9, 27), id="after-the-last-query"
+        ),
+    ],
+)
+def test_keys_that_no_query_of_their_document_sees_may_be_nan(
+    lengths: tuple[list[int], list[int]], more: masks.Mask | None, unseen: slice
+) -> None:
+    """Between two documents of one tile they were multiplied with weights of 0: results and gradients were NaN."""
+    torch.manual_seed(0)
+    mask = masks.documents(*lengths) if more is None else masks.documents(*lengths) & more
+    q, grad = (torch.randn(lengths[0][-1], 2, 32) for _ in range(2))
+    k, v = (torch.randn(lengths[1][-1], 2, 32) for _ in range(2))
+    results = []
+    for number in (0.0, torch.nan):
+        k[unseen] = v[unseen] = number
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = undivided.attention(*leaves, layout="thd", mask=mask, backend="triton")
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for got, want in zip(*reversed(results), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_window_visits_its_tiles_alone() -> None:
     form = masks.window(63, 0).normal_form(1, 1, 4096, 4096, "cpu")
     rows = tables.of(form, 4096, 4096, 64, 64, torch.device("cpu")).rows

@@ -5,13 +5,18 @@ Shared by the backends that work block by block. Legend: B batch, H query heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from undivided._problem import Operands, Problem
 from undivided._tensors import is_traced, readable
 from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
+
+DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
+"""Kinds of mask under which rows of one sequence belong to documents."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,25 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
     assert normal is not None
     sequence = block.of_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
     return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
+
+
+def must_part(
+    problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> bool:  # fmt: skip
+    """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
+
+    On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
+    """
+    if not problem.mask.kinds & DOCUMENTS or is_traced():
+        return False
+    q, k, v = operands.heads_first()
+    if not readable(q, k, v, *of_rows, *of_keys):
+        return False
+    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
+        return False
+    rows = normal.rows_allowed.flatten(0, -2).any(0)
+    used = [t[:, :, rows] for t in (q, *of_rows)] + [t[:, :, normal.keys_allowed] for t in (k, v, *of_keys)]
+    return not all(bool(torch.isfinite(t).all()) for t in used)
 
 
 def document_ends(normal: NormalForm, batch: slice) -> list[int]:

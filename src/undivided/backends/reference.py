@@ -20,10 +20,9 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
-from undivided._tensors import is_traced, readable
 from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends._block import Block, distance, document_ends, hide, row_slopes
+from undivided.backends._block import Block, distance, document_ends, hide, must_part, row_slopes
 from undivided.backends._block_gradients import Accumulators, gradients_of, leaves_of
 from undivided.kernels import philox
 from undivided.masks._intervals import NormalForm
@@ -34,9 +33,6 @@ SCORES_PER_BLOCK = 1 << 22
 FEWEST_ROWS = 16
 """Below this many query rows a block, split the heads rather than the rows."""
 
-DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
-"""Kinds of mask under which rows of one sequence belong to documents."""
-
 MOST_ROWS = 256
 """Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
 
@@ -45,12 +41,13 @@ class Scores(NamedTuple):
     """One block before its softmax.
 
     score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
-    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have.
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have. allowed: the pairs, [B|1, H|1, R, K]; None for all.
     """
 
     score: Tensor
     v: Tensor
     some_row: Tensor | None
+    allowed: Tensor | None
 
 
 def scores(block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]) -> Scores:
@@ -70,7 +67,7 @@ def scores(block: Block, problem: Problem, operands: Operands, tensors: Sequence
         score = score + bias
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
-    return Scores(score, v, some_row)
+    return Scores(score, v, some_row, allowed)
 
 
 def attend(
@@ -81,8 +78,12 @@ def attend(
     ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0 and
     -inf, whatever their (unspecified) contents.
     """
-    score, v, some_row = scores(block, problem, operands, tensors)
+    score, v, some_row, allowed = scores(block, problem, operands, tensors)
     lse, weights = _softmax(score)
+    if (
+        allowed is not None
+    ):  # where a row's total is NaN they are, and would be in the gradients of keys that it does not see
+        weights = weights.masked_fill(~allowed, 0.0)
     sinks = tensors[4]
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
@@ -111,8 +112,7 @@ def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (largest + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
-    # where a total is NaN, what the mask hides would be too, and reach the gradients of other rows' keys
-    return lse, (exponential / total).masked_fill(score == -torch.inf, 0.0)
+    return lse, exponential / total
 
 
 def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _blocks(
     """
     normal = None if operands.mask.is_full else operands.normal_form(problem)
     batches = problem.batch
-    apart = normal is not None and _must_part(problem, operands, normal, of_rows, of_keys)
+    apart = normal is not None and must_part(problem, operands, normal, of_rows, of_keys)
     if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
@@ -176,25 +176,6 @@ def _blocks(
             most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
             for rows, keys in _row_blocks(problem, normal, batch, most, apart):
                 yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
-
-
-def _must_part(
-    problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
-) -> bool:  # fmt: skip
-    """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
-
-    On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
-    """
-    if not problem.mask.kinds & DOCUMENTS or is_traced():
-        return False
-    q, k, v = operands.heads_first()
-    if not readable(q, k, v, *of_rows, *of_keys):
-        return False
-    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
-        return False
-    rows = normal.rows_allowed.flatten(0, -2).any(0)
-    used = [t[:, :, rows] for t in (q, *of_rows)] + [t[:, :, normal.keys_allowed] for t in (k, v, *of_keys)]
-    return not all(bool(torch.isfinite(t).all()) for t in used)
 
 
 def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:

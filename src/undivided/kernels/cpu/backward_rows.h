@@ -5,10 +5,9 @@
 #include <utility>
 
 #include "block.h"
+#include "row_numbers.h"
 
 namespace {
-
-using undivided::Backward;
 
 constexpr bool kHasTiles = kTile != 128;
 // Of a block: 128 query rows, or 256 where there is memory for it near by.
@@ -220,38 +219,6 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
 }
 
 // ---- before and after the keys
-
-// Whether weights P are those without sinks, and a row's share makes of them what they were: where the log-sum-exp has a gradient, whose
-// weights are P, and the others may have become 0 beside a sink.
-INLINE bool leaves_sinks_out(const Backward& p) { return p.a.sinks && p.g.grad_lse; }
-
-// What is one number a row; see Backward. length: |dO|.
-struct RowNumbers {
-  float base, lse, delta, share, length;
-};
-// Rows without a key may hold anything and are not read.
-template <class T>
-static RowNumbers describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, bool length_wanted = false) {
-  const Attention& a = p.a;
-  const Gradients& g = p.g;
-  const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
-  const int64_t at = batch * g.rows_b + head * g.rows_h + row;
-  if (lse == -kInfinity) return {kInfinity, 0, 0, 0, 0};
-  const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
-  const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
-  const float lost = dot_of(out, grad, a.v_dim);
-  RowNumbers x = {0, lse, lost, 1, length_wanted ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
-  if (a.sinks) {
-    const float sink = a.sinks[head];
-    const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
-    if (g.sinks) g.sinks[at] = -lost * expf(sink - total);
-    if (leaves_sinks_out(p)) x.share = expf(lse - total), x.delta *= x.share;
-    else x.lse = total;
-  }
-  if (g.grad_lse) x.delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row];
-  x.base = fabsf(x.lse) < 0x1p127f ? x.lse * kLog2E : x.lse;  // what is as large is not read
-  return x;
-}
 
 // |V| of the keys that a block of rows sees; but for those that are not finite, which a mask hides, or else prepare_keys finds them.
 template <class T>
