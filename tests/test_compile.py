@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided import masks
@@ -277,3 +278,19 @@ def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
             torch.testing.assert_close(a, b)
         assert ours[0].is_contiguous()
         assert theirs[0].is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
+    q = torch.randn(2, 8, 8, 16, requires_grad=True)
+    k, v = (
+        torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24)
+    )
+    with FlopCounterMode(display=False) as counter:
+        out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
+    pairs = 2 * 8 * 8 * 8
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        undivided.attention(q, k, v, layout=layout).sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
+    assert out.shape == (2, 8, 8, 24)

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
-from fuzz_inputs import failures, fuzz
 from fuzz_values import FunctionOnly, _collective, _distributed, _escaped, _functional, _logging, _two
 from undivided import InputError, KVCache, PagedKVCache, masks
 
@@ -209,22 +208,6 @@ def test_a_mode_sees_one_operator_and_its_backward() -> None:
     torch.testing.assert_close(ours, q.grad)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
-    q = torch.randn(2, 8, 8, 16, requires_grad=True)
-    k, v = (
-        torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24)
-    )
-    with FlopCounterMode(display=False) as counter:
-        out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
-    pairs = 2 * 8 * 8 * 8
-    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
-    with FlopCounterMode(display=False) as counter:
-        undivided.attention(q, k, v, layout=layout).sum().backward()
-    assert counter.get_total_flops() == 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
-    assert out.shape == (2, 8, 8, 24)
-
-
 def test_a_backward_alone_under_a_mode_is_plain_operations() -> None:
     q = x(True)
     out = att(q, mask=masks.causal())
@@ -410,18 +393,3 @@ def test_second_derivatives_are_right_whoever_looks_on(context: Callable[[], Any
         found = twice(call)
     torch.testing.assert_close(found, twice(att))
     torch._dynamo.reset()
-
-
-def test_a_few_hundred_cases_of_the_fuzz_end_no_process_and_raise_nothing_else() -> None:
-    found = fuzz(300, first=100_000)
-    assert failures(found) == {}
-    assert sum(map(len, found.values())) == 300
-    assert len(found["ok"]) > 20
-
-
-def test_a_case_of_the_fuzz_that_ends_its_process_is_reported_and_the_others_go_on() -> None:
-    found = fuzz(3, first=-1)
-    assert sum(map(len, found.values())) == 3
-    ((outcome, numbers),) = failures(found).items()
-    assert outcome.startswith("!! ended by signal 6: Fatal Python error: Aborted")
-    assert numbers == [-1]

@@ -20,6 +20,7 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, sink_factor
+from undivided._tensors import readable
 from undivided._validation import DTYPES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
 from undivided.backends._block import Block, distance, document_ends, hide, must_part, row_slopes

@@ -141,9 +141,13 @@ def _part(part: Part, align: str) -> str:
 def _value(value: Field) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    if value.dim() == 1 and value.numel() <= EXAMPLE and readable(value) and not value._is_zerotensor():
+    if value.dim() == 1 and value.numel() <= EXAMPLE and _is_in_memory(value):
         return str(value.tolist())
     return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+
+
+def _is_in_memory(tensor: Tensor) -> bool:
+    return readable(tensor) and (not tensor.numel() or tensor.data_ptr() != 0)
 
 
 def natural_sizes(mask: Mask) -> tuple[int, int, int, int]:
@@ -183,7 +187,7 @@ def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
     """One batch element of a form as text: a row a query, a column a key."""
     one = slice(index, index + 1)
     shown = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0]
-    if not readable(shown) or shown._is_zerotensor():
+    if not _is_in_memory(shown):
         raise InputError(
             "mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors"
         )

@@ -352,4 +352,6 @@ def is_readable(*tensors: Tensor) -> bool:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor) and not value.is_nested:
+        return f"a tensor {list(value.shape)}"
+    return f"a {type(value).__name__}"
