@@ -203,6 +203,7 @@ class _Copies(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("memory", ["contiguous", "packed-qkv"])
 @pytest.mark.parametrize("name", ["plain-bshd", "causal-square"])
+@pytest.mark.usefixtures("seen_inside")
 def test_torch_flash_reads_its_inputs_where_they_lie(name: str, memory: Any, layout: Any) -> None:
     """One call forward, one backward, on the caller's own memory: no clone, no contiguous."""
     case = CASES[name].in_layout(layout)

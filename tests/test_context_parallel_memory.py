@@ -12,6 +12,8 @@ from undivided.context_parallel import plan, simulate
 from undivided.context_parallel.simulate import SimulatedGroup
 from undivided.masks import Mask
 
+pytestmark = pytest.mark.usefixtures("seen_inside")
+
 MARGIN = 0.12
 """How far a plan may be from the fullest moment of the fullest rank, either way."""
 

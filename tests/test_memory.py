@@ -19,6 +19,8 @@ from undivided import masks
 from undivided.backends import reference
 from undivided.masks import _intervals
 
+pytestmark = pytest.mark.usefixtures("seen_inside")
+
 GIB = 1 << 30
 MIB = 1 << 20
 

@@ -24,6 +24,8 @@ from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_cudnn, torch_efficient
 from undivided.backends import _triton_tables as tables
 
+pytestmark = pytest.mark.usefixtures("seen_inside")
+
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonzero")
 
 
