@@ -49,10 +49,12 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    made = table(*HEAD)
+    made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in HEAD:
+        made.add_column(name, no_wrap=True)
     for option in found.options:
         made.add_row(*cells(option), style="bold green" if option is found.best else None)
-    print_table(screen, made)
+    screen.print(made)  # its ten columns fill 80: no room for an indent
     said_of = (
         f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
