@@ -348,10 +348,16 @@ def command(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
 
 
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run counts as disturbed, whatever else this machine does: neither the probes around a run nor a witness say so."""
+    monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
+    monkeypatch.setattr(timing.Witness, "slowness", lambda witness: 1.0)
+
+
 class TestCommands:
     def test_from_a_run_to_explain(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Really timed, here: `bench` into a table and a report, the report into the user's table, `explain` reads it."""
-        monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
+        quiet(monkeypatch)
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "users.json"))
         _measured.tables.cache_clear()
         kept, into = tmp_path / "report.json", tmp_path / "ranks.json"
@@ -384,7 +390,7 @@ class TestCommands:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """`python -m undivided.benchmarking`, as scripts/gpu-check runs it; here in one process."""
-        monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
+        quiet(monkeypatch)
 
         def here(tasks: Any, function: Any, **_: object) -> Any:
             return (workers.Done(task, function(task)) for task in tasks)
