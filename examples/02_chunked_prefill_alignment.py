@@ -1,4 +1,5 @@
-"""Chunked prefill: when there are more keys than queries, causal has two meanings, and only one of them is right here."""
+"""Chunked prefill: when there are more keys than queries, causal has two meanings, and only one of them is right
+here."""
 
 import torch
 
@@ -26,9 +27,7 @@ print(masks.causal(align="top_left").draw(4, 8))
 wrong = torch.nn.functional.scaled_dot_product_attention(
     *(x.transpose(1, 2) for x in (q[:, 4:8], k[:, :8], v[:, :8])), is_causal=True
 ).transpose(1, 2)
-print(
-    f"with is_causal=True the second chunk is off by {(wrong - whole[:, 4:8]).norm() / whole[:, 4:8].norm():.0%}"
-)
+print(f"with is_causal=True the second chunk is off by {(wrong - whole[:, 4:8]).norm() / whole[:, 4:8].norm():.0%}")
 
 # Where the two differ and nothing is said, it is an error rather than a guess.
 try:

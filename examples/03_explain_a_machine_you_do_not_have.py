@@ -1,4 +1,5 @@
-"""Selection is a pure function, so it can be asked about a machine that one is not on, with tensors that hold nothing."""
+"""Selection is a pure function, so it can be asked about a machine that one is not on, with tensors that hold
+nothing."""
 
 import torch
 

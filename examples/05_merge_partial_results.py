@@ -18,9 +18,7 @@ parts = []
 for start, stop in pairwise(bounds):
     # global causal positions, clipped to the keys of this part
     mask = masks.dense(masks.causal(align="bottom_right").to_dense(1, 1, 3, 1000)[..., start:stop])
-    parts.append(
-        undivided.attention(q, k[:, start:stop], v[:, start:stop], layout="bshd", mask=mask, return_lse=True)
-    )
+    parts.append(undivided.attention(q, k[:, start:stop], v[:, start:stop], layout="bshd", mask=mask, return_lse=True))
 outs, lses = zip(*parts, strict=True)
 out, lse = undivided.merge(outs, lses, sinks=sinks)
 

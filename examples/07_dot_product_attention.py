@@ -1,4 +1,5 @@
-"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, a window, a learnable sink."""
+"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, a window, a learnable
+sink."""
 
 import torch
 

@@ -13,10 +13,20 @@ HIDDEN, HEADS, GROUPS, SIZE = 256, 8, 2, 32
 def layer(number: int, attn_input_format: str) -> TransformerLayer:
     """Every other layer looks back 15 tokens only."""
     return TransformerLayer(
-        HIDDEN, 683, HEADS, GROUPS, layer_number=number, window_size=(15, 0) if number % 2 == 0 else None,
-        normalization="RMSNorm", activation="swiglu", bias=False, hidden_dropout=0.0, attention_dropout=0.0,
-        self_attn_mask_type="padding_causal", attn_input_format=attn_input_format,
-    )  # fmt: skip
+        HIDDEN,
+        683,
+        HEADS,
+        GROUPS,
+        layer_number=number,
+        window_size=(15, 0) if number % 2 == 0 else None,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="padding_causal",
+        attn_input_format=attn_input_format,
+    )
 
 
 layers = [layer(number, "thd") for number in (1, 2)]
@@ -44,17 +54,21 @@ for module in layers:
     side_by_side = layer(module.layer_number, "bshd")
     side_by_side.load_state_dict(module.state_dict())
     padded = side_by_side(padded, cu_seqlens_q=cu_seqlens, rotary_pos_emb=rope)
-difference = max(
-    (a[:n] - b).abs().max().item() for a, n, b in zip(padded, lengths, packed.split(lengths), strict=True)
-)
+difference = max((a[:n] - b).abs().max().item() for a, n, b in zip(padded, lengths, packed.split(lengths), strict=True))
 print(f"padded: {list(padded.shape)}, differs by at most {difference:.1e}")
 assert difference < 1e-4
 
 # Step by step: prompts of different lengths, then one token of each at a time, keys and values in pages.
 cache = InferenceParams(
-    max_batch_size=3, max_sequence_length=128, num_heads_kv=GROUPS, head_dim_k=SIZE, dtype=torch.float32,
-    is_paged=True, page_size=16, qkv_format="thd",
-)  # fmt: skip
+    max_batch_size=3,
+    max_sequence_length=128,
+    num_heads_kv=GROUPS,
+    head_dim_k=SIZE,
+    dtype=torch.float32,
+    is_paged=True,
+    page_size=16,
+    qkv_format="thd",
+)
 found = [[] for _ in lengths]
 done = [0] * len(lengths)
 with torch.inference_mode():

@@ -1,7 +1,8 @@
 """Text generated from a paged cache: what all sequences have read lies in memory once, and they come and go.
 
-The "model" is one attention head that copies: its keys say which characters came before, its values say which character came
-then, so a query that ends in "ter than " finds what followed those letters elsewhere in the text. Nothing is trained.
+The "model" is one attention head that copies: its keys say which characters came before, its values say which character
+came then, so a query that ends in "ter than " finds what followed those letters elsewhere in the text. Nothing is
+trained.
 """
 
 import codecs
@@ -40,9 +41,7 @@ def before(text: str, start: int) -> torch.Tensor:
 
 def read(cache: PagedKVCache, new: dict[int, tuple[str, int]]) -> torch.Tensor:
     """Append the characters of each slot's text from a place on; give what is expected next, [slots, alphabet]."""
-    lengths = [
-        len(text) - start if text else 0 for text, start in (new.get(slot, ("", 0)) for slot in range(SLOTS))
-    ]
+    lengths = [len(text) - start if text else 0 for text, start in (new.get(slot, ("", 0)) for slot in range(SLOTS))]
     keys = torch.zeros(SLOTS, max(lengths), 1, 128)
     values = torch.zeros(SLOTS, max(lengths), 1, len(ALPHABET))
     queries = torch.zeros(SLOTS, max(lengths), 1, 128)
@@ -52,18 +51,15 @@ def read(cache: PagedKVCache, new: dict[int, tuple[str, int]]) -> torch.Tensor:
         for row, character in enumerate(text[start:]):
             values[slot, row, 0, ALPHABET.index(character)] = 1
     cache.append(keys, values, lengths=lengths)
-    out = cache.attend(queries, scale=6.0)[
-        :, :, 0
-    ]  # of every new character; the last one of each slot is what we want
+    out = cache.attend(queries, scale=6.0)[:, :, 0]  # of every new character; the last one of each slot is what we want
     return torch.stack([out[slot, max(length - 1, 0)] for slot, length in enumerate(lengths)])
 
 
-cache = PagedKVCache(
-    PAGES, PAGE, kv_heads=1, head_dim=128, value_dim=len(ALPHABET), batch=SLOTS, dtype=torch.float32
-)
+cache = PagedKVCache(PAGES, PAGE, kv_heads=1, head_dim=128, value_dim=len(ALPHABET), batch=SLOTS, dtype=torch.float32)
 read(cache, {0: (TEXT, 0)})  # slot 0 keeps the text that all others begin with
 print(
-    f"The text: {len(TEXT)} characters on {PAGES - cache.free_pages} pages of {PAGE}. {cache.free_pages} pages are free.\n"
+    f"The text: {len(TEXT)} characters on {PAGES - cache.free_pages} pages of {PAGE}. "
+    f"{cache.free_pages} pages are free.\n"
 )
 
 waiting = [
@@ -98,7 +94,8 @@ while waiting or writing:
 
 apart = SLOTS * -(-len(TEXT) // PAGE)
 print(
-    f"\n{steps} steps, {SLOTS} sequences at a time on at most {most} pages; each with the text to itself would take {apart}."
+    f"\n{steps} steps, {SLOTS} sequences at a time on at most {most} pages; each with the text to "
+    f"itself would take {apart}."
 )
 
 try:

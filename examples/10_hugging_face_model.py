@@ -1,7 +1,7 @@
 """A Hugging Face model on Undivided: one name changes, and logits, gradients and generated tokens stay the same.
 
-The model is a small Gemma 2 with random weights: softcap, grouped heads, a sliding window in every other layer. With trained
-weights it is ``from_pretrained(..., attn_implementation="undivided")``.
+The model is a small Gemma 2 with random weights: softcap, grouped heads, a sliding window in every other layer. With
+trained weights it is ``from_pretrained(..., attn_implementation="undivided")``.
 """
 
 import torch
@@ -12,9 +12,17 @@ from undivided.integrations.transformers import model_mask, register
 register()  # once; from then on every model knows the name
 torch.manual_seed(0)
 config = Gemma2Config(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=32, sliding_window=32, attn_implementation="undivided", eos_token_id=None,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    sliding_window=32,
+    attn_implementation="undivided",
+    eos_token_id=None,
+)
 model = Gemma2ForCausalLM(config).eval()
 prompts = torch.randint(3, 512, (2, 50))
 real = torch.ones_like(prompts)

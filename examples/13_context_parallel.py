@@ -1,7 +1,8 @@
-"""One sequence over four ranks: any mask, forward and backward, what is sent for it, and a plan for ranks you do not have.
+"""One sequence over four ranks: any mask, forward and backward, what is sent for it, and a plan for ranks you do not
+have.
 
-Here the ranks are threads of this process, so that nothing has to be launched; with `torchrun` the only difference is that
-`undivided.ContextParallel()` takes the process group (see examples/15_train_context_parallel.py).
+Here the ranks are threads of this process, so that nothing has to be launched; with `torchrun` the only difference is
+that `undivided.ContextParallel()` takes the process group (see examples/15_train_context_parallel.py).
 """
 
 import torch

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/15_train_context_parallel.py
     python examples/15_train_context_parallel.py                        # one process: the same losses
 
-Every rank has all parameters and a part of the tokens (zigzag, of packed documents). Two lines make it so: the layers are
-given the group, and tokens and labels are sharded. Gradients of parameters are added up over the ranks, as in data
+Every rank has all parameters and a part of the tokens (zigzag, of packed documents). Two lines make it so: the layers
+are given the group, and tokens and labels are sharded. Gradients of parameters are added up over the ranks, as in data
 parallelism.
 """
 
@@ -34,11 +34,19 @@ labels = tokens.roll(-1) * 3 % VOCABULARY
 embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
 layers = torch.nn.ModuleList(
     TransformerLayer(
-        HIDDEN, 2 * HIDDEN, HEADS, GROUPS, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm",
-        self_attn_mask_type="padding_causal", attn_input_format="thd", layer_number=number + 1,
+        HIDDEN,
+        2 * HIDDEN,
+        HEADS,
+        GROUPS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        self_attn_mask_type="padding_causal",
+        attn_input_format="thd",
+        layer_number=number + 1,
     )
     for number in range(LAYERS)
-)  # fmt: skip
+)
 head = torch.nn.Linear(HIDDEN, VOCABULARY)
 parameters = [*embedding.parameters(), *layers.parameters(), *head.parameters()]
 if cp.world > 1:
@@ -52,9 +60,7 @@ for step in range(STEPS):
     x = embedding(my_tokens)
     for layer in layers:
         x = layer(x, cu_seqlens_q=offsets, rotary_pos_emb=freqs)
-    loss = (
-        cross_entropy(head(x), my_labels, reduction="sum") / tokens.numel()
-    )  # this rank's share of the mean
+    loss = cross_entropy(head(x), my_labels, reduction="sum") / tokens.numel()  # this rank's share of the mean
     optimiser.zero_grad()
     loss.backward()
     total = loss.detach().clone()

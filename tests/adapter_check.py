@@ -90,17 +90,22 @@ def expected(
 
 
 def check(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", grad_lse: bool = False, backward: bool = True,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bshd",
+    grad_lse: bool = False,
+    backward: bool = True,
     **more: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Forward and backward of an adapter against the definition, in the caller's layout, with strided gradients."""
     for t in (q, k, v, more.get("bias"), more.get("sinks")):
         if t is not None:
             t.requires_grad_(backward)
     problem, operands = normalise(q, k, v, layout=layout, device="cuda", return_lse=grad_lse, **more)  # type: ignore[arg-type]
-    operands = operands.with_differentiable(
-        [None if t is None else t.detach() for t in operands.differentiable]
-    )
+    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
     shape = (*_layout.canonical(q, layout).shape[:-1], v.shape[-1])  # type: ignore[arg-type]
     # a gradient whose strides are not the output's
     grad = _layout.restore(torch.randn(*shape[:2], shape[3], shape[2], dtype=q.dtype).transpose(2, 3), layout)  # type: ignore[arg-type]
@@ -114,9 +119,7 @@ def check(
         return
     found = module.backward(problem, operands, result, grad, dlse)
     assert len(found) == 6
-    pairs = zip(
-        [g for g, t in zip(found, operands.differentiable, strict=True) if t is not None], grads, strict=True
-    )
+    pairs = zip([g for g, t in zip(found, operands.differentiable, strict=True) if t is not None], grads, strict=True)
     for have, want in pairs:
         if want is not None and have is not None:
             assert have.shape == want.shape
@@ -132,9 +135,7 @@ def asked(case: Case) -> tuple[Problem, Operands, Inputs]:
 def check_against_reference(backend: Backend, case: Case) -> None:
     """Output, log-sum-exp, and gradients where the case has some."""
     problem, operands, built = asked(case)
-    operands = operands.with_differentiable(
-        [None if t is None else t.detach() for t in operands.differentiable]
-    )
+    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
     backends = (reference.BACKEND, backend)
     with torch.no_grad():
         want, have = (each.forward(problem, operands) for each in backends)

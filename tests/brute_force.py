@@ -1,9 +1,10 @@
-"""Attention by definition: plain loops over (query, key) pairs in float64, written from the rules and from nothing else.
+"""Attention by definition: plain loops over (query, key) pairs in float64, written from the rules and from nothing
+else.
 
-It shares no code with the library. A `Places` says where every row and key stands: in which sequence and at which position,
-or in the padding. A rule is a function ``(n, i, j) -> bool`` of positions within one sequence, n = kv_len - q_len of it.
-`attend` visits every pair; scores, weights and outputs are float64 tensors, so that autograd differentiates the definition.
-Sizes must be small: a pair costs tens of microseconds.
+It shares no code with the library. A `Places` says where every row and key stands: in which sequence and at which
+position, or in the padding. A rule is a function ``(n, i, j) -> bool`` of positions within one sequence, n = kv_len -
+q_len of it. `attend` visits every pair; scores, weights and outputs are float64 tensors, so that autograd
+differentiates the definition. Sizes must be small: a pair costs tens of microseconds.
 """
 
 from __future__ import annotations
@@ -180,24 +181,17 @@ def attend(
                 whole_sum = lse if sinks is None else torch.logaddexp(lse, sinks[h])
                 weights = torch.exp(line - whole_sum)
                 if dropout_p:
-                    factors = [
-                        survival(seed, row[0], h, row[1], places.keys[b][j][1], dropout_p) for j in keys
-                    ]  # type: ignore[index]
+                    factors = [survival(seed, row[0], h, row[1], places.keys[b][j][1], dropout_p) for j in keys]  # type: ignore[index]
                     weights = weights * torch.tensor(factors, dtype=torch.float64)
                 outs.append(
-                    sum(
-                        (w * v[b, group, j] for w, j in zip(weights, keys, strict=True)),
-                        v.new_zeros(v.shape[-1]),
-                    )
+                    sum((w * v[b, group, j] for w, j in zip(weights, keys, strict=True)), v.new_zeros(v.shape[-1]))
                 )
                 lses.append(lse)
     out = torch.stack(outs).reshape(batch, heads, q_len, v.shape[-1])
     return out, torch.stack(lses).reshape(batch, heads, q_len)
 
 
-def philox4x32(
-    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int
-) -> tuple[int, int, int, int]:
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int) -> tuple[int, int, int, int]:
     """Philox4x32 (Salmon et al. 2011) on Python's integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

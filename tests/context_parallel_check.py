@@ -1,4 +1,5 @@
-"""A case run by several ranks and put together again: what the tests of context parallelism compare with one process."""
+"""A case run by several ranks and put together again: what the tests of context parallelism compare with one
+process."""
 
 from __future__ import annotations
 
@@ -44,19 +45,28 @@ HEADS = ((4, 4), (6, 2), (5, 1))
 
 
 def grid() -> Iterator[tuple[Case, str]]:
-    """Every mask with every placement, each in turn with another layout and grouping of heads, all combinations used."""
+    """Every mask with every placement, each in turn with another layout and grouping of heads, all combinations
+    used."""
     turns = itertools.cycle(itertools.product(LAYOUTS[:3], HEADS))
     for (name, mask), placement in itertools.product(MASKS.items(), PLACEMENTS):
         layout, (heads, kv_heads) = next(turns)
         packed = name.startswith("documents")
         yield (
             Case(
-                f"{name}-{placement}-{'thd' if packed else layout}-{heads}-heads-for-{kv_heads}", q_len=23,
-                kv_len=31 if "31-keys" in name else 23, layout="thd" if packed else layout, batch=1 if packed else 2,
-                heads=heads, kv_heads=kv_heads, qk_dim=8, v_dim=6, mask=mask, return_lse=True,
+                f"{name}-{placement}-{'thd' if packed else layout}-{heads}-heads-for-{kv_heads}",
+                q_len=23,
+                kv_len=31 if "31-keys" in name else 23,
+                layout="thd" if packed else layout,
+                batch=1 if packed else 2,
+                heads=heads,
+                kv_heads=kv_heads,
+                qk_dim=8,
+                v_dim=6,
+                mask=mask,
+                return_lse=True,
             ),
             placement,
-        )  # fmt: skip
+        )
 
 
 def in_double(case: Case) -> Inputs:
@@ -89,10 +99,7 @@ def of_rank(inputs: Inputs, cp: undivided.ContextParallel, **overrides: Any) -> 
     layout, whole = inputs.case.layout, dict(inputs.arguments)
     bias = whole.get("bias")
     by_row = bias is not None and bias.dim() > 1 and bias.shape[-2] > 1
-    local = {
-        name: cp.shard(whole[name], layout, of="q" if name == "q" else "kv").detach()
-        for name in ("q", "k", "v")
-    }
+    local = {name: cp.shard(whole[name], layout, of="q" if name == "q" else "kv").detach() for name in ("q", "k", "v")}
     if by_row:
         local["bias"] = cp.shard(bias, dim=-2)
     leaves = {name: local.get(name, t).detach().clone().requires_grad_() for name, t in inputs.leaves.items()}
@@ -123,9 +130,7 @@ def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]
     far = {name: distance(found[name], right[name]) for name in right}
     norms = {name: float(t[t.isfinite()].norm()) for name, t in right.items()}
     return [
-        f"{name}: {far[name]:.1e} of {norms[name]:.1e}"
-        for name in far
-        if far[name] > 2e-14 * max(norms[name], 1.0)
+        f"{name}: {far[name]:.1e} of {norms[name]:.1e}" for name in far if far[name] > 2e-14 * max(norms[name], 1.0)
     ]
 
 

@@ -1,10 +1,10 @@
 """A stand-in for cudnn-frontend: graphs that compute, by plain torch on the CPU, what its sources say they mean.
 
 Written from cudnn-frontend (python/pygraph/sdpa.cpp; node/scaled_dot_product_flash_attention.h, node/softmax.h and
-utils/attn_score_modifiers.h), not from our adapter: the order of scale, bias, ALiBi, padding and band, the exclusive left
-edge, statistics that contain the sink, gradients from the statistics that they are given. Where cuDNN is known to misbehave
-the stand-in refuses (-inf in a bias, misaligned rows, statistics that are not packed), or misbehaves too (rows without
-keys are NaN, what it masks it multiplies by 0).
+utils/attn_score_modifiers.h), not from our adapter: the order of scale, bias, ALiBi, padding and band, the exclusive
+left edge, statistics that contain the sink, gradients from the statistics that they are given. Where cuDNN is known to
+misbehave the stand-in refuses (-inf in a bias, misaligned rows, statistics that are not packed), or misbehaves too
+(rows without keys are NaN, what it masks it multiplies by 0).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fake_gpu_kernels import band_pairs
 KEY_TILE = 128
 
 COMMON = frozenset(
-    "q k v attn_scale bias use_alibi_mask use_padding_mask seq_len_q seq_len_kv diagonal_alignment diagonal_band_left_bound "
+    "q k v attn_scale bias use_alibi_mask use_padding_mask seq_len_q seq_len_kv diagonal_alignment "
+    "diagonal_band_left_bound "
     "diagonal_band_right_bound dropout rng_dump compute_data_type name".split()
 )
 FORWARD = COMMON | frozenset(
@@ -29,7 +30,8 @@ FORWARD = COMMON | frozenset(
     "sink_token".split()
 )
 BACKWARD = COMMON | frozenset(
-    "o dO stats dBias max_total_seq_len_q max_total_seq_len_kv use_deterministic_algorithm sink_token dSink_token".split()
+    "o dO stats dBias max_total_seq_len_q max_total_seq_len_kv use_deterministic_algorithm "
+    "sink_token dSink_token".split()
 )
 """Keywords of pygraph.sdpa and pygraph.sdpa_backward (1.23) that are not deprecated."""
 
@@ -109,13 +111,7 @@ class FakeGraph:
         self.outputs: dict[str, FakeNode] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "validate",
-            "build_operation_graph",
-            "check_support",
-            "build_plans",
-            "create_execution_plans",
-        ):
+        if name in ("validate", "build_operation_graph", "check_support", "build_plans", "create_execution_plans"):
             return lambda *_: None
         raise AttributeError(name)
 
@@ -149,9 +145,7 @@ class FakeGraph:
             if name in nodes:
                 nodes[name].check_aligned(memory)
         nodes["stats"].check_packed()
-        bottom_right = (
-            given["diagonal_alignment"] == "bottom_right" and given["diagonal_band_right_bound"] is not None
-        )
+        bottom_right = given["diagonal_alignment"] == "bottom_right" and given["diagonal_band_right_bound"] is not None
         if (bias := given.get("bias")) is not None:
             assert not bottom_right
             assert bias.given["data_type"] == given["q"].given["data_type"]
@@ -187,7 +181,8 @@ class FakeGraph:
         self._backward(memory, n, score, (q, k, v), group)
 
     def _keys(self, memory: dict[int, Tensor], name: str, n: int, length: int) -> Tensor:
-        """Keys or values of one sequence, [H, S, D]; of a paged cache whole tiles, whatever stands behind the last key."""
+        """Keys or values of one sequence, [H, S, D]; of a paged cache whole tiles, whatever stands behind the last
+        key."""
         node, table = self.inputs[name], self.inputs.get(f"paged_attention_{name}_table")
         if table is None:
             return node.view(memory, n, length)  # type: ignore[no-any-return]

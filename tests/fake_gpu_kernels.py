@@ -1,7 +1,8 @@
 """Stand-ins for GPU kernels, with the kernels' own conventions, computed by plain torch on the CPU.
 
 Each keeps what makes its kernel different: +inf for the log-sum-exp of rows without keys, memory that it does not write
-left NaN, bottom-right alignment, an exclusive left edge. They are written from the kernels' documentation, not from ours.
+left NaN, bottom-right alignment, an exclusive left edge. They are written from the kernels' documentation, not from
+ours.
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ Band = tuple[int | None, int | None]
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor, *, softcap: float = 0.0, bias: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    allowed: Tensor,
+    *,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """[H, S, D] attention of one sequence -> (out [H, S, Dv], lse [H, S] with the sinks in it, -inf without keys)."""
     k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     score = scale * (q @ k.mT)
@@ -56,9 +64,19 @@ def sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) ->
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, *, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
-    softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None, empty_lse: float = torch.inf,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    band: Band,
+    *,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    empty_lse: float = torch.inf,
+) -> tuple[Tensor, Tensor]:
     """FlashAttention: [B, S, H, D] or packed [T, H, D]; bottom-right; unwritten memory is NaN."""
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:-1], torch.nan, dtype=q.dtype)
@@ -78,14 +96,23 @@ def flash(
 
 
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask_type: int, *, bias: Tensor | None = None, cu_q: Tensor | None = None,
-    cu_k: Tensor | None = None, max_q: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """PyTorch's memory-efficient kernel: [B, S, H, D], or [1, T, H, D] with offsets; mask 0 none, 1 top-left, 2 bottom-right.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask_type: int,
+    *,
+    bias: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's memory-efficient kernel: [B, S, H, D], or [1, T, H, D] with offsets; mask 0 none, 1 top-left, 2
+    bottom-right.
 
-    The log-sum-exp is padded, [sequences, H, L], L the longest rounded up to 32: +inf up to a sequence's own multiple of 32,
-    unwritten behind it, 0 in rows without keys. The output of a sequence without keys is not written. A bottom-right diagonal
-    that starts outside the keys leaves tiles unmasked, so it must not be asked for.
+    The log-sum-exp is padded, [sequences, H, L], L the longest rounded up to 32: +inf up to a sequence's own multiple
+    of 32, unwritten behind it, 0 in rows without keys. The output of a sequence without keys is not written. A
+    bottom-right diagonal that starts outside the keys leaves tiles unmasked, so it must not be asked for.
     """
     packed = cu_q is not None
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
@@ -111,10 +138,23 @@ def efficient(
 
 
 def efficient_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, scale: float, mask_type: int, *, splits: int | None,
-    bias: Tensor | None = None, bias_grad: bool = False, cu_q: Tensor | None = None, cu_k: Tensor | None = None, max_q: int = 0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Its backward: given what the forward wrote, +inf in every row that has no key; it writes no row of dq without keys."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    scale: float,
+    mask_type: int,
+    *,
+    splits: int | None,
+    bias: Tensor | None = None,
+    bias_grad: bool = False,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int = 0,
+) -> tuple[Tensor | None, ...]:
+    """Its backward: given what the forward wrote, +inf in every row that has no key; it writes no row of dq without
+    keys."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *maybe: Tensor) -> tuple[Tensor, Tensor]:
         extra = maybe[0] if maybe else bias
@@ -139,10 +179,7 @@ def efficient_gradients(
 
 
 def gradients(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    tensors: tuple[Tensor, ...],
-    grad: Tensor,
-    grad_lse: Tensor | None = None,
+    run: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...], grad: Tensor, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Gradients of ``run(*tensors)``, whose rows that are not written (NaN) have none."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
@@ -157,15 +194,7 @@ def gradients(
 
 
 def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float,
-    enable_gqa: bool,
-    return_aux: Any,
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool, return_aux: Any
 ) -> Any:
     """FlexAttention without its kernels: [B, H, S, D], functions called on broadcasting indices."""
     assert enable_gqa == (q.shape[1] != k.shape[1])

@@ -58,9 +58,7 @@ def some(rng: random.Random, options: dict[str, Callable[[], Any]], often: float
 
 
 def ints(rng: random.Random, count: int, most: int) -> Tensor:
-    return torch.tensor(
-        [rng.randint(0, most) for _ in range(count)], dtype=rng.choice((torch.int32, torch.int64))
-    )
+    return torch.tensor([rng.randint(0, most) for _ in range(count)], dtype=rng.choice((torch.int32, torch.int64)))
 
 
 def offsets(rng: random.Random, total: int) -> Tensor:
@@ -129,12 +127,7 @@ def attention(rng: random.Random) -> Call:
     if rng.random() < 0.1 and s.layout != "thd":
         pools = [tensor([4, 4, s.kv_heads, dim], s.dtype) for dim in (s.dim, s.v_dim)]
         table = torch.tensor([[0, 3]] * s.batch, dtype=torch.int32)
-        arguments |= {
-            "k": pools[0],
-            "v": pools[1],
-            "pages": table,
-            "mask": masks.lengths(ints(rng, s.batch, 8)),
-        }
+        arguments |= {"k": pools[0], "v": pools[1], "pages": table, "mask": masks.lengths(ints(rng, s.batch, 8))}
     return Call(undivided.attention, arguments)
 
 
@@ -200,12 +193,7 @@ def build_mask(rng: random.Random) -> Call:
             (masks.window, {"left": 3, "right": 0, "align": align}),
             (
                 masks.lengths,
-                {
-                    "kv": ints(rng, 2, m),
-                    "q": ints(rng, 2, n),
-                    "kv_start": ints(rng, 2, 1),
-                    "q_start": ints(rng, 2, 1),
-                },
+                {"kv": ints(rng, 2, m), "q": ints(rng, 2, n), "kv_start": ints(rng, 2, 1), "q_start": ints(rng, 2, 1)},
             ),
             (
                 masks.documents,
@@ -292,10 +280,7 @@ def inference_params(rng: random.Random) -> Call:
     step = {"step_dict": dict.fromkeys(range(s.batch), 3)}
     then = (
         Call(lambda p, **a: p.pre_step(**a), step),
-        Call(
-            lambda p, **a: p.attend(**a),
-            {"layer_number": 1, "q": s.of(3, s.heads, s.dim), "new_k": k, "new_v": v},
-        ),
+        Call(lambda p, **a: p.attend(**a), {"layer_number": 1, "q": s.of(3, s.heads, s.dim), "new_k": k, "new_v": v}),
         Call(lambda p, **a: p.allocate_memory(**a), {"layer_number": 2}),
         Call(lambda p, **a: p.pre_step(**a), step),
         Call(lambda p, **a: p.step(**a), {"layer_number": 1, "new_k": k, "new_v": v, "qkv_format": "bshd"}),
@@ -331,9 +316,7 @@ def dot_product(rng: random.Random) -> Call:
         },
         0.15,
     )
-    return Call(
-        undivided.DotProductAttention, arguments, (Call(lambda layer, **a: layer(**a), found), Call(repr, {}))
-    )
+    return Call(undivided.DotProductAttention, arguments, (Call(lambda layer, **a: layer(**a), found), Call(repr, {})))
 
 
 def layer(rng: random.Random) -> Call:
@@ -384,9 +367,7 @@ def rotary(rng: random.Random) -> Call:
             "rotary_base": 10000.0,
             "interleaved": False,
             "seq_len_interpolation_factor": None,
-            "scaling": rng.choice(
-                (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0})
-            ),
+            "scaling": rng.choice((None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0})),
         }
         return Call(
             undivided.RotaryPositionEmbedding,
@@ -421,9 +402,7 @@ def small_things(rng: random.Random) -> Call:
 
     return rng.choice(
         (
-            Call(
-                undivided.diagnose, {"problem": "No available kernel. Aborting execution."}, (Call(str, {}),)
-            ),
+            Call(undivided.diagnose, {"problem": "No available kernel. Aborting execution."}, (Call(str, {}),)),
             Call(
                 undivided.Machine,
                 {

@@ -2,9 +2,9 @@
 
     python tests/fuzz_inputs.py 100000 --workers 2
 
-Every case is a number, from which all of it follows: ``python tests/fuzz_inputs.py --case 1234`` shows one. Cases run in
-worker processes under a limit of memory; one that ends its worker, by a signal or by taking too long, is reported with its
-number, and another worker goes on behind it.
+Every case is a number, from which all of it follows: ``python tests/fuzz_inputs.py --case 1234`` shows one. Cases run
+in worker processes under a limit of memory; one that ends its worker, by a signal or by taking too long, is reported
+with its number, and another worker goes on behind it.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ def _kind(error: Exception) -> str:
         return "raised by the caller's predicate"
     if any(name.endswith("utils/module_tracker.py") for name in files):  # of the FLOP counter
         return "refused by PyTorch"
-    if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(
-        error
-    ):  # which passes nested tensors on
+    if any(words in text for words in _PYTORCHS) or "torch_sdpa" in _where(error):  # which passes nested tensors on
         return "refused by PyTorch"
     return f"! {type(error).__name__} at {_where(error)}: {text[:160]}"
 
@@ -201,10 +199,7 @@ class _Worker:
     def _start(self) -> None:
         command = [sys.executable, __file__, "--worker", str(self.next), str(self.step), str(self.stop)]
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         self.since, self.stderr = time.monotonic(), b""
 

@@ -1,4 +1,5 @@
-"""Values for `fuzz_inputs`: tensors of every class, dtype, device and stride that Python can make, and things that are wrong.
+"""Values for `fuzz_inputs`: tensors of every class, dtype, device and stride that Python can make, and things that are
+wrong.
 
 Nothing here takes memory: what is large is a view of one element, or on the meta device.
 """

@@ -17,19 +17,18 @@ TIMEOUT = 300.0
 
 
 def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0) -> list[list[Any]]:
-    """Each function in turn in each of `world` new processes, whose default group is gloo; results by function and rank.
+    """Each function in turn in each of `world` new processes, whose default group is gloo; results by function and
+    rank.
 
-    A function that raises gives the traceback as text; a rank that ends without a word gives None for what is left. None of
-    them outlives this.
+    A function that raises gives the traceback as text; a rank that ends without a word gives None for what is left.
+    None of them outlives this.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world):
             ours, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(
-                target=_rank, args=(rank, world, f"{folder}/store", theirs, functions), daemon=True
-            )
+            process = spawn.Process(target=_rank, args=(rank, world, f"{folder}/store", theirs, functions), daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -51,9 +50,7 @@ def _answer(end: Connection, patience: float) -> Any:
         return None
 
 
-def _rank(
-    rank: int, world: int, store: str, end: Connection, functions: tuple[Callable[[], Any], ...]
-) -> None:  # fmt: skip
+def _rank(rank: int, world: int, store: str, end: Connection, functions: tuple[Callable[[], Any], ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -61,9 +58,12 @@ def _rank(
     torch.set_num_threads(1)
     # a file to meet at: no port that another test could take
     dist.init_process_group(
-        "gloo", init_method=f"file://{Path(store)}", rank=rank, world_size=world,
+        "gloo",
+        init_method=f"file://{Path(store)}",
+        rank=rank,
+        world_size=world,
         timeout=datetime.timedelta(seconds=TIMEOUT),
-    )  # fmt: skip
+    )
     for function in functions:
         try:
             end.send(function())

@@ -25,16 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layer-norm-zero-centred": {"zero_centered_gamma": True, "layernorm_epsilon": 1e-2},
     "no-bias": {"bias": False},
     "output-norm": {"output_layernorm": True},
-    "output-norm-zero-centred": {
-        "output_layernorm": True,
-        "normalization": "RMSNorm",
-        "zero_centered_gamma": True,
-    },
+    "output-norm-zero-centred": {"output_layernorm": True, "normalization": "RMSNorm", "zero_centered_gamma": True},
     "post-norm-residual": {"apply_residual_connection_post_layernorm": True},
-    "post-norm-residual-output-norm": {
-        "apply_residual_connection_post_layernorm": True,
-        "output_layernorm": True,
-    },
+    "post-norm-residual-output-norm": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
     "parallel": {"parallel_attention_mlp": True},
     "decoder": {"layer_type": "decoder"},
     "decoder-post-norm-residual": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True},
@@ -72,9 +65,7 @@ def taken_apart(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tens
 
 
 def layer(format: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(
-        HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | {"layer_number": 1} | options)
-    )
+    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | {"layer_number": 1} | options))
 
 
 def cache(paged: bool, groups: int = HEADS, sizes: tuple[int, int] = (6, 6)) -> InferenceParams:

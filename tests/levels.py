@@ -1,4 +1,5 @@
-"""Each instruction set of the native library in this process: copies of it, each told by its environment what to run."""
+"""Each instruction set of the native library in this process: copies of it, each told by its environment what to
+run."""
 
 from __future__ import annotations
 

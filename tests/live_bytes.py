@@ -52,7 +52,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def count_as_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels' scratch and the letters of the simulation are not counted; what is sent is held until the exchange is over."""
+    """Kernels' scratch and the letters of the simulation are not counted; what is sent is held until the exchange is
+    over."""
     for name in ("forward", "backward"):
         monkeypatch.setattr(_autograd, name, _only_results(getattr(_autograd, name)))
     exchange = SimulatedGroup.exchange

@@ -46,13 +46,7 @@ def turned(x: Tensor, start: int, interleaved: bool, base: float = 10000.0) -> T
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    scale: float,
-    options: dict[str, Any],
-    sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, options: dict[str, Any], sink: Tensor | None
 ) -> Tensor:
     """One head: q [sq, d], k [skv, d], v [skv, dv], allowed [sq, skv]."""
     scores = scale * q @ k.T
@@ -69,10 +63,7 @@ def multihead(
     state: State, prefix: str, x: Tensor, encoder: Tensor | None, allowed: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(output, normalised input) of an attention module with three weights for q, k, v."""
-    heads, groups = (
-        options["num_attention_heads"],
-        options.get("num_gqa_groups") or options["num_attention_heads"],
-    )
+    heads, groups = (options["num_attention_heads"], options.get("num_gqa_groups") or options["num_attention_heads"])
     size = options.get("kv_channels") or options["hidden_size"] // heads
     size, v_size = size if isinstance(size, tuple) else (size, size)
     kind, eps = options.get("normalization", "LayerNorm"), options.get("layernorm_epsilon", 1e-5)
@@ -82,9 +73,7 @@ def multihead(
     if options["input_layernorm"]:
         q_name, q_prefix = ("layernorm_qkv" if encoder is None else "layernorm_query"), "query_"
         kv_name = q_name if encoder is None else kv_name
-        normed = norm(
-            state, f"{prefix}{q_name}.layer_norm_", x, kind, eps, options.get("zero_centered_gamma", False)
-        )
+        normed = norm(state, f"{prefix}{q_name}.layer_norm_", x, kind, eps, options.get("zero_centered_gamma", False))
     source = normed if encoder is None else encoder
     q = linear(state, prefix + q_name, normed, q_prefix).split(size, -1)
     k = linear(state, prefix + kv_name, source, "key_").split(size, -1)
@@ -112,9 +101,7 @@ def multihead(
     for h in range(heads):
         g = h // (heads // groups)
         sink = None if sinks is None else sinks[h].to(x.dtype)
-        outs.append(
-            attend(prepared(q[h], "q_norm"), prepared(k[g], "k_norm"), v[g], allowed, scale, options, sink)
-        )
+        outs.append(attend(prepared(q[h], "q_norm"), prepared(k[g], "k_norm"), v[g], allowed, scale, options, sink))
     return linear(state, f"{prefix}proj", torch.cat(outs, -1)), normed
 
 
@@ -135,8 +122,12 @@ def positive(x: Tensor) -> Tensor:
 
 
 SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu, "qgelu": quick, "relu": positive, "srelu": lambda x: positive(x) ** 2, "silu": lambda x: x * sigmoid(x),
-}  # fmt: skip
+    "gelu": gelu,
+    "qgelu": quick,
+    "relu": positive,
+    "srelu": lambda x: positive(x) ** 2,
+    "silu": lambda x: x * sigmoid(x),
+}
 GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 
 
@@ -192,9 +183,7 @@ def layer(
     x = (normed if post and not output_norm else x) + attended
     if encoder is not None:
         assert cross is not None
-        attended, normed = multihead(
-            state, "inter_attention.", x, encoder, cross, options | {"input_layernorm": True}
-        )
+        attended, normed = multihead(state, "inter_attention.", x, encoder, cross, options | {"input_layernorm": True})
         x = (normed if post else x) + attended
     out, normed = fed(x)
     x = (normed if post else x) + out

@@ -1,4 +1,5 @@
-"""FlashAttention 3 or 4 in the place of PyTorch's own flash kernel (torch.nn.attention.activate_flash_attention_impl)."""
+"""FlashAttention 3 or 4 in the place of PyTorch's own flash kernel
+(torch.nn.attention.activate_flash_attention_impl)."""
 
 from __future__ import annotations
 
@@ -33,12 +34,9 @@ def machine(gpu: str, impl: str | None) -> Machine:
     return Machine("cuda", gpu.upper(), CAPABILITY[gpu], flash_impl=impl)
 
 
-def ask(
-    dim: int = 128, dtype: torch.dtype = torch.bfloat16, v_dim: int = 0, grad: bool = True, **more: Any
-) -> Problem:
+def ask(dim: int = 128, dtype: torch.dtype = torch.bfloat16, v_dim: int = 0, grad: bool = True, **more: Any) -> Problem:
     q, k, v = (
-        torch.empty(2, 512, 4, d, dtype=dtype, device="meta", requires_grad=grad)
-        for d in (dim, dim, v_dim or dim)
+        torch.empty(2, 512, 4, d, dtype=dtype, device="meta", requires_grad=grad) for d in (dim, dim, v_dim or dim)
     )
     return normalise(q, k, v, layout="bshd", device="cuda", **more)[0]
 
@@ -67,10 +65,8 @@ ALIBI = ask(grad=False, alibi_slopes=torch.empty(4, device="meta"), mask=masks.c
         ("h100", "FA3", ask(256)._replace(deterministic=True), ["deterministic gradients for head_dim=256"]),
         ("h100", "FA5", ask(), ["FA5 is active in the place of PyTorch's flash kernel, and its limits are not known"]),
     ],
-)  # fmt: skip
-def test_the_limits_are_those_of_what_is_active(
-    gpu: str, impl: str, problem: Problem, pieces: list[str]
-) -> None:
+)
+def test_the_limits_are_those_of_what_is_active(gpu: str, impl: str, problem: Problem, pieces: list[str]) -> None:
     reasons = torch_flash.BACKEND.reasons(problem, machine(gpu, impl))
     assert len(reasons) == len(pieces), reasons
     for piece, reason in zip(pieces, reasons, strict=True):
@@ -80,9 +76,7 @@ def test_the_limits_are_those_of_what_is_active(
 
 def test_what_older_versions_of_pytorch_take_is_not_known() -> None:
     old = Machine("cuda", "H100", (9, 0), torch="2.11.0", flash_impl="FA4")
-    assert torch_flash.BACKEND.reasons(ask(), old) == [
-        "FA4, which is active: torch 2.11.0 (needs 2.13 or later)"
-    ]
+    assert torch_flash.BACKEND.reasons(ask(), old) == ["FA4, which is active: torch 2.11.0 (needs 2.13 or later)"]
 
 
 def test_alibi_and_old_gpus_come_back_with_pytorchs_own_kernel() -> None:
@@ -115,9 +109,7 @@ def test_activation_is_seen_after_the_machine_was_probed(monkeypatch: pytest.Mon
     assert select(ALIBI, Machine.this(gpu), policy).backend.name == "torch_flash"
 
 
-def test_nothing_is_asked_of_a_program_that_never_imported_the_registry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_asked_of_a_program_that_never_imported_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(_machine.sys.modules, "torch.nn.attention")
     assert _machine.active_flash_impl() is None
 
@@ -129,10 +121,7 @@ def test_it_is_named() -> None:
     assert row.available
     assert "FA3" in row.summary
     assert (
-        "FA3"
-        not in next(
-            row for row in undivided.backends(machine("h100", None)) if row.name == "torch_flash"
-        ).summary
+        "FA3" not in next(row for row in undivided.backends(machine("h100", None)) if row.name == "torch_flash").summary
     )
 
 
@@ -145,9 +134,22 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
         return None if left == -1 else left, 0 if causal else None if right == -1 else right
 
     def forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug, *, scale, window_size_left, window_size_right,
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        debug,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
         alibi_slopes,
-    ):  # fmt: skip
+    ):
         assert alibi_slopes is None
         assert not any(t.isnan().any() for t in (q, k, v))
         calls.append((is_causal, window_size_left, window_size_right))
@@ -155,15 +157,29 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
         return *fake.flash(q, k, v, scale, band, cu_q=cu_q, cu_k=cu_k, empty_lse=-torch.inf), None, None, None
 
     def backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng, unused, *, scale, window_size_left,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        rng,
+        unused,
+        *,
+        scale,
+        window_size_left,
         window_size_right,
-    ):  # fmt: skip
+    ):
         assert not any(t.isnan().any() for t in (q, k, v))
         calls.append((is_causal, window_size_left, window_size_right))
         band = sides(is_causal, window_size_left, window_size_right)
-        return fake.gradients(
-            lambda q, k, v: fake.flash(q, k, v, scale, band, cu_q=cu_q, cu_k=cu_k), (q, k, v), grad
-        )
+        return fake.gradients(lambda q, k, v: fake.flash(q, k, v, scale, band, cu_q=cu_q, cu_k=cu_k), (q, k, v), grad)
 
     found = types.SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
     monkeypatch.setattr(_torch_flash_cuda, "OPS", found)
@@ -171,20 +187,23 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_same_operators_are_called(
-    monkeypatch: pytest.MonkeyPatch, operators: list[Any], mask: str
-) -> None:
+def test_the_same_operators_are_called(monkeypatch: pytest.MonkeyPatch, operators: list[Any], mask: str) -> None:
     activate(monkeypatch, "FA4")
     check(_torch_flash_cuda, *tensors(6, 5), mask=MASKS[mask]())
-    assert operators[0] == operators[1] == {
-        "full": (False, -1, -1), "causal": (True, -1, -1), "window-2-1": (False, 2, 1), "left-only": (False, 0, -1),
-        "right-only": (False, -1, 1),
-    }[mask]  # fmt: skip
+    assert (
+        operators[0]
+        == operators[1]
+        == {
+            "full": (False, -1, -1),
+            "causal": (True, -1, -1),
+            "window-2-1": (False, 2, 1),
+            "left-only": (False, 0, -1),
+            "right-only": (False, -1, 1),
+        }[mask]
+    )
 
 
-def test_garbage_behind_the_last_document_is_cleared(
-    monkeypatch: pytest.MonkeyPatch, operators: list[Any]
-) -> None:
+def test_garbage_behind_the_last_document_is_cleared(monkeypatch: pytest.MonkeyPatch, operators: list[Any]) -> None:
     activate(monkeypatch, "FA3")
     q, k, v = tensors(10, 10, "thd")
     q[8:], k[8:], v[8:] = (torch.nan,) * 3

@@ -1,7 +1,8 @@
-"""The contract: on every case, every backend is right within its error budget, or refuses with a reason. Never a wrong number.
+"""The contract: on every case, every backend is right within its error budget, or refuses with a reason. Never a wrong
+number.
 
-Inputs are poisoned: NaN stands wherever the real lengths, documents and pages do not reach, in gaps of memory, and in the
-upstream gradients of rows without a key.
+Inputs are poisoned: NaN stands wherever the real lengths, documents and pages do not reach, in gaps of memory, and in
+the upstream gradients of rows without a key.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ HERE = tuple(backend for backend in BACKENDS if "cpu" in backend.limits.devices)
 FAST_HERE = tuple(backend for backend in HERE if backend.name not in SAMPLED)
 
 LAYOUT_CASES = [
-    case for case in CASES.values()
-    if case.layout != "thd" and case.memory == "contiguous" and case.page_size is None and 0 not in case.sizes
-    and case.tags & {"plain", "heads", "causal", "padded", "dropout"} and case.needs is None
-]  # fmt: skip
+    case
+    for case in CASES.values()
+    if case.layout != "thd"
+    and case.memory == "contiguous"
+    and case.page_size is None
+    and 0 not in case.sizes
+    and case.tags & {"plain", "heads", "causal", "padded", "dropout"}
+    and case.needs is None
+]
 
 
 def _named(value: object) -> str | None:
@@ -46,7 +52,8 @@ def _named(value: object) -> str | None:
 
 
 def _problems() -> Iterator[Any]:
-    """Every case in every dtype with every backend, triton's interpreted; the backend changes fastest: one oracle for all."""
+    """Every case in every dtype with every backend, triton's interpreted; the backend changes fastest: one oracle for
+    all."""
     for case in CASES.values():
         for dtype in case.dtypes:
             for backend in BACKENDS:
@@ -65,9 +72,7 @@ def _bytes(built: Inputs) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("case", "dtype", "backend"), list(_problems()))
-def test_right_within_its_budget_or_refused_with_a_reason(
-    case: Case, dtype: torch.dtype, backend: Backend
-) -> None:
+def test_right_within_its_budget_or_refused_with_a_reason(case: Case, dtype: torch.dtype, backend: Backend) -> None:
     built, asked = _asked(case, dtype)
     before = _bytes(built)
     outcome = runs.run(backend, asked)
@@ -98,9 +103,7 @@ def test_gpu_backends_say_that_this_is_not_a_gpu(backend: Backend) -> None:
     q = torch.randn(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(undivided.NoBackendError) as refused:
         undivided.attention(q, q, q, layout="bshd", backend=backend.name)
-    assert any(
-        reason.startswith("device=cpu (runs on") for reason in refused.value.decision.reasons[backend.name]
-    )
+    assert any(reason.startswith("device=cpu (runs on") for reason in refused.value.decision.reasons[backend.name])
 
 
 def _run(built: Inputs, backend: Backend) -> dict[str, Tensor]:
@@ -112,9 +115,7 @@ def _run(built: Inputs, backend: Backend) -> dict[str, Tensor]:
     outputs, grads = [out], [built.grad_out]
     if lse is not None and built.grad_lse is not None:
         found["lse"], outputs, grads = lse, [out, lse], [built.grad_out, built.grad_lse]
-    for name, grad in zip(
-        built.leaves, torch.autograd.grad(outputs, list(built.leaves.values()), grads), strict=True
-    ):
+    for name, grad in zip(built.leaves, torch.autograd.grad(outputs, list(built.leaves.values()), grads), strict=True):
         found[f"d{name}"] = grad
     in_layout = ("out", "dq", "dk", "dv")
     return {name: _layout.canonical(x, layout) if name in in_layout else x for name, x in found.items()}
@@ -164,9 +165,7 @@ def test_packed_documents_are_a_dense_batch_of_one(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
 @pytest.mark.parametrize("name", ["plain-bshd", "window-left3", "gqa-4"])
-def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(
-    name: str, layout: Any, backend: Backend
-) -> None:
+def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(name: str, layout: Any, backend: Backend) -> None:
     case = CASES[name].in_layout(layout) if layout != "thd" else CASES["documents-thd-causal"]
     built = inputs.build(case)
     if _refuses(built, backend):
@@ -180,7 +179,8 @@ def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(
 
 
 class _Copies(TorchDispatchMode):
-    """Records every operation that reads q, k or v and neither looks at them through other strides nor is the kernel."""
+    """Records every operation that reads q, k or v and neither looks at them through other strides nor is the
+    kernel."""
 
     KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -191,9 +191,7 @@ class _Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        reads = [
-            x for x in args if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self._storages
-        ]
+        reads = [x for x in args if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self._storages]
         self.kernels += self.KERNEL in func.name()
         if reads and not func.is_view and self.KERNEL not in func.name() and func.name() != "aten::detach":
             self.copies.append(func.name())

@@ -28,7 +28,8 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> T
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-# 5 queries of 4 heads, 7 keys of 2; packed tokens; an output and its log-sum-exp; a pool of 6 pages of 4 keys and its table
+# 5 queries of 4 heads, 7 keys of 2; packed tokens; an output and its log-sum-exp; a pool of 6 pages of 4 keys and its
+# table
 Q, K, V, P = t(2, 5, 4, 8), t(2, 7, 2, 8), t(2, 7, 2, 6), t(9, 4, 8)
 OUT, LSE = t(2, 5, 4, 8), t(2, 4, 5)
 POOL, TABLE = t(6, 4, 2, 8), t(2, 3, dtype=torch.int32)
@@ -85,31 +86,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
     ),
     # tensors
-    "q-numpy": (
-        lambda: att(q=Q.numpy()),
-        "q must be a torch.Tensor, got ndarray",
-        None,
-    ),
-    "q-none": (
-        lambda: att(q=None),
-        "q must be a torch.Tensor, got NoneType",
-        None,
-    ),
-    "k-list": (
-        lambda: att(k=[1.0]),
-        "k must be a torch.Tensor, got list",
-        None,
-    ),
-    "v-none": (
-        lambda: att(v=None),
-        "v must be a torch.Tensor, got NoneType",
-        None,
-    ),
-    "q-int": (
-        lambda: att(q=Q.int()),
-        "q must be float16, bfloat16, float32 or float64, got torch.int32",
-        None,
-    ),
+    "q-numpy": (lambda: att(q=Q.numpy()), "q must be a torch.Tensor, got ndarray", None),
+    "q-none": (lambda: att(q=None), "q must be a torch.Tensor, got NoneType", None),
+    "k-list": (lambda: att(k=[1.0]), "k must be a torch.Tensor, got list", None),
+    "v-none": (lambda: att(v=None), "v must be a torch.Tensor, got NoneType", None),
+    "q-int": (lambda: att(q=Q.int()), "q must be float16, bfloat16, float32 or float64, got torch.int32", None),
     "q-complex": (
         lambda: att(q=Q.to(torch.complex64), k=K.to(torch.complex64), v=V.to(torch.complex64)),
         "q must be float16, bfloat16, float32 or float64, got torch.complex64",
@@ -135,41 +116,17 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "v must have the dtype of q (torch.float32), got torch.float16",
         "v.to(q.dtype), or run under torch.autocast",
     ),
-    "k-other-device": (
-        lambda: att(k=K.to("meta")),
-        "k must be on the device of q (cpu), got meta",
-        "k.to(q.device)",
-    ),
-    "v-other-device": (
-        lambda: att(v=V.to("meta")),
-        "v must be on the device of q (cpu), got meta",
-        "v.to(q.device)",
-    ),
+    "k-other-device": (lambda: att(k=K.to("meta")), "k must be on the device of q (cpu), got meta", "k.to(q.device)"),
+    "v-other-device": (lambda: att(v=V.to("meta")), "v must be on the device of q (cpu), got meta", "v.to(q.device)"),
     "q-nested": (
         lambda: att(q=NESTED, k=NESTED, v=NESTED),
         "q must be a dense (strided) tensor, got a nested tensor",
         "pass its values in layout='thd' with mask=masks.documents(offsets)",
     ),
-    "q-sparse": (
-        lambda: att(q=Q.to_sparse()),
-        "q must be a dense (strided) tensor, got torch.sparse_coo",
-        None,
-    ),
-    "k-sparse": (
-        lambda: att(k=K.to_sparse()),
-        "k must be a dense (strided) tensor, got torch.sparse_coo",
-        None,
-    ),
-    "autocast-q-list": (
-        lambda: autocast(lambda: att(q=[1])),
-        "q must be a torch.Tensor, got list",
-        None,
-    ),
-    "autocast-k-none": (
-        lambda: autocast(lambda: att(k=None)),
-        "k must be a torch.Tensor, got NoneType",
-        None,
-    ),
+    "q-sparse": (lambda: att(q=Q.to_sparse()), "q must be a dense (strided) tensor, got torch.sparse_coo", None),
+    "k-sparse": (lambda: att(k=K.to_sparse()), "k must be a dense (strided) tensor, got torch.sparse_coo", None),
+    "autocast-q-list": (lambda: autocast(lambda: att(q=[1])), "q must be a torch.Tensor, got list", None),
+    "autocast-k-none": (lambda: autocast(lambda: att(k=None)), "k must be a torch.Tensor, got NoneType", None),
     # ranks
     "q-hidden": (
         lambda: att(q=t(2, 5, 32), k=t(2, 7, 16), v=t(2, 7, 16)),
@@ -179,11 +136,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
             " layout='bshd'"
         ),
     ),
-    "q-2d": (
-        lambda: att(q=t(5, 8)),
-        "q must have 4 axes [b, s, h, d], got 2 axes [5, 8]",
-        None,
-    ),
+    "q-2d": (lambda: att(q=t(5, 8)), "q must have 4 axes [b, s, h, d], got 2 axes [5, 8]", None),
     "k-3d": (
         lambda: att(k=t(2, 7, 16)),
         "k must have 4 axes [b, s, h, d], got 3 axes [2, 7, 16]",
@@ -192,11 +145,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
             " layout='bshd'"
         ),
     ),
-    "q-0d": (
-        lambda: att(q=t()),
-        "q must have 4 axes [b, s, h, d], got 0 axes []",
-        None,
-    ),
+    "q-0d": (lambda: att(q=t()), "q must have 4 axes [b, s, h, d], got 0 axes []", None),
     "thd-4d": (
         lambda: thd(q=Q, k=Q, v=Q, mask=masks.documents([0, 9])),
         "q must have 3 axes [t, h, d], got 4 axes [2, 5, 4, 8]",
@@ -208,31 +157,15 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         None,
     ),
     # shapes
-    "k-head-size": (
-        lambda: att(k=t(2, 7, 2, 16)),
-        "k must have the head size of q (8), got 16 in [2, 7, 2, 16]",
-        None,
-    ),
+    "k-head-size": (lambda: att(k=t(2, 7, 2, 16)), "k must have the head size of q (8), got 16 in [2, 7, 2, 16]", None),
     "k-batch": (
         lambda: att(k=t(3, 7, 2, 8), v=t(3, 7, 2, 8)),
         "k must have the batch size of q (2), got 3 in [3, 7, 2, 8]",
         None,
     ),
-    "v-batch": (
-        lambda: att(v=t(3, 7, 2, 8)),
-        "v must have the batch size of k (2), got 3 in [3, 7, 2, 8]",
-        None,
-    ),
-    "v-length": (
-        lambda: att(v=t(2, 6, 2, 8)),
-        "v must have the length of k (7), got 6 in [2, 6, 2, 8]",
-        None,
-    ),
-    "v-heads": (
-        lambda: att(v=t(2, 7, 4, 8)),
-        "v must have the heads of k (2), got 4 in [2, 7, 4, 8]",
-        None,
-    ),
+    "v-batch": (lambda: att(v=t(3, 7, 2, 8)), "v must have the batch size of k (2), got 3 in [3, 7, 2, 8]", None),
+    "v-length": (lambda: att(v=t(2, 6, 2, 8)), "v must have the length of k (7), got 6 in [2, 6, 2, 8]", None),
+    "v-heads": (lambda: att(v=t(2, 7, 4, 8)), "v must have the heads of k (2), got 4 in [2, 7, 4, 8]", None),
     "heads-not-divisible": (
         lambda: att(k=t(2, 7, 3, 8), v=t(2, 7, 3, 8)),
         "k must have a number of heads that divides q's (4), got 3 in [2, 7, 3, 8]",
@@ -408,11 +341,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
         None,
     ),
-    "documents-total-a-float": (
-        lambda: masks.documents([0, 4], total_q=9.0),
-        "total_q must be an int, got 9.0",
-        None,
-    ),
+    "documents-total-a-float": (lambda: masks.documents([0, 4], total_q=9.0), "total_q must be an int, got 9.0", None),
     "lengths-too-long": (
         lambda: att(mask=masks.lengths([7, 8])),
         "mask must have lengths(kv) of at most 7, the kv length of the call, got 8",
@@ -537,16 +466,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "left must be at least 0, or None (or -1) for an unbounded side, got -2",
         None,
     ),
-    "window-float": (
-        lambda: masks.window(1.5, 0),
-        "left must be an int, got 1.5",
-        None,
-    ),
-    "window-bool": (
-        lambda: masks.window(True, 0),
-        "left must be an int, got True",
-        None,
-    ),
+    "window-float": (lambda: masks.window(1.5, 0), "left must be an int, got 1.5", None),
+    "window-bool": (lambda: masks.window(True, 0), "left must be an int, got True", None),
     "lengths-float": (
         lambda: masks.lengths(torch.tensor([1.0])),
         "kv must have an integer dtype, got torch.float32",
@@ -557,21 +478,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "kv must have one dimension, got shape [1, 2]",
         None,
     ),
-    "lengths-int": (
-        lambda: masks.lengths(5),
-        "kv must be an int tensor or a list of ints, got int",
-        None,
-    ),
-    "lengths-negative": (
-        lambda: masks.lengths([3, -1]),
-        "kv must be at least 0, got -1",
-        None,
-    ),
-    "lengths-list-float": (
-        lambda: masks.lengths([3, 1.5]),
-        "kv[1] must be an int, got 1.5",
-        None,
-    ),
+    "lengths-int": (lambda: masks.lengths(5), "kv must be an int tensor or a list of ints, got int", None),
+    "lengths-negative": (lambda: masks.lengths([3, -1]), "kv must be at least 0, got -1", None),
+    "lengths-list-float": (lambda: masks.lengths([3, 1.5]), "kv[1] must be an int, got 1.5", None),
     "lengths-q-entries": (
         lambda: masks.lengths([3, 1], [3]),
         "q must have an entry for each of kv's 2, got 1 entries",
@@ -632,11 +541,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "max_q must be at least the longest document (3), got 2",
         None,
     ),
-    "max-q-float": (
-        lambda: masks.documents([0, 3, 5], max_q=3.0),
-        "max_q must be an int, got 3.0",
-        None,
-    ),
+    "max-q-float": (lambda: masks.documents([0, 3, 5], max_q=3.0), "max_q must be an int, got 3.0", None),
     "ids-float": (
         lambda: masks.document_ids(torch.zeros(2, 3)),
         "ids_q must have an integer dtype, got torch.float32",
@@ -648,42 +553,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         None,
     ),
     "ids-batches": (
-        lambda: masks.document_ids(
-            torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)
-        ),
+        lambda: masks.document_ids(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)),
         "ids_kv must have the batch of ids_q (2), got 3",
         None,
     ),
-    "prefix-negative": (
-        lambda: masks.prefix(-1),
-        "n must be at least 0, got -1",
-        None,
-    ),
-    "prefix-float": (
-        lambda: masks.prefix(1.0),
-        "n must be an int, got 1.0",
-        None,
-    ),
-    "prefix-string": (
-        lambda: masks.prefix("4"),
-        "n must be an int, got '4'",
-        None,
-    ),
-    "chunks-zero": (
-        lambda: masks.chunks(0),
-        "size must be at least 1, got 0",
-        None,
-    ),
-    "chunks-float": (
-        lambda: masks.chunks(2.0),
-        "size must be an int, got 2.0",
-        None,
-    ),
-    "chunks-offset-float": (
-        lambda: masks.chunks(2, offset=1.5),
-        "offset must be an int, got 1.5",
-        None,
-    ),
+    "prefix-negative": (lambda: masks.prefix(-1), "n must be at least 0, got -1", None),
+    "prefix-float": (lambda: masks.prefix(1.0), "n must be an int, got 1.0", None),
+    "prefix-string": (lambda: masks.prefix("4"), "n must be an int, got '4'", None),
+    "chunks-zero": (lambda: masks.chunks(0), "size must be at least 1, got 0", None),
+    "chunks-float": (lambda: masks.chunks(2.0), "size must be an int, got 2.0", None),
+    "chunks-offset-float": (lambda: masks.chunks(2, offset=1.5), "offset must be an int, got 1.5", None),
     "dense-float": (
         lambda: masks.dense(t(3, 3)),
         "tensor must be boolean, True = attend, got torch.float32",
@@ -714,21 +593,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "fn must take (b, h, q_idx, kv_idx), got (b, h, q, k, *, limit)",
         None,
     ),
-    "mask-batch-negative": (
-        lambda: masks.causal().intervals(3, 3, batch=-1),
-        "batch must be at least 0, got -1",
-        None,
-    ),
-    "mask-heads-negative": (
-        lambda: masks.causal().to_dense(1, -2, 3, 3),
-        "heads must be at least 0, got -2",
-        None,
-    ),
-    "mask-q-len-negative": (
-        lambda: masks.causal("top_left").draw(-3, 3),
-        "q_len must be at least 0, got -3",
-        None,
-    ),
+    "mask-batch-negative": (lambda: masks.causal().intervals(3, 3, batch=-1), "batch must be at least 0, got -1", None),
+    "mask-heads-negative": (lambda: masks.causal().to_dense(1, -2, 3, 3), "heads must be at least 0, got -2", None),
+    "mask-q-len-negative": (lambda: masks.causal("top_left").draw(-3, 3), "q_len must be at least 0, got -3", None),
     "mask-kv-len-negative": (
         lambda: masks.causal("top_left").intervals(3, -4),
         "kv_len must be at least 0, got -4",
@@ -762,11 +629,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must be joined to another mask by `&`, got Tensor",
         "masks.dense(tensor) makes a mask of a boolean tensor",
     ),
-    "and-none": (
-        lambda: masks.causal() & None,
-        "mask must be joined to another mask by `&`, got NoneType",
-        None,
-    ),
+    "and-none": (lambda: masks.causal() & None, "mask must be joined to another mask by `&`, got NoneType", None),
     "and-two-aligns": (
         lambda: masks.causal("top_left") & masks.window(3, 0, "bottom_right"),
         "mask must have one alignment, got causal(align='top_left') & window(3, 0, align='bottom_right')",
@@ -803,16 +666,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "bias must be broadcastable to [heads, Tq, Tk] = [4, 9, 9], got [4, 9, 8]",
         None,
     ),
-    "bias-number": (
-        lambda: att(bias=1.0),
-        "bias must be a torch.Tensor, got float",
-        None,
-    ),
-    "bias-device": (
-        lambda: att(bias=t(5, 7, device="meta")),
-        "bias must be on the device of q (cpu), got meta",
-        None,
-    ),
+    "bias-number": (lambda: att(bias=1.0), "bias must be a torch.Tensor, got float", None),
+    "bias-device": (lambda: att(bias=t(5, 7, device="meta")), "bias must be on the device of q (cpu), got meta", None),
     "slopes-shape": (
         lambda: square(alibi_slopes=t(2)),
         "alibi_slopes must have shape [heads] = [4] or [sequences, heads] = [2, 4], got [2]",
@@ -828,26 +683,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "alibi_slopes must be a floating-point tensor, got torch.int32",
         None,
     ),
-    "slopes-list": (
-        lambda: square(alibi_slopes=[1, 2, 3, 4]),
-        "alibi_slopes must be a torch.Tensor, got list",
-        None,
-    ),
-    "sinks-shape": (
-        lambda: square(sinks=t(2)),
-        "sinks must have shape [heads] = [4], got [2]",
-        None,
-    ),
-    "sinks-scalar": (
-        lambda: square(sinks=t()),
-        "sinks must have shape [heads] = [4], got []",
-        None,
-    ),
-    "sinks-number": (
-        lambda: square(sinks=0.0),
-        "sinks must be a torch.Tensor, got float",
-        None,
-    ),
+    "slopes-list": (lambda: square(alibi_slopes=[1, 2, 3, 4]), "alibi_slopes must be a torch.Tensor, got list", None),
+    "sinks-shape": (lambda: square(sinks=t(2)), "sinks must have shape [heads] = [4], got [2]", None),
+    "sinks-scalar": (lambda: square(sinks=t()), "sinks must have shape [heads] = [4], got []", None),
+    "sinks-number": (lambda: square(sinks=0.0), "sinks must be a torch.Tensor, got float", None),
     "sinks-device": (
         lambda: square(sinks=t(4, device="meta")),
         "sinks must be on the device of q (cpu), got meta",
@@ -884,26 +723,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "scale must be a finite number or None (1/sqrt(head size)), got 1j",
         None,
     ),
-    "softcap-zero": (
-        lambda: square(softcap=0.0),
-        "softcap must be a positive number or None, got 0.0",
-        None,
-    ),
-    "softcap-negative": (
-        lambda: square(softcap=-1),
-        "softcap must be a positive number or None, got -1",
-        None,
-    ),
-    "softcap-inf": (
-        lambda: square(softcap=math.inf),
-        "softcap must be a positive number or None, got inf",
-        None,
-    ),
-    "softcap-nan": (
-        lambda: square(softcap=math.nan),
-        "softcap must be a positive number or None, got nan",
-        None,
-    ),
+    "softcap-zero": (lambda: square(softcap=0.0), "softcap must be a positive number or None, got 0.0", None),
+    "softcap-negative": (lambda: square(softcap=-1), "softcap must be a positive number or None, got -1", None),
+    "softcap-inf": (lambda: square(softcap=math.inf), "softcap must be a positive number or None, got inf", None),
+    "softcap-nan": (lambda: square(softcap=math.nan), "softcap must be a positive number or None, got nan", None),
     "softcap-larger-than-a-float": (
         lambda: square(softcap=2**1024),
         f"softcap must be a positive number or None, got {2**1024}",
@@ -914,41 +737,13 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         f"scale must be a finite number or None (1/sqrt(head size)), got {-(2**1024)}",
         None,
     ),
-    "softcap-list": (
-        lambda: square(softcap=[30.0]),
-        "softcap must be a positive number or None, got [30.0]",
-        None,
-    ),
-    "dropout-above-one": (
-        lambda: square(dropout_p=1.1),
-        "dropout_p must be a number from 0 to 1, got 1.1",
-        None,
-    ),
-    "dropout-negative": (
-        lambda: square(dropout_p=-0.1),
-        "dropout_p must be a number from 0 to 1, got -0.1",
-        None,
-    ),
-    "dropout-nan": (
-        lambda: square(dropout_p=math.nan),
-        "dropout_p must be a number from 0 to 1, got nan",
-        None,
-    ),
-    "dropout-none": (
-        lambda: square(dropout_p=None),
-        "dropout_p must be a number from 0 to 1, got None",
-        None,
-    ),
-    "dropout-bool": (
-        lambda: square(dropout_p=True),
-        "dropout_p must be a number from 0 to 1, got True",
-        None,
-    ),
-    "dropout-list": (
-        lambda: square(dropout_p=[0.1]),
-        "dropout_p must be a number from 0 to 1, got [0.1]",
-        None,
-    ),
+    "softcap-list": (lambda: square(softcap=[30.0]), "softcap must be a positive number or None, got [30.0]", None),
+    "dropout-above-one": (lambda: square(dropout_p=1.1), "dropout_p must be a number from 0 to 1, got 1.1", None),
+    "dropout-negative": (lambda: square(dropout_p=-0.1), "dropout_p must be a number from 0 to 1, got -0.1", None),
+    "dropout-nan": (lambda: square(dropout_p=math.nan), "dropout_p must be a number from 0 to 1, got nan", None),
+    "dropout-none": (lambda: square(dropout_p=None), "dropout_p must be a number from 0 to 1, got None", None),
+    "dropout-bool": (lambda: square(dropout_p=True), "dropout_p must be a number from 0 to 1, got True", None),
+    "dropout-list": (lambda: square(dropout_p=[0.1]), "dropout_p must be a number from 0 to 1, got [0.1]", None),
     "dropout-tensor": (
         lambda: square(dropout_p=torch.tensor([0.1, 0.2])),
         "dropout_p must be a number from 0 to 1, got tensor([0.1000, 0.2000])",
@@ -984,32 +779,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "dropout_seed must be an int or a 0-d int64 tensor, got torch.int64 [1]",
         None,
     ),
-    "return-lse-int": (
-        lambda: square(return_lse=1),
-        "return_lse must be True or False, got 1",
-        None,
-    ),
-    "return-lse-none": (
-        lambda: square(return_lse=None),
-        "return_lse must be True or False, got None",
-        None,
-    ),
+    "return-lse-int": (lambda: square(return_lse=1), "return_lse must be True or False, got 1", None),
+    "return-lse-none": (lambda: square(return_lse=None), "return_lse must be True or False, got None", None),
     "return-lse-string": (
         lambda: square(return_lse="yes", softcap=1.0),
         "return_lse must be True or False, got 'yes'",
         None,
     ),
     # backend, deterministic
-    "backend-unknown": (
-        lambda: square(backend="flash2"),
-        f"backend must be one of {BACKENDS}, got 'flash2'",
-        None,
-    ),
-    "backend-int": (
-        lambda: square(backend=3),
-        f"backend must be one of {BACKENDS}, got 3",
-        None,
-    ),
+    "backend-unknown": (lambda: square(backend="flash2"), f"backend must be one of {BACKENDS}, got 'flash2'", None),
+    "backend-int": (lambda: square(backend=3), f"backend must be one of {BACKENDS}, got 3", None),
     "backend-list": (
         lambda: square(backend=["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
@@ -1020,26 +799,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "deterministic must be True, False or None, got 'yes'",
         None,
     ),
-    "deterministic-list": (
-        lambda: square(deterministic=[]),
-        "deterministic must be True, False or None, got []",
-        None,
-    ),
-    "deterministic-int": (
-        lambda: square(deterministic=2),
-        "deterministic must be True, False or None, got 2",
-        None,
-    ),
-    "use-backends-unknown": (
-        lambda: use_backends("flash2"),
-        f"backend must be one of {BACKENDS}, got 'flash2'",
-        None,
-    ),
-    "use-backends-int": (
-        lambda: use_backends(3),
-        f"backend must be one of {BACKENDS}, got 3",
-        None,
-    ),
+    "deterministic-list": (lambda: square(deterministic=[]), "deterministic must be True, False or None, got []", None),
+    "deterministic-int": (lambda: square(deterministic=2), "deterministic must be True, False or None, got 2", None),
+    "use-backends-unknown": (lambda: use_backends("flash2"), f"backend must be one of {BACKENDS}, got 'flash2'", None),
+    "use-backends-int": (lambda: use_backends(3), f"backend must be one of {BACKENDS}, got 3", None),
     "use-backends-list": (
         lambda: use_backends(["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
@@ -1061,11 +824,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "pages must be an int32 block table [sequences, max_pages], got torch.int32 [3]",
         None,
     ),
-    "pages-list": (
-        lambda: paged(pages=[[0]]),
-        "pages must be a torch.Tensor, got list",
-        None,
-    ),
+    "pages-list": (lambda: paged(pages=[[0]]), "pages must be a torch.Tensor, got list", None),
     "pages-rows": (
         lambda: paged(pages=torch.zeros(3, 3, dtype=torch.int32)),
         "pages must have one row a sequence of q (2), got [3, 3]",
@@ -1114,11 +873,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         ),
         "call under torch.no_grad(), or pass k and v unpaged",
     ),
-    "pages-device": (
-        lambda: paged(pages=TABLE.to("meta")),
-        "pages must be on the device of q (cpu), got meta",
-        None,
-    ),
+    "pages-device": (lambda: paged(pages=TABLE.to("meta")), "pages must be on the device of q (cpu), got meta", None),
     "pages-out-of-range": (
         lambda: paged(pages=TABLE + 100),
         "pages must number pages of the pool, 0 to 5, wherever a sequence has keys, got 100",
@@ -1136,33 +891,19 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "pages-thd-rows": (
         lambda: undivided.attention(
-            P,
-            t(6, 4, 2, 8),
-            t(6, 4, 2, 8),
-            layout="thd",
-            pages=TABLE,
-            mask=masks.documents([0, 3, 6, 9], [0, 2, 4, 6]),
+            P, t(6, 4, 2, 8), t(6, 4, 2, 8), layout="thd", pages=TABLE, mask=masks.documents([0, 3, 6, 9], [0, 2, 4, 6])
         ),
         "pages must have one row a document of the mask (3), got [2, 3]",
         None,
     ),
     "pages-thd-too-long": (
         lambda: undivided.attention(
-            P,
-            t(6, 4, 2, 8),
-            t(6, 4, 2, 8),
-            layout="thd",
-            pages=TABLE,
-            mask=masks.documents([0, 3, 9], [0, 20, 22]),
+            P, t(6, 4, 2, 8), t(6, 4, 2, 8), layout="thd", pages=TABLE, mask=masks.documents([0, 3, 9], [0, 20, 22])
         ),
         "padded_kv must leave room for document 0 of length 20, got 12 slots",
         "padded_kv holds the offset of each document in memory, then the total",
     ),
-    "pages-v-none": (
-        lambda: paged(v=None),
-        "v must be a torch.Tensor, got NoneType",
-        None,
-    ),
+    "pages-v-none": (lambda: paged(v=None), "v must be a torch.Tensor, got NoneType", None),
     # explain
     "explain-no-layout": (
         lambda: explain(Q, Q, Q),
@@ -1193,11 +934,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "machine must be an undivided.Machine or None, got str",
         "Machine.named('a100')",
     ),
-    "explain-q-none": (
-        lambda: explain(None, Q, Q, layout="bshd"),
-        "q must be a torch.Tensor, got NoneType",
-        None,
-    ),
+    "explain-q-none": (lambda: explain(None, Q, Q, layout="bshd"), "q must be a torch.Tensor, got NoneType", None),
     "explain-backend": (
         lambda: explain(Q, Q, Q, layout="bshd", backend="x"),
         f"backend must be one of {BACKENDS}, got 'x'",
@@ -1224,10 +961,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "merge-lse-shapes": (
         lambda: merge([OUT, OUT], [LSE, LSE[:1]]),
-        (
-            "lses must be tensors like the first, [2, 4, 5] torch.float32 on cpu, got [1, 4, 5] torch.float32 on "
-            "cpu"
-        ),
+        ("lses must be tensors like the first, [2, 4, 5] torch.float32 on cpu, got [1, 4, 5] torch.float32 on cpu"),
         None,
     ),
     "merge-dtypes": (
@@ -1248,11 +982,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "outs must be floating-point tensors, got NoneType",
         None,
     ),
-    "merge-none": (
-        lambda: merge(None, None),
-        "outs must be a sequence of tensors, got NoneType",
-        None,
-    ),
+    "merge-none": (lambda: merge(None, None), "outs must be a sequence of tensors, got NoneType", None),
     "merge-ambiguous": (
         lambda: merge([t(2, 4, 4, 8)], [t(2, 4, 4)]),
         "layout must be said, as [2, 4, 4, 8] fits bshd and bhsd, got None",
@@ -1276,26 +1006,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', or None, got 'bhds'",
         None,
     ),
-    "merge-sinks-shape": (
-        lambda: merge([OUT], [LSE], t(3)),
-        "sinks must have shape [heads] = [4], got [3]",
-        None,
-    ),
-    "merge-sinks-number": (
-        lambda: merge([OUT], [LSE], 0.0),
-        "sinks must be a floating-point tensor, got float",
-        None,
-    ),
-    "merge-lse-int": (
-        lambda: merge([OUT], [LSE.int()]),
-        "lses must be floating-point tensors, got torch.int32",
-        None,
-    ),
-    "merge-out-int": (
-        lambda: merge([OUT.int()], [LSE]),
-        "outs must be floating-point tensors, got torch.int32",
-        None,
-    ),
+    "merge-sinks-shape": (lambda: merge([OUT], [LSE], t(3)), "sinks must have shape [heads] = [4], got [3]", None),
+    "merge-sinks-number": (lambda: merge([OUT], [LSE], 0.0), "sinks must be a floating-point tensor, got float", None),
+    "merge-lse-int": (lambda: merge([OUT], [LSE.int()]), "lses must be floating-point tensors, got torch.int32", None),
+    "merge-out-int": (lambda: merge([OUT.int()], [LSE]), "outs must be floating-point tensors, got torch.int32", None),
     "merge-sinks-int": (
         lambda: merge([OUT], [LSE], t(4).bool()),
         "sinks must be a floating-point tensor, got torch.bool",
@@ -1307,11 +1021,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         None,
     ),
     # Machine
-    "machine-device": (
-        lambda: Machine(device="gpu"),
-        "Machine.device must be 'cpu', 'cuda' or None, got 'gpu'",
-        None,
-    ),
+    "machine-device": (lambda: Machine(device="gpu"), "Machine.device must be 'cpu', 'cuda' or None, got 'gpu'", None),
     "machine-no-capability": (
         lambda: Machine(device="cuda"),
         "Machine.compute_capability must be given for a CUDA device, got None",
@@ -1405,11 +1115,7 @@ def test_a_wrong_call_is_as_wrong_the_second_time(name: str) -> None:
 
 
 def test_explain_refuses_what_attention_refuses() -> None:
-    for arguments in (
-        {"layout": "bhds"},
-        {"layout": "bshd", "scale": math.nan},
-        {"layout": "bshd", "sinks": t(3)},
-    ):
+    for arguments in ({"layout": "bhds"}, {"layout": "bshd", "scale": math.nan}, {"layout": "bshd", "sinks": t(3)}):
         messages = []
         for function in (undivided.attention, explain):
             with pytest.raises(InputError) as caught:
@@ -1476,9 +1182,7 @@ def test_another_librarys_keyword_is_answered_with_ours(name: str, compiled: boo
     """They were a bare "unexpected keyword argument"."""
     call = torch.compile(undivided.attention, backend="eager") if compiled else undivided.attention
     value, hint = FOREIGN[name]
-    with pytest.raises(
-        InputError, match=rf"attention must be given only its own .*, got \['{name}'\]"
-    ) as caught:
+    with pytest.raises(InputError, match=rf"attention must be given only its own .*, got \['{name}'\]") as caught:
         call(Q, Q, Q, layout="bshd", **{name: value})  # type: ignore[call-overload]
     assert (caught.value.hint or "").startswith(hint)
     assert isinstance(caught.value, TypeError)

@@ -1,4 +1,5 @@
-"""A backward for a batch of incoming gradients equals a Python loop over them, whichever way PyTorch makes the batch."""
+"""A backward for a batch of incoming gradients equals a Python loop over them, whichever way PyTorch makes the
+batch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window-and-empty-row": {"mask": masks.window(1, 0, "bottom_right") & masks.lengths([4, 0], [3, 2])},
     "bias-sinks-slopes": {"bias": (2, 3, 4), "sinks": (2,), "alibi_slopes": (2,), "mask": masks.causal("top_left")},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 3},
-}  # fmt: skip
+}
 BACKENDS = (None, "reference", "torch_flash")
 
 
@@ -70,9 +71,7 @@ def by_nested_vmap(out: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> S
     return [g[1] / 2 for g in each]
 
 
-WAYS: dict[str, Batched] = {
-    "is_grads_batched": by_is_grads_batched, "vmap": by_vmap, "vmap-of-vmap": by_nested_vmap,
-}  # fmt: skip
+WAYS: dict[str, Batched] = {"is_grads_batched": by_is_grads_batched, "vmap": by_vmap, "vmap-of-vmap": by_nested_vmap}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -162,7 +161,5 @@ def test_a_batch_of_second_derivatives_may_be_derived_again(way: str) -> None:
         (second,) = torch.autograd.grad(first, inputs[1], upstream, is_grads_batched=True, create_graph=True)
     loop = torch.stack([each(g) for g in upstream])
     torch.testing.assert_close(second, loop)
-    third, of_loop = (
-        torch.autograd.grad(t.square().sum(), inputs, retain_graph=True) for t in (second, loop)
-    )
+    third, of_loop = (torch.autograd.grad(t.square().sum(), inputs, retain_graph=True) for t in (second, loop))
     torch.testing.assert_close(third, of_loop)

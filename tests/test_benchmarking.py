@@ -1,4 +1,5 @@
-"""Benchmarks: what is timed and what is not, disturbed runs, goals, the report and its tables. No test depends on a time."""
+"""Benchmarks: what is timed and what is not, disturbed runs, goals, the report and its tables. No test depends on a
+time."""
 
 from __future__ import annotations
 
@@ -59,14 +60,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hurried(**changes: Any) -> Settings:
     return Settings(
-        **{
-            "patience": 0.0,
-            "small_patience": 0.0,
-            "attempts": 1,
-            "backends": (),
-            "others": ("sdpa", "math"),
-            **changes,
-        }
+        **{"patience": 0.0, "small_patience": 0.0, "attempts": 1, "backends": (), "others": ("sdpa", "math"), **changes}
     )
 
 
@@ -105,11 +99,7 @@ class TestTurns:
 
     @pytest.mark.parametrize(
         ("witnessed", "found"),
-        [
-            ([1.0, 1.4], (2.0, False)),
-            ([1.0, 3.0, 1.2, 1.0], (2.5, False)),
-            ([3.0, 1.0, 2.0, 1.0], (2.5, True)),
-        ],
+        [([1.0, 1.4], (2.0, False)), ([1.0, 3.0, 1.2, 1.0], (2.5, False)), ([3.0, 1.0, 2.0, 1.0], (2.5, True))],
         ids=["calm", "calm-again", "never-calm"],
     )
     def test_a_witness_has_a_disturbed_race_run_again(
@@ -121,9 +111,7 @@ class TestTurns:
         assert witness.slowness() == 1.0
         spans = iter([2.0] * 4 + [2.5] * 3)
         monkeypatch.setattr(timing, "PAUSE", 0.0)
-        race = timing.race(
-            {"a": lambda: "a"}, 0.0, lambda function, calls: calls * next(spans), witness, attempts=2
-        )
+        race = timing.race({"a": lambda: "a"}, 0.0, lambda function, calls: calls * next(spans), witness, attempts=2)
         assert (race.seconds, race.contended) == ({"a": found[0]}, found[1])
 
     def test_a_gpu_is_timed_by_events(self) -> None:
@@ -177,9 +165,7 @@ class TestPeak:
             assert share > 0
         assert [probe.unit for probe in probes] == ["FLOP/s"] * 3 + ["B/s"]
 
-    def test_a_forced_instruction_set_is_held_against_its_own_peak(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_forced_instruction_set_is_held_against_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peak, "_products_matter", lambda library, dtype: True)
         native = not isinstance(peak.cpu.load(), str)
         monkeypatch.delenv("UNDIVIDED_ISA", raising=False)
@@ -212,9 +198,7 @@ class TestCatalogue:
         for one in benchmarks("mask"):
             if one.case.layout == "thd" and one.case.mask is not None:
                 shortest, longest = map(int, one.case.name.split("-")[1:])
-                lengths = (
-                    one.case.mask().normal_form(1, 1, 8192, 8192, torch.device("cpu")).q_sequence.flatten()
-                )
+                lengths = one.case.mask().normal_form(1, 1, 8192, 8192, torch.device("cpu")).q_sequence.flatten()
                 counts = torch.bincount(lengths.long())[:-1]  # the last is cut where 8192 is reached
                 assert shortest <= int(counts.min())
                 assert int(counts.max()) <= longest
@@ -272,9 +256,7 @@ class TestVerificationFirst:
         assert not found["sdpa"]["ok"]
         assert "seconds" not in found["sdpa"]
 
-    def test_nothing_of_the_library_is_shown_where_the_library_is_wrong(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_of_the_library_is_shown_where_the_library_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         attention = competitors.attention
         monkeypatch.setattr(competitors, "attention", lambda *t, **kw: 1.01 * attention(*t, **kw))
         case = runs.run(tiny(goal=Goal(fraction=0.5)), hurried())
@@ -282,9 +264,7 @@ class TestVerificationFirst:
         assert "seconds" not in entries(case)["undivided"]
         assert not case["goals"]
 
-    def test_the_problem_without_a_feature_is_verified_as_itself(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_problem_without_a_feature_is_verified_as_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
         attention = competitors.attention
 
         def wrong_when_plain(*tensors: Tensor, **arguments: Any) -> Any:
@@ -295,10 +275,7 @@ class TestVerificationFirst:
         assert all(entry["ok"] for entry in runs.run(one, hurried())["entries"])
         monkeypatch.setattr(competitors, "attention", wrong_when_plain)
         case = runs.run(one, hurried())
-        assert {name: entry["ok"] for name, entry in entries(case).items()} == {
-            "undivided": True,
-            "without": False,
-        }
+        assert {name: entry["ok"] for name, entry in entries(case).items()} == {"undivided": True, "without": False}
         assert not case["goals"]
 
     def test_what_raises_is_wrong_and_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +294,7 @@ class TestVerificationFirst:
     def test_a_sample_finds_one_wrong_row_among_those_it_looks_at(self, backward: bool) -> None:
         case = replace(TINY, q_len=640, heads=3, needs=None if backward else ())
         prepared = prepare(Benchmark("forward", case, torch.float32, backward=backward))
-        sample = sample_of(
-            prepared.problem, prepared.operands, prepared.inputs.grad_out if backward else None
-        )
+        sample = sample_of(prepared.problem, prepared.operands, prepared.inputs.grad_out if backward else None)
         assert len(sample.pieces) == (2 if backward else 4), "too large to be looked at whole"
         results = competitors._sdpa(prepared).results()
         for name, value in results.items():
@@ -360,9 +335,7 @@ class TestFigures:
         assert fraction["short"] == pytest.approx(1 - ours["fraction"] / 0.9)
         assert (faster["what"], faster["met"], faster["short"]) == ("x sdpa", True, 0.0)
 
-    def test_decoding_is_held_against_reads_that_took_turns_with_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_decoding_is_held_against_reads_that_took_turns_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = replace(QUIET, what="read", turn=lambda: None, work=3e6)
         monkeypatch.setattr(peak, "reading", lambda size, device: reads)
         decoding = replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode")
@@ -374,29 +347,20 @@ class TestFigures:
 
     def test_causal_counts_the_pairs_it_allows(self) -> None:
         assert runs.operations(prepare(tiny(mask=masks.causal))) == 4 * (24 * 25 // 2) * 16 * 2
-        assert (
-            runs.operations(prepare(tiny(mask=masks.causal, backward=True, needs=None))) == 10 * 300 * 16 * 2
-        )
+        assert runs.operations(prepare(tiny(mask=masks.causal, backward=True, needs=None))) == 10 * 300 * 16 * 2
         packed = tiny(layout="thd", mask=lambda: masks.documents([0, 10, 24]))
         assert runs.operations(prepare(packed)) == 4 * (10**2 + 14**2) * 16 * 2
 
     def test_decoding_is_held_against_what_it_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = tiny(
-            batch=2,
-            q_len=1,
-            kv_len=24,
-            mask=lambda: masks.lengths([24, 7]),
-            reads=True,
-            goal=Goal(fraction=0.1),
+            batch=2, q_len=1, kv_len=24, mask=lambda: masks.lengths([24, 7]), reads=True, goal=Goal(fraction=0.1)
         )
         case = self.run(one, monkeypatch, undivided=1e-5, sdpa=1e-5, math=1e-5)
         assert case["bytes"] == (24 + 7) * 2 * 2 * 16 * 4
         assert case["goals"][0]["what"] == "reads"
         assert entries(case)["undivided"]["fraction"] == pytest.approx(case["bytes"] / 1e-5 / 1e9)
 
-    def test_a_feature_is_held_against_the_same_problem_without_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_feature_is_held_against_the_same_problem_without_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = tiny(softcap=5.0, without=TINY, goal=Goal(within=1.35))
         case = self.run(one, monkeypatch, undivided=3e-4, without=2e-4)
         assert set(case["absent"]) >= {"sdpa", "math"}
@@ -426,11 +390,29 @@ class TestCompetitors:
         """The catalogue made small: its features, layouts and directions, not its sizes."""
         seen = set()
         for one in benchmarks(suite):
-            case = replace(one.case, name="small", q_len=min(one.case.q_len, 40), heads=4, kv_heads=2 if one.reads else 4,
-                           qk_dim=32, batch=min(one.case.batch, 2), **_shrunk(one.case))  # fmt: skip
+            case = replace(
+                one.case,
+                name="small",
+                q_len=min(one.case.q_len, 40),
+                heads=4,
+                kv_heads=2 if one.reads else 4,
+                qk_dim=32,
+                batch=min(one.case.batch, 2),
+                **_shrunk(one.case),
+            )
             without = None if one.without is None else replace(one.without, q_len=40, heads=4, qk_dim=32)
-            key = (case.layout, case.batch, str(case.mask and case.mask()), case.bias, case.softcap, case.alibi, case.dropout_p,
-                   case.page_size, one.backward, one.dtype)  # fmt: skip
+            key = (
+                case.layout,
+                case.batch,
+                str(case.mask and case.mask()),
+                case.bias,
+                case.softcap,
+                case.alibi,
+                case.dropout_p,
+                case.page_size,
+                one.backward,
+                one.dtype,
+            )
             if key in seen:
                 continue
             seen.add(key)
@@ -454,23 +436,25 @@ class TestCompetitors:
         [
             pytest.param({"softcap": 5.0}, "sdpa", "softcap", id="softcap"),
             pytest.param({"dropout_p": 0.1}, "sdpa", "pattern of its own", id="dropout"),
-            pytest.param({"q_len": 1, "kv_len": 24, "page_size": 4, "layout": "bshd", "mask": lambda: masks.lengths([24])},
-                         "math", "no pages", id="pages"),
+            pytest.param(
+                {"q_len": 1, "kv_len": 24, "page_size": 4, "layout": "bshd", "mask": lambda: masks.lengths([24])},
+                "math",
+                "no pages",
+                id="pages",
+            ),
             pytest.param({"needs": None, "backward": True}, "flex", "no backward", id="flex-backward"),
             pytest.param({"needs": None, "backward": True}, "onnxruntime", "no backward", id="onnxruntime-backward"),
-            pytest.param({"mask": lambda: masks.window(3, 0)}, "onnxruntime", "plain and causal", id="onnxruntime-window"),
+            pytest.param(
+                {"mask": lambda: masks.window(3, 0)}, "onnxruntime", "plain and causal", id="onnxruntime-window"
+            ),
         ],
-    )  # fmt: skip
-    def test_what_another_cannot_compute_it_is_absent_from(
-        self, changes: dict[str, Any], name: str, why: str
-    ) -> None:
+    )
+    def test_what_another_cannot_compute_it_is_absent_from(self, changes: dict[str, Any], name: str, why: str) -> None:
         found, absent = competitors.competitors(prepare(tiny(**changes)), (), (name,))
         assert name not in {one.name for one in found}
         assert why in absent[name]
 
-    def test_math_stays_away_where_its_tables_would_fill_the_memory(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_math_stays_away_where_its_tables_would_fill_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(competitors, "MOST_SCORES", 1000)
         assert "GiB" in competitors.competitors(prepare(tiny()), (), ("math",))[1]["math"]
 
@@ -509,17 +493,41 @@ def small_report() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peak, "arithmetic", lambda dtype, device: QUIET)
         patch.setattr(peak, "reading", lambda size, device: QUIET)
-        patch.setattr(memory, "memory", lambda lengths, step: [
-            {"tokens": 4096, "dtype": "float32",
-             "backend": "native", "bytes": 5 << 20, "bytes_a_token": 1280.0, "tensors": 4 << 20,
-             "error": 1e-7, "budget": 3e-7},
-            {"tokens": 16384, "dtype": "float32", "backend": "native", "bytes": 21 << 20, "bytes_a_token": 1344.0,
-             "tensors": 16 << 20, "error": 1e-7, "budget": 3e-7, "growth": 1.05, "met": True},
-        ])  # fmt: skip
+        patch.setattr(
+            memory,
+            "memory",
+            lambda lengths, step: [
+                {
+                    "tokens": 4096,
+                    "dtype": "float32",
+                    "backend": "native",
+                    "bytes": 5 << 20,
+                    "bytes_a_token": 1280.0,
+                    "tensors": 4 << 20,
+                    "error": 1e-7,
+                    "budget": 3e-7,
+                },
+                {
+                    "tokens": 16384,
+                    "dtype": "float32",
+                    "backend": "native",
+                    "bytes": 21 << 20,
+                    "bytes_a_token": 1344.0,
+                    "tensors": 16 << 20,
+                    "error": 1e-7,
+                    "budget": 3e-7,
+                    "growth": 1.05,
+                    "met": True,
+                },
+            ],
+        )
         patch.setattr(suites, "_OVERHEAD", {True: (1, 1), False: (1, 1)})
         goal = Goal(fraction=1e9, faster=(("sdpa", 1e-9),))
-        single = (tiny(goal=goal), tiny(name="documents", layout="thd", mask=lambda: masks.documents([0, 9, 24])),
-                  replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode"))  # fmt: skip
+        single = (
+            tiny(goal=goal),
+            tiny(name="documents", layout="thd", mask=lambda: masks.documents([0, 9, 24])),
+            replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode"),
+        )
         small = (replace(tiny(name="b1", goal=Goal(allowance=(1e-9, 1e-9))), suite="small"),)
         plan = benchmarking.Plan(single, (small,), overhead=True, memory=True, quick=True)
         steps: list[str] = []
@@ -547,22 +555,13 @@ class TestReport:
         assert json.loads(json.dumps(small_report, allow_nan=False)) == json.loads(json.dumps(small_report))
         assert small_report["schema"] == suites.SCHEMA
         machine = small_report["machine"]
-        assert {
-            "processor",
-            "isa",
-            "native",
-            "threads",
-            "torch",
-            "UNDIVIDED_ISA",
-            "onnxruntime",
-            "cores",
-        } <= set(machine)
+        assert {"processor", "isa", "native", "threads", "torch", "UNDIVIDED_ISA", "onnxruntime", "cores"} <= set(
+            machine
+        )
         assert machine["threads"] == 1
         assert small_report["commit"] is None or len(small_report["commit"]) >= 7
 
-    def test_every_case_says_what_was_asked_and_how_it_was_measured(
-        self, small_report: dict[str, Any]
-    ) -> None:
+    def test_every_case_says_what_was_asked_and_how_it_was_measured(self, small_report: dict[str, Any]) -> None:
         for case in small_report["cases"]:
             assert {
                 "suite",
@@ -614,9 +613,7 @@ class TestReport:
         assert table.rows[0][0].text.endswith("~")
         assert any(note.startswith("~") for note in table.notes)
 
-    def test_a_wrong_competitor_has_a_word_where_its_figure_would_be(
-        self, small_report: dict[str, Any]
-    ) -> None:
+    def test_a_wrong_competitor_has_a_word_where_its_figure_would_be(self, small_report: dict[str, Any]) -> None:
         copy = json.loads(json.dumps(small_report))
         for entry in copy["cases"][0]["entries"]:
             if entry["name"] == "sdpa":
@@ -669,24 +666,17 @@ class TestCommand:
 
     def test_json_goes_to_a_file_and_its_tables_to_the_terminal(self, tmp_path: Path) -> None:
         path = tmp_path / "found" / "here.json"
-        done = command(
-            *self.SMALL, "--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--json", str(path)
-        )
+        done = command(*self.SMALL, "--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--json", str(path))
         assert done.exit_code == 0, done.output
         assert "Small problems" in done.stdout
         written = json.loads(path.read_text())
-        assert [case["name"] for case in written["cases"]] == [
-            "fp32-b1-h8-1-d64",
-            "fp32-b1-h8-1-d64-backward",
-        ]
+        assert [case["name"] for case in written["cases"]] == ["fp32-b1-h8-1-d64", "fp32-b1-h8-1-d64-backward"]
         shown = command("--markdown", str(path))
         assert shown.exit_code == 0
         assert shown.stdout == benchmarking.markdown(written)
 
     def test_json_goes_to_stdout(self) -> None:
-        done = command(
-            "--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--json", "-", "--threads", "1"
-        )
+        done = command("--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--json", "-", "--threads", "1")
         assert json.loads(done.stdout)["machine"]["threads"] == 1
 
     def test_exit_code_is_1_where_the_library_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,10 +706,7 @@ class TestCommand:
             (["--suite", "speed"], "forward"),
             (["--dtype", "fp8"], "bf16"),
             (["--competitor", "abacus"], "onnxruntime"),
-            (
-                ["--backend", "warp_drive", "--quick", "--suite", "decode", "--filter", "bf16-bhsd-batch1"],
-                "warp_drive",
-            ),
+            (["--backend", "warp_drive", "--quick", "--suite", "decode", "--filter", "bf16-bhsd-batch1"], "warp_drive"),
             (["--filter", "nothing like this"], "forward/bf16"),
             (["--markdown", "no_such_file.json"], "no_such_file.json"),
             (["--device", "cuda"], "no CUDA device"),

@@ -1,4 +1,5 @@
-"""The byte model of ``undivided demo --train``: packing, checkpoints that continue bit for bit, generation from pages."""
+"""The byte model of ``undivided demo --train``: packing, checkpoints that continue bit for bit, generation from
+pages."""
 
 from __future__ import annotations
 
@@ -84,9 +85,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(corpus: Corpus, tmp_path: Path)
     for content in (b"", b"not a checkpoint"):
         file = tmp_path / "wrong.pt"
         file.write_bytes(content)
-        with pytest.raises(
-            undivided.InputError, match="--checkpoint must be a checkpoint that this training wrote"
-        ):
+        with pytest.raises(undivided.InputError, match="--checkpoint must be a checkpoint that this training wrote"):
             Training.load(file, corpus)
     torch.save({"done": 1}, tmp_path / "other.pt")
     with pytest.raises(undivided.InputError, match="--checkpoint must be"):

@@ -108,10 +108,7 @@ def test_ragged_steps_equal_one_pass(kind: str, layout: str, attention: str) -> 
     found: list[list[Tensor]] = [[] for _ in sequences]
     while any(at < len(s[0]) for at, s in zip(cache.lengths, sequences, strict=True)):
         least = 0 if any(cache.lengths) else how.first
-        ends = [
-            min(at + chance.randint(least, 4), len(s[0]))
-            for at, s in zip(cache.lengths, sequences, strict=True)
-        ]
+        ends = [min(at + chance.randint(least, 4), len(s[0])) for at, s in zip(cache.lengths, sequences, strict=True)]
         tokens = [[t[at:end] for t in s] for s, at, end in zip(sequences, cache.lengths, ends, strict=True)]
         for seen, out in zip(found, step(cache, tokens, how), strict=True):
             seen.append(out)
@@ -141,8 +138,7 @@ def test_chunks_of_one_size_equal_one_pass(kind: str, size: int, attention: str)
 def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
     sequences, cache = new_sequences(dtype=dtype), new_cache(kind, dtype=dtype)
     found = [
-        step(cache, [[t[start : start + 5] for t in s] for s in sequences], Kind(None))
-        for start in range(0, 13, 5)
+        step(cache, [[t[start : start + 5] for t in s] for s in sequences], Kind(None)) for start in range(0, 13, 5)
     ]
     for outs, sequence in zip(zip(*found, strict=True), sequences, strict=True):
         check_within_budget(torch.cat(outs), sequence)
@@ -157,13 +153,10 @@ def check_within_budget(out: Tensor, sequence: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_given_for_each_pair_ends_with_the_longest_sequence(kind: str) -> None:
-    """Bias, dense masks and document ids, [.., Sk] with Sk the longest of the lengths: also where pages reach further."""
+    """Bias, dense masks and document ids, [.., Sk] with Sk the longest of the lengths: also where pages reach
+    further."""
     sequences, cache = new_sequences(), new_cache(kind)
-    bias, dense, ids = (
-        torch.randn(1, HEADS, 13, 13),
-        torch.rand(13, 13) < 0.7,
-        torch.tensor([[0] * 3 + [1] * 10]),
-    )
+    bias, dense, ids = (torch.randn(1, HEADS, 13, 13), torch.rand(13, 13) < 0.7, torch.tensor([[0] * 3 + [1] * 10]))
     per_key, one_column = torch.randn(1, 1, 1, 13), torch.randn(1, HEADS, 13, 1)
 
     def given(rows: slice, keys: int) -> list[tuple[Mask, Tensor | None]]:
@@ -181,9 +174,7 @@ def test_what_is_given_for_each_pair_ends_with_the_longest_sequence(kind: str) -
         q, k, v = (joined([t[n] for t in tokens], "bshd") for n in range(3))
         cache.append(k, v, lengths=counts)
         for case, (mask, added) in enumerate(given(slice(start, start + q.shape[1]), max(cache.lengths))):
-            for out, sequence in zip(
-                parted(cache.attend(q, mask, bias=added), "bshd", counts), sequences, strict=True
-            ):
+            for out, sequence in zip(parted(cache.attend(q, mask, bias=added), "bshd", counts), sequences, strict=True):
                 length = len(sequence[0])
                 of_all, bias_of_all = given(slice(0, length), length)[case]
                 q1, k1, v1 = (t[None] for t in sequence)
@@ -199,11 +190,7 @@ def test_every_query_of_a_batch_element_can_have_slopes_of_its_own(kind: str, la
     slopes = torch.rand(3, HEADS)
     sequences, cache = new_sequences(), new_cache(kind, layout=layout)
     for start in range(0, 13, 4):
-        outs = step(
-            cache,
-            [[t[start : start + 4] for t in s] for s in sequences],
-            Kind(None, {"alibi_slopes": slopes}),
-        )
+        outs = step(cache, [[t[start : start + 4] for t in s] for s in sequences], Kind(None, {"alibi_slopes": slopes}))
         for out, sequence, own in zip(outs, sequences, slopes, strict=True):
             want = in_one_pass(sequence, Kind(None, {"alibi_slopes": own}))
             torch.testing.assert_close(out, want[start : start + 4])
@@ -217,11 +204,7 @@ def test_log_sum_exp(kind: str, layout: str) -> None:
     q, k, v = (joined([s[n] for s in sequences], layout) for n in range(3))
     cache.append(k, v, lengths=LENGTHS)
     _, lse = cache.attend(q, return_lse=True)
-    found = (
-        lse.split(LENGTHS, 1)
-        if layout == "thd"
-        else [row[:, :n] for row, n in zip(lse, LENGTHS, strict=True)]
-    )
+    found = lse.split(LENGTHS, 1) if layout == "thd" else [row[:, :n] for row, n in zip(lse, LENGTHS, strict=True)]
     for got, sequence in zip(found, sequences, strict=True):
         q1, k1, v1 = (t[None] for t in sequence)
         _, want = undivided.attention(
@@ -286,9 +269,7 @@ def test_forks_share_pages_until_one_is_written_to() -> None:
     assert cache.free_pages == 10
     assert cache.block_table.tolist() == [[0, 1]] * 3
     one = [t[:1] for t in sequence]
-    step(
-        cache, [nothing, one, nothing], Kind(None)
-    )  # the page in the middle of which it stands is copied, no other
+    step(cache, [nothing, one, nothing], Kind(None))  # the page in the middle of which it stands is copied, no other
     assert cache.block_table.tolist() == [[0, 1], [0, 2], [0, 1]]
     step(cache, [one, one, one], Kind(None))  # of the two that still share it, only one has to copy it
     assert cache.block_table.tolist() == [[0, 3], [0, 2], [0, 1]]
@@ -368,7 +349,8 @@ def test_a_cache_made_in_inference_mode_is_written_to_outside_and_the_other_way_
 def test_layers_with_the_same_lengths_work_out_the_mask_once(
     kind: str, layout: str, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model has one cache a layer, and a mask is made of the lengths in each: the same one, also in inference mode."""
+    """A model has one cache a layer, and a mask is made of the lengths in each: the same one, also in inference
+    mode."""
     built = []
     build = _ranges.build
     monkeypatch.setattr(_ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
@@ -384,7 +366,8 @@ def test_layers_with_the_same_lengths_work_out_the_mask_once(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_layer_is_not_compiled_again_for_every_length(kind: str) -> None:
-    """The cache stays outside of the graphs; what is around it is compiled for a prompt and for a token, and that is all."""
+    """The cache stays outside of the graphs; what is around it is compiled for a prompt and for a token, and that is
+    all."""
     graphs = []
 
     def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -446,10 +429,14 @@ Q = torch.randn(3, 2, HEADS, DIM)
 REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "no-room": (lambda c: c.append(tokens_of(3, 40), tokens_of(3, 40, dim=VALUE_DIM)), "k must (leave|fit)"),
     "no-room-for-the-last": (
-        lambda c: c.append(tokens_of(3, 40), tokens_of(3, 40, dim=VALUE_DIM), lengths=[1, 2, 40]), "k must (leave|fit)"
+        lambda c: c.append(tokens_of(3, 40), tokens_of(3, 40, dim=VALUE_DIM), lengths=[1, 2, 40]),
+        "k must (leave|fit)",
     ),
     "k-not-a-tensor": (lambda c: c.append([1], V), "k must be a torch.Tensor"),
-    "k-of-other-heads": (lambda c: c.append(tokens_of(3, 2, heads=4), V), r"k must have shape \[3, new, 2, 8\] in 'bshd'"),
+    "k-of-other-heads": (
+        lambda c: c.append(tokens_of(3, 2, heads=4), V),
+        r"k must have shape \[3, new, 2, 8\] in 'bshd'",
+    ),
     "k-of-another-batch": (lambda c: c.append(tokens_of(2, 2), V), "k must have shape"),
     "k-flat": (lambda c: c.append(K.flatten(2), V), "k must have shape"),
     "v-of-k's-size": (lambda c: c.append(K, K), r"v must have shape \[3, new, 2, 5\]"),
@@ -458,7 +445,10 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "another-device": (lambda c: c.append(K.to("meta"), V), "k must be on the device of the cache"),
     "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must need no gradient"),
     "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
-    "lengths-too-long": (lambda c: c.append(K, V, lengths=[1, 3, 2]), r"lengths must be at most the new tokens in k \(2\)"),
+    "lengths-too-long": (
+        lambda c: c.append(K, V, lengths=[1, 3, 2]),
+        r"lengths must be at most the new tokens in k \(2\)",
+    ),
     "lengths-negative": (lambda c: c.append(K, V, lengths=[1, -1, 2]), r"lengths\[1\] must be at least 0"),
     "lengths-floats": (lambda c: c.append(K, V, lengths=torch.rand(3)), "lengths must be an int tensor"),
     "lengths-a-number": (lambda c: c.append(K, V, lengths=2), "lengths must be a list of 3 ints"),
@@ -472,7 +462,8 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
         r"bias must (end with the 7 keys|be broadcastable to .* 7\])",
     ),
     "dense-of-other-keys": (
-        lambda c: c.attend(Q, masks.dense(torch.ones(2, 8) > 0), [2] * 3), r"mask must (end with the 7 keys|have dense)"
+        lambda c: c.attend(Q, masks.dense(torch.ones(2, 8) > 0), [2] * 3),
+        r"mask must (end with the 7 keys|have dense)",
     ),
     "bias-a-number": (lambda c: c.attend(Q, q_lengths=[2] * 3, bias=1.0), "bias must be a torch.Tensor"),
     "mask-a-tensor": (lambda c: c.attend(Q, torch.ones(2, 2) > 0, [2] * 3), "mask must be an undivided.masks.Mask"),
@@ -484,7 +475,7 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "fork-from-beyond": (lambda c: c.fork(-1, 0), "src must be at least 0"),
     "fork-unequal": (lambda c: c.fork([0, 1], [2]), r"dst must be as many sequences as src \(2\)"),
     "fork-onto-one": (lambda c: c.fork([0, 1], [2, 2]), "dst must name every sequence once"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -493,9 +484,7 @@ def test_refused_and_nothing_changed(kind: str, case: str) -> None:
     cache = new_cache(kind)
     step(cache, new_sequences((5, 4, 3)), Kind(None))
     cache.fork(0, 2)
-    cache.append(
-        tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM), lengths=[1, 0, 2]
-    )  # a page is shared, one was copied
+    cache.append(tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM), lengths=[1, 0, 2])  # a page is shared, one was copied
     before = state(cache)
     call, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
@@ -506,13 +495,16 @@ def test_refused_and_nothing_changed(kind: str, case: str) -> None:
 
 REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "lengths-missing": (lambda c: c.append(K[0], V[0]), "lengths must be given in layout 'thd'"),
-    "lengths-of-fewer-tokens": (lambda c: c.append(K[0], V[0], lengths=[1, 0, 0]), "lengths must sum to the 2 packed tokens"),
+    "lengths-of-fewer-tokens": (
+        lambda c: c.append(K[0], V[0], lengths=[1, 0, 0]),
+        "lengths must sum to the 2 packed tokens",
+    ),
     "a-row-too-many": (lambda c: c.append(K, V, lengths=[1, 1, 0]), r"k must have shape \[tokens, 2, 8\] in 'thd'"),
     "queries-of-no-sequence": (lambda c: c.attend(Q[0, :1]), "q_lengths must sum to the 1 packed tokens"),
     "bias": (lambda c: c.attend(Q[0], bias=torch.zeros(HEADS, 2, 16)), "bias must be None in layout 'thd'"),
     "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must be made of causal"),
     "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must be made of causal"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED_PACKED)
@@ -530,10 +522,19 @@ def test_refused_where_packed(kind: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("batch", 0), ("max_len", 0), ("max_len", 2.5), ("kv_heads", -1), ("head_dim", "8"), ("value_dim", 0),
-        ("dtype", torch.int8), ("dtype", "float32"), ("layout", "shbd"), ("num_pages", 0), ("page_size", True),
+        ("batch", 0),
+        ("max_len", 0),
+        ("max_len", 2.5),
+        ("kv_heads", -1),
+        ("head_dim", "8"),
+        ("value_dim", 0),
+        ("dtype", torch.int8),
+        ("dtype", "float32"),
+        ("layout", "shbd"),
+        ("num_pages", 0),
+        ("page_size", True),
     ],
-)  # fmt: skip
+)
 def test_a_cache_that_cannot_be_made(argument: str, value: object) -> None:
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "batch": 3, "dtype": torch.float32}
     for kind, own in ((KVCache, {"max_len": 16}), (PagedKVCache, {"num_pages": 4, "page_size": 4})):

@@ -78,16 +78,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.seen() == before
             return
         assert fits
-        self.held = [
-            (torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(self.held, new, strict=True)
-        ]
+        self.held = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(self.held, new, strict=True)]
 
     def seen(self) -> object:
         cache = self.cache
-        return cache.lengths, isinstance(cache, PagedKVCache) and (
-            cache.block_table.tolist(),
-            cache.free_pages,
-        )
+        return cache.lengths, isinstance(cache, PagedKVCache) and (cache.block_table.tolist(), cache.free_pages)
 
     def surely_fits(self, counts: list[int]) -> bool:
         """Even if every sequence that grows had to copy its last page."""
@@ -136,9 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
         for got, q, (k, v) in zip(parted(out, layout, counts), queries, self.held, strict=True):
             before = torch.zeros(len(k) - len(q), *q.shape[1:])
             whole = torch.cat([before, q]).unsqueeze(0)
-            want = undivided.attention(
-                whole, k[None], v[None], layout="bshd", mask=MASKS[name], backend="reference"
-            )
+            want = undivided.attention(whole, k[None], v[None], layout="bshd", mask=MASKS[name], backend="reference")
             torch.testing.assert_close(got, want[0, len(before) :])
 
     @invariant()

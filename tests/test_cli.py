@@ -28,9 +28,7 @@ QUICK = ["demo", "--documents", "5", "--longest", "128", "--rounds", "0"]
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Any:
-    return CliRunner().invoke(
-        app, list(arguments), env={"COLUMNS": "100", **(env or {})}, catch_exceptions=False
-    )
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", **(env or {})}, catch_exceptions=False)
 
 
 def answer(*arguments: str, code: int = 0) -> Any:
@@ -170,10 +168,7 @@ class TestExplain:
     def test_reasons_state_value_and_limit(self) -> None:
         found = answer(*self.OLD, "--mask", "causal")
         reasons = {row["name"]: row["reasons"] for row in found["backends"]}
-        assert (
-            "query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)"
-            in reasons["cudnn"]
-        )
+        assert "query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)" in reasons["cudnn"]
         assert found["chosen"] not in (None, "cudnn")
 
     def test_exit_code_is_1_where_nothing_can_run(self) -> None:
@@ -185,17 +180,7 @@ class TestExplain:
     def test_packed_documents_with_every_extra(self) -> None:
         words = "--layout thd --q 576x8x64 --kv-heads 2 --documents 64,512 --window 256,0 --softcap 30 --sinks --alibi"
         found = answer("explain", *words.split(), "--dropout", "0.1", "--grad", "--lse", "--bias", "1h11")
-        for word in (
-            "documents",
-            "window(256, 0)",
-            "softcap",
-            "sinks",
-            "alibi",
-            "dropout",
-            "gqa",
-            "bias_grad",
-            "lse",
-        ):
+        for word in ("documents", "window(256, 0)", "softcap", "sinks", "alibi", "dropout", "gqa", "bias_grad", "lse"):
             assert word in found["problem"]
         assert found["chosen"] == "native"
 
@@ -210,9 +195,7 @@ class TestExplain:
             pytest.param(["--layout", "thd", "--q", "3x4xq"], "TxHxD", id="no-numbers"),
             pytest.param(["--device", "abacus"], "a100", id="unknown-device"),
             pytest.param(["--cudnn", "9.1"], "--device", id="cudnn-of-what"),
-            pytest.param(
-                ["--device", "a100", "--package", "flash_attn"], "NAME=VERSION", id="package-without-version"
-            ),
+            pytest.param(["--device", "a100", "--package", "flash_attn"], "NAME=VERSION", id="package-without-version"),
             pytest.param(["--device", "a100", "--package", "left_pad=1"], "left_pad", id="unknown-package"),
             pytest.param(["--kv", "2x512x8x64", "--mask", "causal"], "bottom_right", id="alignment-not-said"),
             pytest.param(["--align", "sideways"], "sideways", id="no-such-alignment"),
@@ -235,9 +218,7 @@ class TestVerify:
     def test_report_is_green(self) -> None:
         report = answer(*self.SMALL, "--backend", "reference")
         assert report["ok"]
-        assert {"out", "dq", "dk", "dv"} <= {
-            row["quantity"] for row in report["rows"] if row["backend"] == "reference"
-        }
+        assert {"out", "dq", "dk", "dv"} <= {row["quantity"] for row in report["rows"] if row["backend"] == "reference"}
 
     def test_text_is_the_report(self) -> None:
         done = run(*self.SMALL, "--no-gradients", "--backend", "reference")
@@ -283,26 +264,21 @@ class TestMask:
 
     def test_alignment_that_matters_must_be_said(self) -> None:
         assert "align" in refused("mask", "causal", "--q-len", "2", "--kv-len", "5")
-        assert (
-            answer("mask", "causal", "--align", "bottom_right", "--q-len", "2", "--kv-len", "5")["pairs"] == 9
-        )
+        assert answer("mask", "causal", "--align", "bottom_right", "--q-len", "2", "--kv-len", "5")["pairs"] == 9
 
     def test_nothing_said_is_refused(self) -> None:
         assert "HINT" in refused("mask")
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["causal", "causal()", "window(2, 0) | prefix(1)", "(causal() | prefix(3)) & lengths([2, 5], q=[2, 5])"],
+    "text", ["causal", "causal()", "window(2, 0) | prefix(1)", "(causal() | prefix(3)) & lengths([2, 5], q=[2, 5])"]
 )
 def test_mask_text_means_what_python_means(text: str) -> None:
     meant = eval(text if text != "causal" else "causal()", vars(masks).copy())
     assert parse(text).to_dense(2, 1, 5, 5).equal(meant.to_dense(2, 1, 5, 5))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "causal(", "foo()", "causal() + causal()", "causal", "window(1)", "window(x, 0)"]
-)
+@pytest.mark.parametrize("text", ["", "causal(", "foo()", "causal() + causal()", "causal", "window(1)", "window(x, 0)"])
 def test_other_text_is_refused(text: str) -> None:
     if text == "causal":
         return
@@ -335,9 +311,7 @@ class TestLongSequences:
         assert largest.elements <= 10 * length
 
     def test_rows_that_no_memory_holds_are_refused(self) -> None:
-        assert "batch * queries must be at most 16777216" in refused(
-            "mask", "causal", "--q-len", "99999999999"
-        )
+        assert "batch * queries must be at most 16777216" in refused("mask", "causal", "--q-len", "99999999999")
 
 
 def whole_words(text: str) -> set[str]:
@@ -348,17 +322,7 @@ COMMANDS = {
     "ranks": ("ranks", "--filter", "forward/128"),
     "plan": ("plan", "65536", "--mask", "causal", "--by-rank"),
     "doctor": ("doctor",),
-    "explain": (
-        "explain",
-        "--q",
-        "48x16534x18x128",
-        "--dtype",
-        "bf16",
-        "--device",
-        "a100",
-        "--cudnn",
-        "8.9.7",
-    ),
+    "explain": ("explain", "--q", "48x16534x18x128", "--dtype", "bf16", "--device", "a100", "--cudnn", "8.9.7"),
     "diagnose": ("diagnose", "No valid execution plans built"),
     "diagnose-list": ("diagnose", "--list"),
 }
@@ -381,8 +345,13 @@ class TestTables:
         assert "  ring\n    placement: zigzag\n    mesh: 8x1\n" in narrow
 
     def test_the_overhead_table_is_whole_at_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        row = {"problem": "8 tokens, recording for the backward", "call": 1234.5, "backend_alone": 1123.4, "sdpa": 8.4,
-               "above_backend": 111.1}  # fmt: skip
+        row = {
+            "problem": "8 tokens, recording for the backward",
+            "call": 1234.5,
+            "backend_alone": 1123.4,
+            "sdpa": 8.4,
+            "above_backend": 111.1,
+        }
         study = {"turns": 31, "calls": 200, "budget_microseconds": 15.0, "problems": [row]}
         monkeypatch.setattr("undivided.benchmarking.suites._overhead", lambda *given: study)
         out = run("bench", "--suite", "overhead", env={"COLUMNS": "80"}).stdout
@@ -406,9 +375,11 @@ class TestTables:
 def command_line(*arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     """A process of its own, for what belongs to a process."""
     return subprocess.run(
-        [sys.executable, "-m", "undivided", *arguments], capture_output=True, env={**os.environ, **variables},
+        [sys.executable, "-m", "undivided", *arguments],
+        capture_output=True,
+        env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 class TestStreams:
@@ -431,17 +402,20 @@ class TestStreams:
 
     def test_bytes_that_are_no_text_can_be_diagnosed(self) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "undivided", "diagnose"], input=b"\xff\xfe No available kernel. Aborting execution.\xc3",
-            capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
+            [sys.executable, "-m", "undivided", "diagnose"],
+            input=b"\xff\xfe No available kernel. Aborting execution.\xc3",
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"sdpa-no-kernel" in done.stdout
 
     def test_a_reader_that_leaves_is_no_error(self) -> None:
         running = subprocess.Popen(
             [sys.executable, "-m", "undivided", "mask", "causal", "--q-len", "20000", "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.readline()
@@ -476,14 +450,12 @@ WRONG = {
     "bench-not-there": (("bench", "--markdown", "none"), "--markdown must be a report written by --json"),
     "ranks-into": (("ranks", "report.json", "--into", "folder"), "--into must be a file, got the folder"),
     "ranks-report": (("ranks", "folder"), "REPORT must be written by"),
-}  # fmt: skip
+}
 
 
 class TestPaths:
     @pytest.mark.parametrize("name", WRONG)
-    def test_a_wrong_path_is_one_message(
-        self, name: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wrong_path_is_one_message(self, name: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """FileExistsError, IsADirectoryError, matplotlib's ValueError, some of them after minutes of work."""
         monkeypatch.chdir(somewhere)
         monkeypatch.setattr("undivided.cli.bench.execute", lambda *given: pytest.fail("minutes were spent"))
@@ -495,9 +467,7 @@ class TestPaths:
     def test_json_that_is_no_report_is_one_message(self, text: str, tmp_path: Path) -> None:
         (tmp_path / "report.json").write_text(text)
         assert "must be" in refused("bench", "--markdown", str(tmp_path / "report.json"))
-        assert "must be" in refused(
-            "ranks", str(tmp_path / "report.json"), "--into", str(tmp_path / "into.json")
-        )
+        assert "must be" in refused("ranks", str(tmp_path / "report.json"), "--into", str(tmp_path / "into.json"))
 
     def test_the_folder_of_a_picture_is_made(self, tmp_path: Path) -> None:
         assert run("mask", "causal", "--out", str(tmp_path / "a" / "b.png")).exit_code == 0
@@ -526,7 +496,7 @@ IGNORED = {
     "negative-heads": (("explain", "--kv-heads", "-1"), "--kv-heads"),
     "large-seed": (("verify", "--seed", "99999999999999999999"), "--seed"),
     "too-large": (("verify", "--q", "1x99999999999x8x64"), "--q, --kv must have sizes that fit into memory"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", IGNORED)
@@ -546,11 +516,7 @@ class TestWithoutAGpu:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         rows = {row.name: row for row in undivided.backends(undivided.Machine.named("cpu"))}
         for name in ("cudnn", "flash_attn", "torch_cudnn", "torch_efficient", "triton"):
-            assert (rows[name].available, rows[name].why_not, rows[name].how_to_get) == (
-                False,
-                "needs a CUDA GPU",
-                "",
-            )
+            assert (rows[name].available, rows[name].why_not, rows[name].how_to_get) == (False, "needs a CUDA GPU", "")
 
     def test_a_missing_package_is_proposed_where_a_gpu_is(self) -> None:
         rows = {row.name: row for row in undivided.backends(undivided.Machine.named("h100", "9.10"))}
@@ -579,9 +545,7 @@ def test_without_typer_or_rich_it_says_what_to_install(missing: str) -> None:
 
 
 def test_the_module_runs_as_the_command_does() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "undivided.cli", "mask", "foo()"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "undivided.cli", "mask", "foo()"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("undivided: mask must")
     assert command_line("mask", "foo()").stderr.decode() == done.stderr

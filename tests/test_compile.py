@@ -35,17 +35,13 @@ def qkv(length: int, kv_length: int | None = None, grad: bool = True) -> list[Te
     return [t.requires_grad_(grad) for t in (q, k, v)]
 
 
-def assert_same_with_gradients(
-    compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Tensor
-) -> None:
+def assert_same_with_gradients(compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Tensor) -> None:
     leaves = [a for a in args if a.requires_grad]
     ours, theirs = compiled(*args), eager(*args)
     torch.testing.assert_close(ours, theirs)
     upstream = torch.randn_like(theirs)
     for a, b in zip(
-        torch.autograd.grad(ours, leaves, upstream),
-        torch.autograd.grad(theirs, leaves, upstream),
-        strict=True,
+        torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(theirs, leaves, upstream), strict=True
     ):
         torch.testing.assert_close(a, b)
 
@@ -54,9 +50,7 @@ MASKS: dict[str, Callable[[Tensor], Mask | None]] = {
     "no mask": lambda n: None,
     "causal": lambda n: masks.causal(),
     "causal and lengths": lambda n: masks.causal() & masks.lengths(n, n),
-    "window joined to a prefix, inside lengths": lambda n: (
-        (masks.window(3, 0) | masks.prefix(2)) & masks.lengths(n, n)
-    ),
+    "window joined to a prefix, inside lengths": lambda n: (masks.window(3, 0) | masks.prefix(2)) & masks.lengths(n, n),
     "chunks": lambda n: masks.chunks(4),
     "dense": lambda n: masks.dense(torch.ones(9, 9, dtype=torch.bool).tril(1)),
     "document ids": lambda n: masks.document_ids(torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])),
@@ -86,9 +80,19 @@ def test_a_mask_built_outside_the_compiled_function_gives_the_eager_answer_and_g
 def test_inductor_compiles_packed_documents_with_bias_dropout_softcap_sinks_slopes_and_lse() -> None:
     def layer(q: Tensor, k: Tensor, bias: Tensor, sinks: Tensor, slopes: Tensor, cu: Tensor) -> Tensor:
         out, lse = undivided.attention(
-            q, k, k, layout="thd", mask=masks.documents(cu) & masks.causal(), bias=bias, sinks=sinks, alibi_slopes=slopes,
-            dropout_p=0.3, dropout_seed=5, softcap=4.0, return_lse=True,
-        )  # fmt: skip
+            q,
+            k,
+            k,
+            layout="thd",
+            mask=masks.documents(cu) & masks.causal(),
+            bias=bias,
+            sinks=sinks,
+            alibi_slopes=slopes,
+            dropout_p=0.3,
+            dropout_seed=5,
+            softcap=4.0,
+            return_lse=True,
+        )
         return out.sum(-1) * lse.T.exp()
 
     q, k = torch.randn(7, 4, 16, requires_grad=True), torch.randn(7, 2, 16, requires_grad=True)
@@ -134,9 +138,7 @@ def test_a_predicate_built_outside_runs_inside_the_graph() -> None:
         return undivided.attention(q, k, v, layout="bshd", mask=band)
 
     args = qkv(8, grad=False)
-    torch.testing.assert_close(
-        layer(*args), undivided.attention(*args, layout="bshd", mask=masks.window(2, 0))
-    )
+    torch.testing.assert_close(layer(*args), undivided.attention(*args, layout="bshd", mask=masks.window(2, 0)))
 
 
 def test_a_wrong_call_raises_the_same_error_as_in_eager_mode() -> None:
@@ -184,17 +186,16 @@ def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> N
 def test_an_explicit_backend_that_cannot_run_raises_with_its_reasons() -> None:
     layer = torch.compile(
         lambda q, k, v: undivided.attention(q, k, v, layout="bshd", softcap=3.0, backend="torch_flash"),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
+        fullgraph=True,
+        backend="aot_eager",
+    )
     with pytest.raises(undivided.NoBackendError, match="no support for softcap"):
         layer(*qkv(6, grad=False))
 
 
 def test_dropout_without_a_seed_draws_a_new_pattern_at_every_call_and_repeats_under_manual_seed() -> None:
     layer = torch.compile(
-        lambda q: undivided.attention(q, q, q, layout="bshd", dropout_p=0.5),
-        fullgraph=True,
-        backend="aot_eager",
+        lambda q: undivided.attention(q, q, q, layout="bshd", dropout_p=0.5), fullgraph=True, backend="aot_eager"
     )
     q = torch.randn(1, 16, 2, 8)
     torch.manual_seed(3)
@@ -220,21 +221,7 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
     spec, tensors = (masks.lengths(n, n) & masks.causal()).flatten()
     for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
         q, k, v = qkv(7, grad="y" in needs)
-        call = (
-            q,
-            k,
-            v,
-            None,
-            None,
-            None,
-            tensors,
-            None,
-            None,
-            f"bshd|{spec}|{needs}||None|{lse}",
-            None,
-            None,
-            0.0,
-        )
+        call = (q, k, v, None, None, None, tensors, None, None, f"bshd|{spec}|{needs}||None|{lse}", None, None, 0.0)
         results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
         assert set(results.values()) == {"SUCCESS"}
 
@@ -243,11 +230,7 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
 @pytest.mark.parametrize("case", ["plain", "masked", "paged"])
 def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> None:
     n = torch.tensor([3, 7])
-    mask = {
-        "plain": masks.FULL,
-        "masked": masks.lengths(n, n) & masks.window(2, 1),
-        "paged": masks.lengths(n),
-    }[case]
+    mask = {"plain": masks.FULL, "masked": masks.lengths(n, n) & masks.window(2, 1), "paged": masks.lengths(n)}[case]
     text, tensors = mask.flatten()
     q, k, v = qkv(7, grad=False)
     pages = None
@@ -283,9 +266,7 @@ def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
     q = torch.randn(2, 8, 8, 16, requires_grad=True)
-    k, v = (
-        torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24)
-    )
+    k, v = (torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24))
     with FlopCounterMode(display=False) as counter:
         out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
     pairs = 2 * 8 * 8 * 8

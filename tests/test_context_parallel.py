@@ -21,13 +21,9 @@ from undivided.verification.cases import CASES, Case, get
 from undivided.verification.inputs import Inputs, build
 from undivided.verification.oracle import Upstream
 
-WORLDS: dict[str, int | tuple[int, int]] = {
-    "ring": 4, "all_gather": 3, "all_to_all": 4, "ring+all_to_all": (2, 2),
-}  # fmt: skip
+WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 3, "all_to_all": 4, "ring+all_to_all": (2, 2)}
 UNPAGED = [case for case in CASES.values() if case.page_size is None]
-TURNS = dict(
-    zip([case.name for case in UNPAGED], itertools.cycle(itertools.product(WORLDS, PLACEMENTS)), strict=False)
-)
+TURNS = dict(zip([case.name for case in UNPAGED], itertools.cycle(itertools.product(WORLDS, PLACEMENTS)), strict=False))
 
 
 def simulated(inputs: Inputs, strategy: str, placement: str) -> dict[str, Tensor]:
@@ -64,16 +60,12 @@ def test_within_the_budget_of_a_single_kernel(case: Case) -> None:
         budget = budget_for(*normalise(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
         found = simulated(inputs, *TURNS[case.name])
         wrong = {
-            name: (budget.error(name, t), budget.allowed[name])
-            for name, t in found.items()
-            if not budget.met(name, t)
+            name: (budget.error(name, t), budget.allowed[name]) for name, t in found.items() if not budget.met(name, t)
         }
         assert not wrong, (dtype, wrong)
 
 
-@pytest.mark.parametrize(
-    "heads", [(18, 18), (18, 6), (2, 2), (3, 1), (10, 2)], ids=lambda h: f"{h[0]}-for-{h[1]}"
-)
+@pytest.mark.parametrize("heads", [(18, 18), (18, 6), (2, 2), (3, 1), (10, 2)], ids=lambda h: f"{h[0]}-for-{h[1]}")
 def test_all_to_all_with_heads_that_the_ranks_do_not_divide(heads: tuple[int, int]) -> None:
     """18 heads on 4 ranks are 4.5 for each: a head that two ranks share is split by rows, where its work is halved."""
     inputs = in_double(Case("", q_len=61, heads=heads[0], kv_heads=heads[1], qk_dim=4, mask=masks.causal))
@@ -111,9 +103,7 @@ def test_unbound_ranks_take_the_length_from_their_own(placement: str) -> None:
     def rank(group: SimulatedGroup) -> Tensor:
         cp = undivided.ContextParallel(group, "ring", placement)  # type: ignore[arg-type]
         q, k, v = (cp.shard(inputs.arguments[name].detach(), "sbhd") for name in "qkv")
-        return cp.unshard(
-            undivided.attention(q, k, v, layout="sbhd", mask=masks.causal(), context_parallel=cp), "sbhd"
-        )
+        return cp.unshard(undivided.attention(q, k, v, layout="sbhd", mask=masks.causal(), context_parallel=cp), "sbhd")
 
     right = alone(inputs, backend="reference")["out"]
     assert not differences({"out": simulate(3, rank)[0]}, {"out": right})
@@ -212,9 +202,7 @@ def test_the_same_backends_run_forward_and_backward() -> None:
 def test_explain_says_what_a_rank_would_run_without_talking_to_the_others() -> None:
     q = torch.empty(1, 16, 2, 8, dtype=torch.float32)
     cp = undivided.ContextParallel(rank=1, world=4).bind(64)
-    decision = undivided.explain(
-        q, q, q, layout="bshd", mask=masks.causal(), context_parallel=cp, backend="reference"
-    )
+    decision = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), context_parallel=cp, backend="reference")
     assert decision.backend.name == "reference"
     assert (decision.problem.q_len, decision.problem.kv_len) == (16, 16)
 
@@ -292,18 +280,19 @@ DECODED: dict[str, dict[str, Any]] = {
     "dense": {"rows": 2, "mask": masks.dense(torch.arange(2)[:, None] < torch.arange(17) % 3)},
     "lengths": {"rows": 1, "mask": masks.lengths([9, 17])},
     "alibi-sinks-bias": {
-        "rows": 3, "alibi_slopes": torch.rand(4).double(), "sinks": torch.randn(4).double(), "softcap": 3.0,
+        "rows": 3,
+        "alibi_slopes": torch.rand(4).double(),
+        "sinks": torch.randn(4).double(),
+        "softcap": 3.0,
         "bias": torch.randn(4, 3, 17).double(),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("by", ["all_gather", "ring"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("name", DECODED)
-def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(
-    name: str, layout: Any, by: Any
-) -> None:
+def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(name: str, layout: Any, by: Any) -> None:
     """Two of 17 keys are at rank 1, none at rank 2; the others' stand between one another."""
     options = dict(DECODED[name])
     q, k, v = (
@@ -375,13 +364,9 @@ def test_steps_of_generation_that_differ_between_ranks_are_an_error_on_each() ->
     def rank(group: SimulatedGroup) -> None:
         cp, q, k = undivided.ContextParallel(group), torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
         mine = torch.arange(4) * 2 + cp.rank
-        with pytest.raises(
-            undivided.InputError, match="kv_len must be the same on every rank, got 8 on rank 0; 9"
-        ):
+        with pytest.raises(undivided.InputError, match="kv_len must be the same on every rank, got 8 on rank 0; 9"):
             cp.decode(q, k, k, mine, 8 + cp.rank, layout="bshd")
-        with pytest.raises(
-            undivided.InputError if cp.rank else RankError, match="by must be 'all_gather' or 'ring'"
-        ):
+        with pytest.raises(undivided.InputError if cp.rank else RankError, match="by must be 'all_gather' or 'ring'"):
             cp.decode(q, k, k, mine, 8, layout="bshd", by="rings" if cp.rank else "ring")  # type: ignore[arg-type]
 
     simulate(2, rank, timeout=20)
@@ -407,9 +392,7 @@ DIFFERENT: dict[str, Callable[[undivided.ContextParallel], dict[str, Any]]] = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_arguments_that_differ_between_ranks_are_an_error_on_each(what: str) -> None:
     def rank(group: SimulatedGroup) -> str:
-        with pytest.raises(
-            undivided.InputError, match=f"{what.split('-')[0]} must be the same on every rank"
-        ):
+        with pytest.raises(undivided.InputError, match=f"{what.split('-')[0]} must be the same on every rank"):
             undivided.attention(**DIFFERENT[what](undivided.ContextParallel(group)))
         return "raised"
 
@@ -513,7 +496,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: undivided.attention(*torch.ones(3, 1, 4, 2, 8), layout="bshd", context_parallel=4),  # type: ignore[call-overload]
         "context_parallel must be an undivided.ContextParallel or None",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -524,10 +507,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(name: str) -> None:
 
 
 WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "rows": (
-        {"q": torch.randn(1, 5, 2, 4)},
-        "q must have rank . of 12 tokens|q must have rank .'s 6 of 12 tokens",
-    ),
+    "rows": ({"q": torch.randn(1, 5, 2, 4)}, "q must have rank . of 12 tokens|q must have rank .'s 6 of 12 tokens"),
     "keys": ({"k": torch.randn(1, 7, 2, 4)}, "k must have rank .'s 6 of 12 tokens"),
     "layout": ({"layout": "bsd"}, "layout must be one of"),
     "seed": ({"dropout_p": 0.1}, "dropout_seed must be given under context parallelism"),
@@ -535,10 +515,7 @@ WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "bias-keys": ({"bias": torch.zeros(2, 6, 6)}, "bias must be broadcastable to"),
     "mask": ({"mask": masks.lengths([13])}, "mask must have lengths"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks must have shape"),
-    "pages": (
-        {"pages": torch.zeros(1, 3, dtype=torch.int32)},
-        "pages must be None under context parallelism",
-    ),
+    "pages": ({"pages": torch.zeros(1, 3, dtype=torch.int32)}, "pages must be None under context parallelism"),
 }
 
 
@@ -566,9 +543,7 @@ def test_every_rank_gets_what_everyone_has() -> None:
     """The helper of these tests, with what it must get wrong if ranks were mixed up."""
 
     def rank(group: SimulatedGroup) -> list[Tensor]:
-        return everyone(
-            undivided.ContextParallel(group, "ring+all_to_all"), torch.tensor([float(group.rank)])
-        )
+        return everyone(undivided.ContextParallel(group, "ring+all_to_all"), torch.tensor([float(group.rank)]))
 
     for found in simulate((2, 3), rank):
         assert torch.cat(found).tolist() == [0, 1, 2, 3, 4, 5]

@@ -14,12 +14,13 @@ from undivided.context_parallel._schedule import Ranks
 
 @settings(max_examples=150, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=9), ring=st.integers(1, 7), members=st.integers(1, 2),
-    name=st.sampled_from(["zigzag", "contiguous", "balanced"]), kind=st.sampled_from(["causal", "all", "window"]),
-)  # fmt: skip
-def test_ranges_give_what_pairs_give(
-    lengths: list[int], ring: int, members: int, name: str, kind: str
-) -> None:
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    ring=st.integers(1, 7),
+    members=st.integers(1, 2),
+    name=st.sampled_from(["zigzag", "contiguous", "balanced"]),
+    kind=st.sampled_from(["causal", "all", "window"]),
+)
+def test_ranges_give_what_pairs_give(lengths: list[int], ring: int, members: int, name: str, kind: str) -> None:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     length = max(int(offsets[-1]), 1)
     offsets[-1] = length
@@ -29,26 +30,21 @@ def test_ranges_give_what_pairs_give(
     placed = Placement.of(name, ring * members, length, None, mask, form)  # type: ignore[arg-type]
     ranks = Ranks(form, placed, (ring, members), members, members)
     pairs = mask.to_dense(1, members, length, length).any(0).any(0)
-    slow = [[int(pairs[rows][:, keys].any(0).sum()) * (a != b) for b, keys in enumerate(ranks.key_lines)]
-            for a, rows in enumerate(ranks.lines)]  # fmt: skip
+    slow = [
+        [int(pairs[rows][:, keys].any(0).sum()) * (a != b) for b, keys in enumerate(ranks.key_lines)]
+        for a, rows in enumerate(ranks.lines)
+    ]
     assert arriving(form, placed, ranks).tolist() == slow
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=30), data=st.data()
-)
+@given(runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=30), data=st.data())
 def test_stretches_over_runs_are_counted_key_by_key(runs: list[tuple[int, int]], data: st.DataObject) -> None:
     """Long and short runs, with stretches over more runs than a step of the table has."""
     owner = torch.tensor([rank for rank, size in runs for _ in range(size)])
     keys = st.integers(0, owner.numel())
-    ranges = torch.tensor(data.draw(st.lists(st.tuples(keys, keys), max_size=6)), dtype=torch.int64).view(
-        -1, 2
-    )
+    ranges = torch.tensor(data.draw(st.lists(st.tuples(keys, keys), max_size=6)), dtype=torch.int64).view(-1, 2)
     used = torch.zeros(owner.numel(), dtype=torch.bool)
     for start, stop in ranges.tolist():
         used[start:stop] = True
-    assert (
-        _Runs(owner, 3).counted(*stretches(ranges)).tolist()
-        == torch.bincount(owner[used], minlength=3).tolist()
-    )
+    assert _Runs(owner, 3).counted(*stretches(ranges)).tolist() == torch.bincount(owner[used], minlength=3).tolist()

@@ -22,23 +22,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal-bshd": {"qkv_format": "bshd", "attn_mask_type": "causal"},
     "window-sbhd": {"qkv_format": "sbhd", "attn_mask_type": "causal", "window_size": (5, 0)},
     "padding-by-offsets-bshd": {
-        "qkv_format": "bshd", "attn_mask_type": "padding_causal", "cu_seqlens_q": torch.tensor([0, 17, 41], dtype=torch.int32)
+        "qkv_format": "bshd",
+        "attn_mask_type": "padding_causal",
+        "cu_seqlens_q": torch.tensor([0, 17, 41], dtype=torch.int32),
     },
     "padding-by-mask-sbhd": {
-        "qkv_format": "sbhd", "attn_mask_type": "padding",
+        "qkv_format": "sbhd",
+        "attn_mask_type": "padding",
         "attention_mask": torch.arange(24)[None, None, None] >= torch.tensor([20, 9])[:, None, None, None],
     },
     "packed": {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": OFFSETS},
     "packed-with-gaps": {
-        "qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": REAL, "cu_seqlens_q_padded": OFFSETS,
+        "qkv_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "cu_seqlens_q": REAL,
+        "cu_seqlens_q_padded": OFFSETS,
         "pad_between_seqs": True,
     },
     "arbitrary-bshd": {
-        "qkv_format": "bshd", "attn_mask_type": "arbitrary",
+        "qkv_format": "bshd",
+        "attn_mask_type": "arbitrary",
         "attention_mask": torch.arange(24)[:, None] % 5 < torch.arange(24) % 3,
     },
     "alibi-bshd": {"qkv_format": "bshd", "attn_mask_type": "causal", "core_attention_bias_type": "alibi"},
-}  # fmt: skip
+}
 AXIS = {"bshd": 1, "sbhd": 0, "thd": 0}
 NEW = {"qkv_format", "attn_mask_type", "window_size"}
 
@@ -74,9 +81,7 @@ def compare(module: torch.nn.Module, x: Tensor, call: dict[str, Any], comm: str,
             *(torch.stack(everyone(cp, g)).sum(0) for g in grads),
         ]
 
-    for found, right in zip(
-        simulate(WORLDS[comm], rank)[-1], run(copy.deepcopy(module), x, weights), strict=True
-    ):
+    for found, right in zip(simulate(WORLDS[comm], rank)[-1], run(copy.deepcopy(module), x, weights), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
 
 
@@ -114,9 +119,7 @@ def test_dot_product_attention(name: str, comm: str) -> None:
 def test_multihead_attention_turns_tokens_at_their_global_positions(name: str, comm: str) -> None:
     call = CALLS[name]
     options = {n: v for n, v in call.items() if n in NEW}
-    module = MultiheadAttention(
-        32, 4, num_gqa_groups=2, attention_dropout=0.0, params_dtype=torch.float64, **options
-    )
+    module = MultiheadAttention(32, 4, num_gqa_groups=2, attention_dropout=0.0, params_dtype=torch.float64, **options)
     compare(module, tokens(call), call, comm, rotary_pos_emb=RotaryPositionEmbedding(8)(24))
 
 
@@ -124,15 +127,26 @@ def test_multihead_attention_turns_tokens_at_their_global_positions(name: str, c
 def test_transformer_layer(comm: str) -> None:
     call = CALLS["causal-bshd"]
     module = TransformerLayer(
-        32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", attn_input_format="bshd",
+        32,
+        64,
+        4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="causal",
+        attn_input_format="bshd",
         params_dtype=torch.float64,
-    )  # fmt: skip
+    )
     compare(module, tokens(call), {"qkv_format": "bshd"}, comm, rotary_pos_emb=RotaryPositionEmbedding(8)(24))
 
 
 def test_recomputed_attention_talks_again() -> None:
-    compare(Core(CALLS["causal-bshd"]).double(), tokens(CALLS["causal-bshd"]), CALLS["causal-bshd"], "p2p",
-            checkpoint_core_attention=True)  # fmt: skip
+    compare(
+        Core(CALLS["causal-bshd"]).double(),
+        tokens(CALLS["causal-bshd"]),
+        CALLS["causal-bshd"],
+        "p2p",
+        checkpoint_core_attention=True,
+    )
 
 
 def test_dropout_takes_one_seed_for_all_ranks() -> None:
@@ -178,16 +192,10 @@ def test_an_unbound_group_holds_transformer_engines_chunks() -> None:
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
-    "comm-type": (
-        (None, None, None, "ring"),
-        "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a\\+p2p'",
-    ),
+    "comm-type": ((None, None, None, "ring"), "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a\\+p2p'"),
     "ranks-without-group": ((None, [0, 1]), "cp_global_ranks must be None without cp_group"),
     "group": ((object(),), "group must be a process group"),
-    "ranks": (
-        (undivided.ContextParallel(rank=0, world=2), [0]),
-        "cp_global_ranks must be the 2 ranks of cp_group",
-    ),
+    "ranks": ((undivided.ContextParallel(rank=0, world=2), [0]), "cp_global_ranks must be the 2 ranks of cp_group"),
 }
 
 
@@ -203,10 +211,7 @@ def test_wrong_groups_are_refused(name: str) -> None:
 def test_the_largest_score_of_each_head_is_that_of_one_process(name: str, comm: str) -> None:
     """Some heads' largest score is of a pair that only one rank looks at."""
     call = CALLS[name]
-    format, new = (
-        call["qkv_format"],
-        {key: value for key, value in call.items() if key in NEW - {"qkv_format"}},
-    )
+    format, new = (call["qkv_format"], {key: value for key, value in call.items() if key in NEW - {"qkv_format"}})
     given = {key: value for key, value in call.items() if key not in NEW}
     module = DotProductAttention(6, 8, num_gqa_groups=3, qkv_format=format, return_max_logit=True, **new)
     shape = {"bshd": (2, 24), "sbhd": (24, 2), "thd": (24,)}[format]
@@ -230,7 +235,5 @@ def test_a_cache_of_all_tokens_is_refused_with_what_to_do() -> None:
     params = undivided.InferenceParams(1, 8, 2, 8, torch.float32)
     params.pre_step({"a": 4})
     q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(
-        undivided.InputError, match=r"(?s)inference_params must be None .*ContextParallel.decode"
-    ):
+    with pytest.raises(undivided.InputError, match=r"(?s)inference_params must be None .*ContextParallel.decode"):
         module(q, q, q, inference_params=params)

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.usefixtures("seen_inside")
 MARGIN = 0.12
 """How far a plan may be from the fullest moment of the fullest rank, either way."""
 
-WORLDS: dict[str, int | tuple[int, int]] = {
-    "ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2),
-}  # fmt: skip
+WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2)}
 DOCUMENTS = torch.tensor([0, 100, 164, 700, 1000, 1024])
 # placement, mask, heads, key heads, head sizes of q and v, batch
 CASES: dict[str, tuple[str, Mask | None, int, int, tuple[int, int], int]] = {
@@ -64,8 +62,18 @@ def test_a_run_holds_what_the_plan_says(
     count_as_on_a_network(monkeypatch)
     placement, mask, heads, kv_heads, (qk_dim, v_dim), batch = CASES[name]
     (option,) = plan(
-        1024, heads, qk_dim, mask, 4, strategy, placement, kv_heads=kv_heads, value_dim=v_dim, batch=batch, dtype=dtype  # type: ignore[arg-type]
-    ).options  # fmt: skip
+        1024,
+        heads,
+        qk_dim,
+        mask,
+        4,
+        strategy,
+        placement,
+        kv_heads=kv_heads,
+        value_dim=v_dim,
+        batch=batch,
+        dtype=dtype,  # type: ignore[arg-type]
+    ).options
     forward, both = (max(of) for of in zip(*counted(name, strategy, dtype), strict=True))
     assert int(option.inference.max()) == pytest.approx(forward, rel=MARGIN)
     assert int(option.memory.max()) == pytest.approx(both, rel=MARGIN)

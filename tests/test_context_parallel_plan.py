@@ -16,9 +16,7 @@ from undivided.context_parallel import Traffic, plan, simulate
 from undivided.context_parallel.simulate import SimulatedGroup
 from undivided.masks import Mask
 
-WORLDS: dict[str, int | tuple[int, int]] = {
-    "ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2),
-}  # fmt: skip
+WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2)}
 EXACT = {name: mask for name, mask in MASKS.items() if "31-keys" not in name}
 
 
@@ -34,14 +32,11 @@ def counted(
     return simulate(WORLDS[strategy], rank)
 
 
-def run(
-    cp: undivided.ContextParallel, mask: Mask | None, heads: tuple[int, int], batch: int
-) -> tuple[int, ...]:
+def run(cp: undivided.ContextParallel, mask: Mask | None, heads: tuple[int, int], batch: int) -> tuple[int, ...]:
     """(pairs, bytes forward, bytes backward) of this rank."""
     rows = cp.positions(within_documents=False).numel()
     q, k, v = (
-        torch.randn(batch, rows, h, d, requires_grad=True)
-        for h, d in ((heads[0], 6), (heads[1], 6), (heads[1], 4))
+        torch.randn(batch, rows, h, d, requires_grad=True) for h, d in ((heads[0], 6), (heads[1], 6), (heads[1], 4))
     )
     out = undivided.attention(q, k, v, layout="bshd", mask=mask, context_parallel=cp)
     forward: Traffic = cp.traffic
@@ -61,13 +56,20 @@ def test_counts_are_those_of_a_run(name: str, strategy: str) -> None:
     mask = None if made is None else made()
     batch = 1 if name.startswith("documents") else 2
     (option,) = plan(
-        23, heads[0], 6, mask, 4, strategy, placement, kv_heads=heads[1], value_dim=4, batch=batch, dtype=torch.float32  # type: ignore[arg-type]
-    ).options  # fmt: skip
+        23,
+        heads[0],
+        6,
+        mask,
+        4,
+        strategy,
+        placement,
+        kv_heads=heads[1],
+        value_dim=4,
+        batch=batch,
+        dtype=torch.float32,  # type: ignore[arg-type]
+    ).options
     runs = counted(strategy, placement, mask, heads, batch)
-    assert (
-        list(zip(option.pairs.tolist(), option.forward.tolist(), option.backward.tolist(), strict=True))
-        == runs
-    )
+    assert list(zip(option.pairs.tolist(), option.forward.tolist(), option.backward.tolist(), strict=True)) == runs
 
 
 def test_cross_attention_is_counted_too() -> None:
@@ -142,18 +144,7 @@ class TestCommand:
     """``undivided plan``."""
 
     def test_json_holds_every_rank(self) -> None:
-        ranks = [
-            "--world",
-            "4",
-            "--heads",
-            "2",
-            "--head-dim",
-            "8",
-            "--strategy",
-            "ring",
-            "--placement",
-            "contiguous",
-        ]
+        ranks = ["--world", "4", "--heads", "2", "--head-dim", "8", "--strategy", "ring", "--placement", "contiguous"]
         found = json.loads(command("256", "--mask", "window(7, 0)", *ranks, "--json", "--by-rank"))
         (option,) = found["options"]
         assert option["forward"] == [7 * 2 * 2 * 8 * 2] * 3 + [0]
@@ -162,9 +153,7 @@ class TestCommand:
     def test_the_table_ends_with_the_recommendation(self) -> None:
         text = command("4096", "--mask", "causal()", "--world", "8", "--kv-heads", "8", "--by-rank")
         assert "Recommended: " in text
-        assert all(
-            name in text for name in ("ring+all_to_all", "all_gather", "zigzag", "balanced", "sent backward")
-        )
+        assert all(name in text for name in ("ring+all_to_all", "all_gather", "zigzag", "balanced", "sent backward"))
 
     def test_the_table_of_a_thousand_ranks_fits_in_eighty_columns(self) -> None:
         """Cells that wrap, or end in an ellipsis, cannot be compared."""

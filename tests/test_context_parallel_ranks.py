@@ -28,23 +28,33 @@ from undivided.verification.cases import CASES, Case
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 FEATURES = (
-    "bias-full-given-bhsd-causal", "bias-of-keys", "alibi-documents-thd", "sinks-causal-window-gqa", "softcap-1-saturated",
-    "everything-together", "dropout-thd-padded-offsets", "mla-prefill-192-128", "lse-thd", "causal-bottom-right-decode",
-    "no-keys", "many-queries-one-key", "gqa-of-a-prime-7-heads",
-)  # fmt: skip
+    "bias-full-given-bhsd-causal",
+    "bias-of-keys",
+    "alibi-documents-thd",
+    "sinks-causal-window-gqa",
+    "softcap-1-saturated",
+    "everything-together",
+    "dropout-thd-padded-offsets",
+    "mla-prefill-192-128",
+    "lse-thd",
+    "causal-bottom-right-decode",
+    "no-keys",
+    "many-queries-one-key",
+    "gqa-of-a-prime-7-heads",
+)
 
 
 def cases(world: int) -> list[tuple[Case, str, str]]:
     """Every mask with every strategy, the placements in turn; with four ranks also every placement on the mesh."""
-    found = [(case, placement, strategy) for n, (case, placement) in enumerate(grid()) for strategy in STRATEGIES
-             if (n + STRATEGIES.index(strategy) + world) % 3 == 0]  # fmt: skip
-    found += [
-        (CASES[name], PLACEMENTS[n % 3], STRATEGIES[(n + world) % 3]) for n, name in enumerate(FEATURES)
+    found = [
+        (case, placement, strategy)
+        for n, (case, placement) in enumerate(grid())
+        for strategy in STRATEGIES
+        if (n + STRATEGIES.index(strategy) + world) % 3 == 0
     ]
+    found += [(CASES[name], PLACEMENTS[n % 3], STRATEGIES[(n + world) % 3]) for n, name in enumerate(FEATURES)]
     if world == 4:
-        found += [
-            (case, placement, "ring+all_to_all") for n, (case, placement) in enumerate(grid()) if n % 2 == 0
-        ]
+        found += [(case, placement, "ring+all_to_all") for n, (case, placement) in enumerate(grid()) if n % 2 == 0]
     return found
 
 
@@ -66,9 +76,7 @@ def compare(world: int, group: Any) -> list[str]:
         cp = undivided.ContextParallel(groups.get(strategy, group), strategy, placement)  # type: ignore[arg-type]
         found = of_rank(inputs, cp)
         if cp.rank == world - 1:
-            wrong += [
-                f"{case.name} {strategy}: {d}" for d in differences(found, alone(inputs, backend="reference"))
-            ]
+            wrong += [f"{case.name} {strategy}: {d}" for d in differences(found, alone(inputs, backend="reference"))]
     return wrong
 
 
@@ -114,8 +122,17 @@ def planned() -> dict[tuple[str, str], list[tuple[int, ...]]]:
     for name, (placement, mask) in COUNTED.items():
         for strategy in (*STRATEGIES, "ring+all_to_all"):
             (option,) = plan(
-                457, 6, 8, mask, 4, strategy, placement, kv_heads=2, value_dim=4, dtype=torch.float32  # type: ignore[arg-type]
-            ).options  # fmt: skip
+                457,
+                6,
+                8,
+                mask,
+                4,
+                strategy,
+                placement,
+                kv_heads=2,
+                value_dim=4,
+                dtype=torch.float32,  # type: ignore[arg-type]
+            ).options
             said = (option.pairs, option.forward, option.backward, option.steps)
             found[name, strategy] = list(zip(*(counts.tolist() for counts in said), strict=True))
     return found
@@ -135,12 +152,8 @@ def faults() -> dict[str, str]:
     wrong: dict[str, dict[str, Any]] = {
         "scale": {"scale": 0.5 + rank},
         "shape": {"q": torch.randn(1, 6 + (rank == 2), 2, 8)},
-        "strategy": {
-            "context_parallel": undivided.ContextParallel(group, "ring" if rank else "all_gather").bind(24)
-        },
-        "placement": {
-            "context_parallel": undivided.ContextParallel(group, placement=PLACEMENTS[rank > 1]).bind(24)
-        },
+        "strategy": {"context_parallel": undivided.ContextParallel(group, "ring" if rank else "all_gather").bind(24)},
+        "placement": {"context_parallel": undivided.ContextParallel(group, placement=PLACEMENTS[rank > 1]).bind(24)},
     }
     right = {"q": q, "k": q, "v": q, "layout": "bshd", "mask": masks.causal(), "context_parallel": cp}
     for name, changes in wrong.items():
@@ -169,11 +182,7 @@ def check_faults(told_by_rank: list[Any]) -> None:
         assert "scale must be the same on every rank, got 0.5 on rank 0; 1.5 on rank 1;" in told["scale"]
         assert told["strategy"].startswith("InputError: strategy must be the same on every rank")
         assert told["placement"].startswith("InputError: placement must be the same on every rank")
-        of_shape = (
-            "InputError: q must have rank 2's 6 of 24 tokens"
-            if rank == 2
-            else "RankError: another rank refused"
-        )
+        of_shape = "InputError: q must have rank 2's 6 of 24 tokens" if rank == 2 else "RankError: another rank refused"
         assert told["shape"].startswith(of_shape)
         assert "a rank died, or did not make the same call" in told["death"]
         assert float(told["seconds"]) < PATIENCE + 5
@@ -213,12 +222,8 @@ def order_of_events() -> list[str]:
 
 
 @pytest.mark.slow
-def test_processes_compute_and_send_what_one_computes_and_the_plan_says_and_are_told_what_goes_wrong() -> (
-    None
-):
-    four, three, counts, events, told = run_ranks(
-        4, compare_four, compare_three, counted, order_of_events, faults
-    )
+def test_processes_compute_and_send_what_one_computes_and_the_plan_says_and_are_told_what_goes_wrong() -> None:
+    four, three, counts, events, told = run_ranks(4, compare_four, compare_three, counted, order_of_events, faults)
     assert four == [[]] * 4
     assert three == [[]] * 4
     assert all(isinstance(run, dict) for run in counts), counts
@@ -237,9 +242,13 @@ def test_losses_under_torchrun_are_those_of_one_process() -> None:
     losses = []
     for start in ([], launch):
         done = subprocess.run(
-            [sys.executable, *start, "examples/15_train_context_parallel.py"], cwd=root, capture_output=True, text=True,
-            timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )  # fmt: skip
+            [sys.executable, *start, "examples/15_train_context_parallel.py"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
         assert done.returncode == 0, done.stderr
         losses.append([float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)])
     assert len(losses[0]) == 8

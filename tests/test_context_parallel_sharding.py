@@ -28,9 +28,7 @@ def offsets(lengths: list[int]) -> Tensor:
     lengths=st.lists(st.integers(0, 17), min_size=1, max_size=6),
     packed=st.booleans(),
 )
-def test_every_token_has_one_owner_and_comes_back(
-    name: str, world: int, lengths: list[int], packed: bool
-) -> None:
+def test_every_token_has_one_owner_and_comes_back(name: str, world: int, lengths: list[int], packed: bool) -> None:
     length = sum(lengths)
     mask = masks.documents(offsets(lengths)) & masks.causal() if packed else masks.causal()
     ranks = [
@@ -82,7 +80,7 @@ MIXED: dict[str, tuple[Mask, int]] = {
     "chunks": (masks.chunks(700) & masks.causal(), 9001),
     "lengths": (masks.lengths(n := torch.tensor([9001, 400, 5000]), n) & masks.causal(), 9001),
     "dense-triangle": (masks.dense(torch.ones(901, 901, dtype=torch.bool).triu()), 901),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -94,9 +92,7 @@ def test_balanced_shares_any_mask_out_to_five_percent(name: str) -> None:
 
 def test_balanced_keeps_long_stretches_where_it_can() -> None:
     """The coarsest cut that is even enough: contiguous for a window, a pair of chunks for a causal mask."""
-    window = Placement.of(
-        "balanced", 8, 4096, None, form=masks.window(8, 0).normal_form(1, 1, 4096, 4096, "cpu")
-    )
+    window = Placement.of("balanced", 8, 4096, None, form=masks.window(8, 0).normal_form(1, 1, 4096, 4096, "cpu"))
     assert runs(window.q[3]) == 1
     causal = Placement.of("balanced", 8, 4096, None, form=masks.causal().normal_form(1, 1, 4096, 4096, "cpu"))
     assert torch.equal(causal.q_owner, Placement.of("zigzag", 8, 4096, None).q_owner)

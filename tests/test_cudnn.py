@@ -31,9 +31,7 @@ def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> FakeCudnn:
     monkeypatch.setattr(_cudnn_graph, "_graphs", {})
     monkeypatch.setattr(_cudnn_graph, "_handles", {})
     monkeypatch.setattr(
-        _cudnn_graph,
-        "_types",
-        lambda _: dict.fromkeys((torch.float64, torch.float32, torch.int32, torch.int64), "any"),
+        _cudnn_graph, "_types", lambda _: dict.fromkeys((torch.float64, torch.float32, torch.int32, torch.int64), "any")
     )
     return module
 
@@ -51,14 +49,8 @@ def test_cudnn_dense(cudnn_module: FakeCudnn, mask: str, layout: str) -> None:
     check(cudnn.BACKEND, *tensors(3, 5, layout, v_dim=16), layout=layout, mask=CUDNN_MASKS[mask]())
     forward, backward = cudnn_module.graphs
     for given in (forward.inputs, backward.inputs):
-        assert given["diagonal_band_left_bound"] == {
-            "window-2-1": 3,
-            "left-only": 1,
-            "top-left-window": 2,
-        }.get(mask)
-        assert given["diagonal_alignment"] == (
-            "top_left" if "top-left" in mask or mask == "full" else "bottom_right"
-        )
+        assert given["diagonal_band_left_bound"] == {"window-2-1": 3, "left-only": 1, "top-left-window": 2}.get(mask)
+        assert given["diagonal_alignment"] == ("top_left" if "top-left" in mask or mask == "full" else "bottom_right")
     assert forward.inputs["use_padding_mask"] is False
     assert backward.inputs["use_padding_mask"] is True  # the last tile of keys is not full
 
@@ -119,16 +111,11 @@ def test_cudnn_one_query_backward(cudnn_module: FakeCudnn) -> None:
 
 def test_cudnn_copies_misaligned_rows(cudnn_module: FakeCudnn) -> None:
     """Views that start between two multiples of 16 bytes, and heads whose rows do: cuDNN would return wrong numbers."""
-    base, odd = (
-        torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64),
-        torch.randn(2, 5, 2, 9, dtype=torch.float64),
-    )
+    base, odd = (torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64), torch.randn(2, 5, 2, 9, dtype=torch.float64))
     q, k, v = base[..., 1:].unflatten(2, (4, 8)), odd[..., :8], odd[..., 1:]
     problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
     result = cudnn.BACKEND.forward(problem, operands)
-    want = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True
-    )
+    want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
     torch.testing.assert_close(result.out, want.transpose(1, 2))
 
 
@@ -161,7 +148,8 @@ def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
 
 
 def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
-    """Rows whose every open key is biased by the lowest number of the dtype attend to those alone, not to the keys at -inf."""
+    """Rows whose every open key is biased by the lowest number of the dtype attend to those alone, not to the keys at
+    -inf."""
     bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
     bias[:, 3:] = -torch.inf
     problem, operands = normalise(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
@@ -184,17 +172,17 @@ def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
     written, own = usual_slopes(4), undivided.alibi_slopes(4)
     written[0] = own[0] = 3.0
     for slopes, known in (
-        (usual_slopes(4), True), (usual_slopes(4).clone(), False), (written, False),
-        (undivided.alibi_slopes(4), True), (copy.deepcopy(undivided.alibi_slopes(4)), False), (own, False),
-    ):  # fmt: skip
-        problem, _ = normalise(
-            q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda"
-        )
+        (usual_slopes(4), True),
+        (usual_slopes(4).clone(), False),
+        (written, False),
+        (undivided.alibi_slopes(4), True),
+        (copy.deepcopy(undivided.alibi_slopes(4)), False),
+        (own, False),
+    ):
+        problem, _ = normalise(q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda")
         assert problem.usual_slopes is known
         reasons = cudnn.BACKEND.reasons(problem, Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23"}))
-        assert [reason[:40] for reason in reasons] == (
-            [] if known else ["ALiBi slopes that are not known to be th"]
-        )
+        assert [reason[:40] for reason in reasons] == ([] if known else ["ALiBi slopes that are not known to be th"])
 
 
 def test_slopes_belong_to_who_asked_for_them() -> None:
@@ -249,7 +237,8 @@ def test_cudnn_sinks_with_a_bias(cudnn_module: FakeCudnn) -> None:
 
 
 def paged(lengths: list[int], page: int, width: int) -> tuple[torch.Tensor, ...]:
-    """q, pools and a table: NaN in every slot that no sequence holds, numbers beyond the pool in every entry without keys."""
+    """q, pools and a table: NaN in every slot that no sequence holds, numbers beyond the pool in every entry without
+    keys."""
     torch.manual_seed(page)
     pool = torch.full((len(lengths) * width + 1, page, 2, 24), torch.nan, dtype=torch.float64)
     table = torch.full((len(lengths), width), 10_000, dtype=torch.int32)
@@ -257,9 +246,7 @@ def paged(lengths: list[int], page: int, width: int) -> tuple[torch.Tensor, ...]
     for n, length in enumerate(lengths):
         for start in range(0, length, page):
             table[n, start // page] = number = next(free)
-            pool[number, : length - start] = torch.randn(
-                min(page, length - start), 2, 24, dtype=torch.float64
-            )
+            pool[number, : length - start] = torch.randn(min(page, length - start), 2, 24, dtype=torch.float64)
     return torch.randn(len(lengths), 1, 4, 8, dtype=torch.float64), pool[..., :8], pool[..., 8:], table
 
 
@@ -314,9 +301,7 @@ CATALOGUE = [case for case in CASES.values() if allowed_on_an_h100(case)]
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
 def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: Case) -> None:
     problem, operands, built = asked(case)
-    operands = operands.with_differentiable(
-        [None if t is None else t.detach() for t in operands.differentiable]
-    )
+    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
     with torch.no_grad():
         want, have = (backend.forward(problem, operands) for backend in (reference.BACKEND, cudnn.BACKEND))
     torch.testing.assert_close(have.out, want.out)

@@ -35,23 +35,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
-    ).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
 
 
-def problem(
-    name: str, backend: str | None = None, lse: bool = True
-) -> tuple[Callable[..., Any], list[Tensor]]:
+def problem(name: str, backend: str | None = None, lse: bool = True) -> tuple[Callable[..., Any], list[Tensor]]:
     """(function of its inputs, inputs): [2, 2, 3 or 4, 2] tensors, and whatever of bias, slopes and sinks there is."""
     case = dict(KINDS[name])
     kv_heads, v_dim = case.pop("kv_heads", 2), case.pop("v_dim", 2)
     names = [n for n, value in case.items() if isinstance(value, tuple)]
-    inputs = [
-        random(2, 2, 3, 2, seed=1),
-        random(2, kv_heads, 4, 2, seed=2),
-        random(2, kv_heads, 4, v_dim, seed=3),
-    ]
+    inputs = [random(2, 2, 3, 2, seed=1), random(2, kv_heads, 4, 2, seed=2), random(2, kv_heads, 4, v_dim, seed=3)]
     inputs += [random(*case[n], seed=4).abs() for n in names]
 
     def run(*x: Tensor) -> Any:
@@ -122,7 +114,8 @@ def test_what_pytorch_records_holds_nothing_after_its_backward() -> None:
 @pytest.mark.parametrize("same", [False, True], ids=["q-k-v", "one-tensor-thrice"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_third_derivatives_are_exact(backend: str, same: bool) -> None:
-    """They were silently wrong once: the double backward was marked once-differentiable, and autograd went around it."""
+    """They were silently wrong once: the double backward was marked once-differentiable, and autograd went around
+    it."""
     x = [random(1, 2, 4, 2, seed=s).requires_grad_() for s in range(1 if same else 3)]
 
     def third(out: Tensor) -> tuple[Tensor, ...]:

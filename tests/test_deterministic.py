@@ -178,9 +178,7 @@ ENTRIES: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # PyTorch's own, in torch.func.jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Problem]]) -> None:
     """`explain` said so, and what ran was the problem as it was before the decision."""

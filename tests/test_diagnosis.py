@@ -155,10 +155,7 @@ def mha(*shape: int, **options: Any) -> Any:
 MASK = torch.ones(4, 4, dtype=torch.bool).tril()
 PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("sdpa-head-count", lambda: sdpa(q(), q(1, 2, 4, 16), q(1, 2, 4, 16))),
-    (
-        "sdpa-head-count",
-        lambda: sdpa(q(2, 8, 4, 16), q(2, 8, 4, 16), q(2, 8, 4, 16), MASK[None].repeat(2, 1, 1)),
-    ),
+    ("sdpa-head-count", lambda: sdpa(q(2, 8, 4, 16), q(2, 8, 4, 16), q(2, 8, 4, 16), MASK[None].repeat(2, 1, 1))),
     ("sdpa-gqa-divide", lambda: sdpa(q(), q(1, 3, 4, 16), q(1, 3, 4, 16), enable_gqa=True)),
     ("sdpa-mask-and-causal", lambda: only(SDPBackend.MATH)(q(), q(), q(), MASK, is_causal=True)),
     ("sdpa-mask-dtype", lambda: sdpa(q(), q(), q(), MASK.long())),
@@ -199,9 +196,7 @@ def raised(call: Callable[[], Any]) -> Exception:
             call()
         except Exception as error:
             return error
-    raise AssertionError(
-        "nothing was raised: the error is repaired in this PyTorch, and its entry should say so"
-    )
+    raise AssertionError("nothing was raised: the error is repaired in this PyTorch, and its entry should say so")
 
 
 def ids(answer: undivided.diagnosis.Diagnosis) -> list[str]:
@@ -233,9 +228,7 @@ class TestTable:
         assert "undivided." in entry.call
         assert max(map(len, entry.call.splitlines())) <= 74
 
-    @pytest.mark.filterwarnings(
-        "ignore:.*torch.jit.script.*:DeprecationWarning"
-    )  # torch's own, at the first jvp
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first jvp
     @entries()
     def test_its_snippet_runs(self, entry: Entry) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -280,22 +273,36 @@ class TestValues:
     @pytest.mark.parametrize(
         ("text", "fact"),
         [
-            (FIELD["te-cp-only"] + "\nseq_length=16534 cudnn 8.9.7", "Length 16534 is 22 over a multiple of 64 (the next"),
+            (
+                FIELD["te-cp-only"] + "\nseq_length=16534 cudnn 8.9.7",
+                "Length 16534 is 22 over a multiple of 64 (the next",
+            ),
             (FIELD["te-cp-only"] + "\nseq_length=16534 cudnn 8.9.7", "cuDNN 8.9.7 refuses it"),
-            (FIELD["te-cp-only"] + "\nseq_length=16544 cudnn 8.9.7", "16544 is 32 over a multiple of 64 (the next is 16576)"),
+            (
+                FIELD["te-cp-only"] + "\nseq_length=16544 cudnn 8.9.7",
+                "16544 is 32 over a multiple of 64 (the next is 16576)",
+            ),
             (FIELD["te-no-backend"], "The log says: Disabling FusedAttention as no backend supports"),
             (FIELD["sdpa-no-kernel"], "PyTorch says: Flash Attention does not support non-null attn_mask."),
             (FIELD["cudnn-execution-failed"], "a library problem"),
             (FIELD["flash-undefined-symbol"], "changed in PyTorch 2.3"),
             (FIELD["attention-out-of-memory"], "32 heads up to length 11,585"),
             (FIELD["xformers-no-operator"], "fa3F: requires device with capability <= (9, 0)"),
-            ("AssertionError: Sequence length per GPU needs to be divisible by 2! seq_len 4098, cp_size=4",
-             "Length 4098 is not a multiple of 2 * 4 ranks = 8; the next is 4104."),
-            ("tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1", "4 query heads to a key"),
+            (
+                "AssertionError: Sequence length per GPU needs to be divisible by 2! seq_len 4098, cp_size=4",
+                "Length 4098 is not a multiple of 2 * 4 ranks = 8; the next is 4104.",
+            ),
+            (
+                "tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1",
+                "4 query heads to a key",
+            ),
             ("tensor a (16) must match the size of tensor b (12) at non-singleton dimension 1", "does not divide"),
-            ("NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and Ev=72", "power of 2 is 128"),
+            (
+                "NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and Ev=72",
+                "power of 2 is 128",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_numbers_in_the_text_are_used(self, text: str, fact: str) -> None:
         if text.startswith("tensor a"):
             text = f"RuntimeError: The size of {text}"
@@ -310,18 +317,19 @@ class TestValues:
         [
             ("CuDNN (v90100 70)", {"cuDNN": "9.1.0"}),
             ("cudnn_version: 8907", {"cuDNN": "8.9.7"}),
-            ("torch==2.3.0 flash-attn: 2.5.7 sm_86", {"torch": "2.3.0", "flash-attn": "2.5.7", "compute capability": "8.6"}),
+            (
+                "torch==2.3.0 flash-attn: 2.5.7 sm_86",
+                {"torch": "2.3.0", "flash-attn": "2.5.7", "compute capability": "8.6"},
+            ),
             ("head_dim_qk=192, max_seqlen_q: 4096", {"length": "4096", "head size": "192"}),
             ("query : shape=(1, 257, 6, 64)", {"shape": "[1, 257, 6, 64]"}),
         ],
-    )  # fmt: skip
+    )
     def test_versions_and_sizes_are_read(self, text: str, seen: dict[str, str]) -> None:
         assert dict(undivided.diagnose(f"unknown {text}").observed) == seen
 
     def test_hint_of_our_own_error_is_passed_on(self) -> None:
-        error = raised(
-            lambda: undivided.attention(q(1, 4, 8, 16), q(1, 4, 3, 16), q(1, 4, 3, 16), layout="bshd")
-        )
+        error = raised(lambda: undivided.attention(q(1, 4, 8, 16), q(1, 4, 3, 16), q(1, 4, 3, 16), layout="bshd"))
         assert isinstance(error, undivided.InputError)
         assert f"Its HINT: {error.hint}." in undivided.diagnose(error).findings[0].facts
 

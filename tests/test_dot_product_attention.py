@@ -1,7 +1,8 @@
 """DotProductAttention computes what its mask types, windows, biases and softmax types say, in every format.
 
-Masks are compared as sets of pairs: with values that are unit vectors the output is the row of probabilities, and a pair is
-allowed where its probability is not 0. What must be allowed is written out in `definition`, from the words of the interface.
+Masks are compared as sets of pairs: with values that are unit vectors the output is the row of probabilities, and a
+pair is allowed where its probability is not 0. What must be allowed is written out in `definition`, from the words of
+the interface.
 """
 
 from __future__ import annotations
@@ -72,9 +73,7 @@ def cu(*lengths: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
-TYPES = (
-    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right",
-)  # fmt: skip
+TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 WINDOWS: dict[str, list[tuple[int, int] | None]] = {
     "causal": [None, (-1, 0), (0, 0), (2, 0)],
     "open": [None, (-1, -1), (0, 0), (1, 2), (2, 0), (0, 3), (-1, 1), (1, -1)],
@@ -100,7 +99,7 @@ def test_every_mask_type_and_window_is_its_exact_set_of_pairs(
 ) -> None:
     module = DotProductAttention(
         H, (D, skv), None, 0.0, format, kind, window, asked, attention_type="self" if sq == skv else "cross"
-    )  # fmt: skip
+    )
     q, kv = [max(sq - 1, 1), sq], [skv - 1, skv - 2]
     if sq == skv:
         kv = q
@@ -113,7 +112,7 @@ def test_every_mask_type_and_window_is_its_exact_set_of_pairs(
 
 @pytest.mark.parametrize(
     ("kind", "window", "asked"), [c for c in CASES if "padding" in c[0]], ids=lambda value: str(value).replace(" ", "")
-)  # fmt: skip
+)
 @pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
 @pytest.mark.parametrize("q", [(3, 1, 4), (2, 4, 3)], ids=["self", "cross"])
 def test_packed_sequences_see_exactly_themselves(
@@ -125,9 +124,14 @@ def test_packed_sequences_see_exactly_themselves(
     if q == kv:
         slots_q = slots
     module = DotProductAttention(
-        H, (D, sum(slots)), qkv_format="thd", attn_mask_type=kind, window_size=window, bottom_right_diagonal=asked,
+        H,
+        (D, sum(slots)),
+        qkv_format="thd",
+        attn_mask_type=kind,
+        window_size=window,
+        bottom_right_diagonal=asked,
         attention_type="self" if q == kv else "cross",
-    )  # fmt: skip
+    )
 
     def rows(lengths: tuple[int, ...], room: tuple[int, ...]) -> list[Row]:
         starts = [0, *itertools.accumulate(room)]
@@ -148,9 +152,7 @@ def test_in_self_attention_the_offsets_of_the_queries_are_those_of_the_keys() ->
     rows = [[0, 1, 2], [4, 5], [8, 9, 10, 11]]
     want = definition("padding", (-1, -1), False, [(0, row, row) for row in rows])
     assert recovered(module, 13, 13, **alone) == want
-    assert (
-        recovered(module, 13, 13, **alone, pad_between_seqs=True, max_seqlen_q=64, max_seqlen_kv=64) == want
-    )
+    assert recovered(module, 13, 13, **alone, pad_between_seqs=True, max_seqlen_q=64, max_seqlen_kv=64) == want
 
 
 @pytest.mark.parametrize("alias", ["padding,causal", "causal,padding", "padding_causal"])
@@ -199,9 +201,7 @@ def test_a_padding_mask_with_holes_hides_the_holes_and_keeps_the_places() -> Non
     every = {(b, i, j) for b, row in enumerate(real) for i in row for j in row}
     assert recovered(module, 5, 5, attention_mask=mask) == every
     for kind in ("padding_causal", "padding_causal_bottom_right"):
-        assert recovered(module, 5, 5, attention_mask=mask, attn_mask_type=kind) == {
-            p for p in every if p[2] <= p[1]
-        }
+        assert recovered(module, 5, 5, attention_mask=mask, attn_mask_type=kind) == {p for p in every if p[2] <= p[1]}
     looked_back = recovered(module, 5, 5, attention_mask=mask, window_size=(1, 0))
     assert looked_back == {p for p in every if p[1] - 1 <= p[2] <= p[1]}
 
@@ -238,13 +238,15 @@ def test_arbitrary_masks_where_true(shape: tuple[int, ...], window: tuple[int, i
 @pytest.mark.parametrize(
     ("kind", "window", "becomes"),
     [
-        ("causal", (-1, -1), (-1, 0)), ("causal", (2, 3), (2, 0)), ("padding_causal", (2, -1), (2, 0)),
-        ("causal_bottom_right", (-1, 4), (-1, 0)), ("no_mask", (-1, 0), (-1, -1)), ("padding", (-1, 0), (-1, -1)),
+        ("causal", (-1, -1), (-1, 0)),
+        ("causal", (2, 3), (2, 0)),
+        ("padding_causal", (2, -1), (2, 0)),
+        ("causal_bottom_right", (-1, 4), (-1, 0)),
+        ("no_mask", (-1, 0), (-1, -1)),
+        ("padding", (-1, 0), (-1, -1)),
     ],
-)  # fmt: skip
-def test_a_window_that_is_rewritten_is_announced(
-    kind: str, window: tuple[int, int], becomes: tuple[int, int]
-) -> None:
+)
+def test_a_window_that_is_rewritten_is_announced(kind: str, window: tuple[int, int], becomes: tuple[int, int]) -> None:
     with pytest.warns(UserWarning, match="becomes") as caught:
         module = DotProductAttention(H, D, qkv_format="bshd", attn_mask_type=kind, window_size=window)
     assert module.window_size == becomes
@@ -388,10 +390,7 @@ def test_the_largest_score_of_each_head(case: str) -> None:
     allowed = torch.ones(2, 1, 5, 5).tril().bool()
     call: dict[str, Any] = {}
     if case == "bias":
-        call = {
-            "core_attention_bias_type": "post_scale_bias",
-            "core_attention_bias": torch.randn(1, H, 5, 5).double(),
-        }
+        call = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.randn(1, H, 5, 5).double()}
         scores = scores + call["core_attention_bias"]
     elif case == "alibi":
         call = {"core_attention_bias_type": "alibi"}
@@ -399,9 +398,7 @@ def test_the_largest_score_of_each_head(case: str) -> None:
         scores = scores - torch.tensor(press_slopes(H))[:, None, None] * distance
     elif case == "softcap":
         scores = 1.5 * torch.tanh(scores / 1.5)
-    elif (
-        case == "packed"
-    ):  # ten tokens in sequences of 2, 3 and 5, of which the first two are batch element 0
+    elif case == "packed":  # ten tokens in sequences of 2, 3 and 5, of which the first two are batch element 0
         inputs = [t.flatten(0, 1) for t in inputs]
         call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu(2, 3, 5)}
         allowed[0, :, 2:, :2] = False
@@ -429,11 +426,7 @@ def test_the_largest_score_over_many_blocks_is_that_over_one(monkeypatch: pytest
 def test_packed_qkv_and_kv_layers_are_their_parts(format: str, interleave: int) -> None:
     tokens = (6,) if format == "thd" else (2, 6)
     module = DotProductAttention(H, D, qkv_format=format, attn_mask_type="padding_causal")
-    call = {
-        "cu_seqlens_q": cu(
-            *((4, 2) if format == "thd" else (1, 2, 2, 1, 2, 1) if format == "sbhd" else (5, 6))
-        )
-    }
+    call = {"cu_seqlens_q": cu(*((4, 2) if format == "thd" else (1, 2, 2, 1, 2, 1) if format == "sbhd" else (5, 6)))}
     q, k, v = (torch.randn(*tokens, H, D) for _ in range(3))
     want = module(q, k, v, **call)
     torch.testing.assert_close(

@@ -1,4 +1,5 @@
-"""DotProductAttention as a module: its signature, its page of documentation, its errors, and what one does with modules."""
+"""DotProductAttention as a module: its signature, its page of documentation, its errors, and what one does with
+modules."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -53,9 +54,7 @@ def test_the_constructor_is_transformer_engines_but_for_the_format() -> None:
     """Position by position; the format alone has no default, for a wrong one is not seen in the shapes."""
     without_default = [word.replace("qkv_format='sbhd'", "qkv_format=None") for word in CONSTRUCTOR]
     assert positional(DotProductAttention.__init__) == without_default
-    extra = [
-        p.name for p in inspect.signature(DotProductAttention).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
+    extra = [p.name for p in inspect.signature(DotProductAttention).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert extra == ["backend", "softcap", "device"]
 
 
@@ -72,10 +71,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (works|hint|refused|different)\b[^|]* \| [^|]+
 
 @pytest.mark.parametrize(
     ("heading", "signature", "beyond"),
-    [
-        ("## The constructor", CONSTRUCTOR, ["backend", "softcap", "device"]),
-        ("## The call", FORWARD, []),
-    ],
+    [("## The constructor", CONSTRUCTOR, ["backend", "softcap", "device"]), ("## The call", FORWARD, [])],
 )
 def test_the_page_says_of_every_argument_what_becomes_of_it(
     heading: str, signature: list[str], beyond: list[str]
@@ -99,9 +95,7 @@ CU = torch.tensor([0, 5, 12], dtype=torch.int32)
 
 
 def bad(arguments: dict[str, Any], said: str) -> Any:
-    return pytest.param(
-        arguments, said, id="-".join(f"{k}={str(v)[:24]}" for k, v in arguments.items()) or "nothing"
-    )
+    return pytest.param(arguments, said, id="-".join(f"{k}={str(v)[:24]}" for k, v in arguments.items()) or "nothing")
 
 
 @pytest.mark.parametrize(
@@ -368,9 +362,7 @@ COMPILED: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], dict[str, Any]]] =
 
 
 @pytest.mark.parametrize(("made", "tensors", "call"), COMPILED.values(), ids=COMPILED)
-def test_it_compiles_into_one_graph(
-    made: dict[str, Any], tensors: tuple[Tensor, ...], call: dict[str, Any]
-) -> None:
+def test_it_compiles_into_one_graph(made: dict[str, Any], tensors: tuple[Tensor, ...], call: dict[str, Any]) -> None:
     torch._dynamo.reset()
     module = DotProductAttention(4, 8, softmax_type="learnable", **({"qkv_format": "bshd"} | made))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -379,9 +371,7 @@ def test_it_compiles_into_one_graph(
     for run in (module, compiled):
         found = run(*tensors, **call)
         outs = found if isinstance(found, tuple) else (found,)
-        results.append(
-            [*outs, *torch.autograd.grad(outs[0].square().sum(), (*tensors, module.softmax_offset))]
-        )
+        results.append([*outs, *torch.autograd.grad(outs[0].square().sum(), (*tensors, module.softmax_offset))])
     for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager)
 

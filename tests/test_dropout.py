@@ -21,8 +21,9 @@ def words(rounds: int, counter: tuple[int, int, int, int], key: tuple[int, int])
     kept, philox.ROUNDS = philox.ROUNDS, rounds
     try:
         found = philox.philox4x32(
-            tuple(torch.tensor(c) for c in counter), (torch.tensor(key[0]), torch.tensor(key[1]))  # type: ignore[arg-type]
-        )  # fmt: skip
+            tuple(torch.tensor(c) for c in counter),
+            (torch.tensor(key[0]), torch.tensor(key[1])),  # type: ignore[arg-type]
+        )
     finally:
         philox.ROUNDS = kept
     return [int(word) for word in found]
@@ -57,18 +58,11 @@ def test_a_weight_is_kept_by_the_16_bit_draw_of_its_key_within_the_block_of_eigh
     assert got.tolist() == want
 
 
-def pattern(
-    q: Tensor, k: Tensor, layout: str, mask: masks.Mask | None = None, seed: int | Tensor = SEED
-) -> Tensor:
+def pattern(q: Tensor, k: Tensor, layout: str, mask: masks.Mask | None = None, seed: int | Tensor = SEED) -> Tensor:
     """The weights themselves, [B, H, Sq, Sk]: attention over one-hot values; 0 is a dropped (or hidden) entry."""
     kv_len = k.shape[{"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[layout]]
     one_hot = torch.eye(kv_len)
-    shape = {
-        "bshd": (1, kv_len, 1, -1),
-        "sbhd": (kv_len, 1, 1, -1),
-        "bhsd": (1, 1, kv_len, -1),
-        "thd": (kv_len, 1, -1),
-    }
+    shape = {"bshd": (1, kv_len, 1, -1), "sbhd": (kv_len, 1, 1, -1), "bhsd": (1, 1, kv_len, -1), "thd": (kv_len, 1, -1)}
     v = one_hot.view(shape[layout]).expand(*k.shape[:-1], kv_len)
     out = undivided.attention(q, k, v, layout=layout, mask=mask, dropout_p=P, dropout_seed=seed)  # type: ignore[call-overload]
     order = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3), "thd": (1, 0, 2)}[layout]
@@ -177,9 +171,7 @@ def test_p_of_zero_drops_nothing_and_p_of_one_drops_all() -> None:
 
 def test_lse_is_that_of_the_weights_before_dropout() -> None:
     q, k, v = (random(1, 5, 2, 4, seed=s) for s in range(3))
-    _, with_dropout = undivided.attention(
-        q, k, v, layout="bshd", dropout_p=0.5, dropout_seed=1, return_lse=True
-    )
+    _, with_dropout = undivided.attention(q, k, v, layout="bshd", dropout_p=0.5, dropout_seed=1, return_lse=True)
     _, without = undivided.attention(q, k, v, layout="bshd", return_lse=True)
     assert brute_force.error(with_dropout, without) < 1e-6
 

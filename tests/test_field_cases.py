@@ -118,7 +118,8 @@ def test_a_length_that_old_cudnn_refuses_is_explained_before_it_is_run() -> None
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
 def test_prefill_decoding_and_chunked_prefill_are_the_full_pass(window: tuple[int, int] | None) -> None:
-    """Causal for unequal lengths: the new queries are the last ones, which is bottom-right; top-left is wrong, silently."""
+    """Causal for unequal lengths: the new queries are the last ones, which is bottom-right; top-left is wrong,
+    silently."""
     length, heads, groups = 24, 8, 2
     q, k, v = (torch.randn(2, length, n, 16) for n in (heads, groups, groups))
     attention = DotProductAttention(
@@ -158,20 +159,17 @@ def test_llama_3_grouped_heads_are_the_expanded_ones() -> None:
     q = torch.randn(1, 64, 32, 128)
     k, v = (torch.randn(1, 64, 8, 128) for _ in range(2))
     grouped = DotProductAttention(32, 128, num_gqa_groups=8, qkv_format="bshd")(q, k, v)
-    expanded = DotProductAttention(32, 128, qkv_format="bshd")(
-        q, *(t.repeat_interleave(4, 2) for t in (k, v))
-    )
+    expanded = DotProductAttention(32, 128, qkv_format="bshd")(q, *(t.repeat_interleave(4, 2) for t in (k, v)))
     torch.testing.assert_close(grouped, expanded)
     other_order = DotProductAttention(32, 128, qkv_format="bshd")(q, *(t.repeat(1, 1, 4, 1) for t in (k, v)))
     assert not torch.allclose(grouped, other_order), "key head h // 4 serves query head h, not key head h % 8"
 
 
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kernels", "flex"]
-)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kernels", "flex"])
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (1, 2)])
 def test_a_window_has_both_its_ends_on_every_backend(left: int, right: int, compiled: bool) -> None:
-    """cuDNN's own left edge is exclusive. Handed `left` as it is, it leaves a key out of every row; outputs differ by a lot."""
+    """cuDNN's own left edge is exclusive. Handed `left` as it is, it leaves a key out of every row; outputs differ by a
+    lot."""
     length = 9
     q, k = (torch.randn(1, length, 2, 16) for _ in range(2))
     v = torch.eye(length)[None, :, None].expand(1, length, 2, length).contiguous()
@@ -186,8 +184,6 @@ def test_a_window_has_both_its_ends_on_every_backend(left: int, right: int, comp
         assert {(int(i), int(j)) for i, j in (out[0, :, 0] > 0).nonzero()} == wanted, name
     wide = torch.randn(1, length, 2, 16)
     inclusive = undivided.attention(q, k, wide, layout="bshd", mask=mask)
-    narrower = (
-        masks.window(left - 1, right) if left else mask & masks.dense(~torch.eye(length, dtype=torch.bool))
-    )
+    narrower = masks.window(left - 1, right) if left else mask & masks.dense(~torch.eye(length, dtype=torch.bool))
     off_by_one = undivided.attention(q, k, wide, layout="bshd", mask=narrower)
     assert brute_force.error(off_by_one, inclusive) > 0.1

@@ -25,11 +25,7 @@ needs_compiler = pytest.mark.skipif(
 def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     q, k, v = (t.float() for t in tensors(130, 140))
     if name == "gqa-causal-softcap-alibi-bias":
-        extra = {
-            "softcap": 5.0,
-            "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0]),
-            "bias": torch.randn(4, 1, 140),
-        }
+        extra = {"softcap": 5.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0]), "bias": torch.randn(4, 1, 140)}
         return (q, k, v), extra | {"mask": masks.causal("bottom_right")}
     if name == "lengths-nan-predicate":
         k[0, 20:], v[0, 20:], k[1], v[1] = torch.nan, torch.nan, torch.nan, torch.nan
@@ -41,9 +37,7 @@ def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["gqa-causal-softcap-alibi-bias", "lengths-nan-predicate", "global-window-dense"]
-)
+@pytest.mark.parametrize("name", ["gqa-causal-softcap-alibi-bias", "lengths-nan-predicate", "global-window-dense"])
 def test_flex_on_the_cpu(name: str) -> None:
     (q, k, v), more = flex_case(name)
     problem, operands = normalise(q, k, v, layout="bshd", **more)
@@ -60,18 +54,12 @@ def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
     return {
         "causal": lambda: {"mask": causal},
         "window-prefix": lambda: {"mask": masks.window(3, 0, "bottom_right") | masks.prefix(3)},
-        "alibi-bias": lambda: {
-            "mask": causal,
-            "alibi_slopes": torch.rand(4),
-            "bias": torch.randn(2, 4, 1, kv_len),
-        },
+        "alibi-bias": lambda: {"mask": causal, "alibi_slopes": torch.rand(4), "bias": torch.randn(2, 4, 1, kv_len)},
     }[name]()
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("name", "kv_len"), [("causal", 1), ("causal", 600), ("window-prefix", 9), ("alibi-bias", 9)]
-)
+@pytest.mark.parametrize(("name", "kv_len"), [("causal", 1), ("causal", 600), ("window-prefix", 9), ("alibi-bias", 9)])
 def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
     """Inductor failed with an internal error: it was handed the columns of the row ranges as views of one buffer."""
     q, k, v = (t.float() for t in tensors(1, kv_len))
@@ -106,10 +94,7 @@ def test_flex_gradients_by_recomputation(monkeypatch: pytest.MonkeyPatch, align:
     """The GPU half of the adapter: gradients of q, k, v, a broadcast bias and slopes, and through the lse."""
     monkeypatch.setattr(flex, "_compiled", lambda: fake.flex)
     torch.manual_seed(0)
-    more = {
-        "bias": torch.randn(4, 1, 4, dtype=torch.float64),
-        "alibi_slopes": torch.rand(4, dtype=torch.float64),
-    }
+    more = {"bias": torch.randn(4, 1, 4, dtype=torch.float64), "alibi_slopes": torch.rand(4, dtype=torch.float64)}
     check(flex.BACKEND, *tensors(6, 4), mask=masks.causal(align), grad_lse=True, **more)
 
 

@@ -1,4 +1,5 @@
-"""Random requests against a dense float64 formula, and random damage to valid calls; deterministic, so that CI repeats it."""
+"""Random requests against a dense float64 formula, and random damage to valid calls; deterministic, so that CI repeats
+it."""
 
 from __future__ import annotations
 
@@ -18,16 +19,14 @@ import undivided
 from undivided import InputError, NoBackendError, masks
 
 FUZZ = settings(
-    max_examples=250, deadline=None, derandomize=True, database=None,
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 
-ROUNDING = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LAYOUTS = ("bshd", "sbhd", "bhsd")
 ORDER = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "bhsd": (0, 1, 2, 3)}  # of [B, H, S, D]
 BACK = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
@@ -46,9 +45,7 @@ class Request:
     backend: str | None
 
     def heads_first(self, tensor: Tensor) -> Tensor:
-        return (
-            tensor.transpose(0, 1).unsqueeze(0) if self.layout == "thd" else tensor.permute(BACK[self.layout])
-        )
+        return tensor.transpose(0, 1).unsqueeze(0) if self.layout == "thd" else tensor.permute(BACK[self.layout])
 
 
 def stored(draw: st.DrawFn, values: Tensor, layout: str) -> Tensor:
@@ -84,11 +81,9 @@ def positions(length: int) -> Tensor:
 def masks_of(
     draw: st.DrawFn, batch: int, heads: int, q_len: int, kv_len: int
 ) -> tuple[masks.Mask | None, Tensor, Tensor]:
-    """(mask, pairs, distance): a random composition, and the same pairs from their definition on dense index tensors."""
-    i, j = (
-        positions(q_len)[None, :, None].expand(batch, -1, 1),
-        positions(kv_len)[None, None].expand(batch, 1, -1),
-    )
+    """(mask, pairs, distance): a random composition, and the same pairs from their definition on dense index
+    tensors."""
+    i, j = (positions(q_len)[None, :, None].expand(batch, -1, 1), positions(kv_len)[None, None].expand(batch, 1, -1))
     pairs = torch.ones(batch, q_len, kv_len, dtype=torch.bool)
     mask: masks.Mask = masks.window(None, None)
     n = torch.full((batch, 1, 1), kv_len - q_len)
@@ -142,9 +137,7 @@ def masks_of(
     if draw(st.integers(0, 5)) == 0:
         step = draw(st.integers(2, 3))
         mask &= masks.predicate(lambda b, h, q, k: (q + k + h) % step != 0)
-        raw = (
-            positions(q_len)[None, None, :, None] + positions(kv_len) + positions(heads)[None, :, None, None]
-        )
+        raw = positions(q_len)[None, None, :, None] + positions(kv_len) + positions(heads)[None, :, None, None]
         whole = whole & (raw % step != 0)
     given = None if kind == "none" and mask.is_full and q_len == kv_len else mask
     return given, whole, (i + d - j).abs()[:, None].double()
@@ -153,9 +146,7 @@ def masks_of(
 @st.composite
 def packed_masks(draw: st.DrawFn) -> tuple[masks.Mask, Tensor, Tensor, int, int]:
     """Documents with slots of their own: (mask, pairs [1, 1, Tq, Tk], distance, Tq, Tk)."""
-    sizes = draw(
-        st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 2))] * 2), min_size=1, max_size=4)
-    )
+    sizes = draw(st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 2))] * 2), min_size=1, max_size=4))
     align = draw(st.sampled_from(["top_left", "bottom_right"]))
     sides = []
     for which in (0, 1):
@@ -222,9 +213,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(layout, tensors, mask, pairs, distance, features, backend)  # type: ignore[arg-type]
 
 
-def formula(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def formula(request: Request, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The dense float64 formula: nothing shared with the library. [B, H, S, D] in and out."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -264,9 +253,7 @@ def test_any_request_equals_the_formula_forward_and_backward(request: Request) -
 @pytest.mark.parametrize("level", levels.here())
 @FUZZ
 @given(requests(), st.integers(1, 3))
-def test_any_request_equals_the_formula_on_every_level_of_native(
-    level: str, request: Request, threads: int
-) -> None:
+def test_any_request_equals_the_formula_on_every_level_of_native(level: str, request: Request, threads: int) -> None:
     assume(request.tensors[0].dtype != torch.float64)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in request.tensors)  # it refuses the others
     with levels.running(level, threads):
@@ -275,42 +262,37 @@ def test_any_request_equals_the_formula_on_every_level_of_native(
 
 def check(request: Request) -> None:
     leaves = [t.detach().requires_grad_() for t in request.tensors]
-    extras = {
-        n: f.clone().requires_grad_() if isinstance(f, Tensor) else f for n, f in request.features.items()
-    }  # fmt: skip
+    extras = {n: f.clone().requires_grad_() if isinstance(f, Tensor) else f for n, f in request.features.items()}
     given_extras = dict(extras)
     if request.layout == "thd" and "bias" in extras:
         given_extras["bias"] = extras["bias"][0]
     out, lse = undivided.attention(
-        *leaves, layout=request.layout, mask=request.mask, backend=request.backend, return_lse=True, **given_extras  # type: ignore[call-overload]
-    )  # fmt: skip
+        *leaves,
+        layout=request.layout,
+        mask=request.mask,
+        backend=request.backend,
+        return_lse=True,
+        **given_extras,  # type: ignore[call-overload]
+    )
     wide = [request.heads_first(t).detach().double().requires_grad_() for t in request.tensors]
-    wide_extras = {
-        n: f.detach().double().requires_grad_() if isinstance(f, Tensor) else f for n, f in extras.items()
-    }  # fmt: skip
+    wide_extras = {n: f.detach().double().requires_grad_() if isinstance(f, Tensor) else f for n, f in extras.items()}
     want, want_lse = formula(request, *wide, wide_extras)
     rounding = ROUNDING[out.dtype]
     out_, lse_ = request.heads_first(out), lse.unsqueeze(0) if request.layout == "thd" else lse
     assert close(out_, want, rounding, 0.0)
     assert close(lse_, want_lse, min(rounding, 2.0**-24), 10.0 * want_lse.numel() ** 0.5)
-    pull = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        out.dtype
-    )
+    pull = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
     seen = want_lse > -math.inf
     inputs = [*leaves, *(f for f in extras.values() if isinstance(f, Tensor))]
     wide_inputs = [*wide, *(f for f in wide_extras.values() if isinstance(f, Tensor))]
-    got = torch.autograd.grad(
-        (out_ * pull).sum() + lse_[seen].sum(), inputs, allow_unused=True, materialize_grads=True
-    )
+    got = torch.autograd.grad((out_ * pull).sum() + lse_[seen].sum(), inputs, allow_unused=True, materialize_grads=True)
     goal = (want * pull.double()).sum() + want_lse[seen].sum()
     expected = torch.autograd.grad(goal, wide_inputs, allow_unused=True, materialize_grads=True)
     size = max([float(g.norm()) for g in expected], default=0.0)
     for n, (a, b) in enumerate(zip(got, expected, strict=True)):
         a = request.heads_first(a) if n < 3 else a
         assert bool(a.isfinite().all())
-        assert float((a.double() - b).norm()) <= 40 * rounding * max(size, 1e-30) * (
-            1 + float(pull.double().norm())
-        ), n
+        assert float((a.double() - b).norm()) <= 40 * rounding * max(size, 1e-30) * (1 + float(pull.double().norm())), n
 
 
 # Damage
@@ -318,21 +300,55 @@ def check(request: Request) -> None:
 
 def damaged_calls() -> st.SearchStrategy[tuple[str, Any]]:
     """(argument, value): one argument of a valid call replaced by something that may or may not be wrong."""
-    dtypes = st.sampled_from(
-        [torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64, torch.uint8]
-    )
+    dtypes = st.sampled_from([torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64, torch.uint8])
     shapes = st.lists(st.integers(0, 4), max_size=5)
     tensors = st.builds(lambda s, t: torch.ones(s, dtype=t), shapes, dtypes)
     strange = st.sampled_from(
-        [None, True, False, 0, 1, -1, 2**70, 2**2000, 0.0, 0.5, -0.5, math.nan, math.inf, 1j, "x", "bshd", "reference", b"", [],
-         [1.0], (), {}, set(), object(), torch.float32, torch.device("cpu"), Ellipsis, slice(None), print, int]
-    )  # fmt: skip
+        [
+            None,
+            True,
+            False,
+            0,
+            1,
+            -1,
+            2**70,
+            2**2000,
+            0.0,
+            0.5,
+            -0.5,
+            math.nan,
+            math.inf,
+            1j,
+            "x",
+            "bshd",
+            "reference",
+            b"",
+            [],
+            [1.0],
+            (),
+            {},
+            set(),
+            object(),
+            torch.float32,
+            torch.device("cpu"),
+            Ellipsis,
+            slice(None),
+            print,
+            int,
+        ]
+    )
     anything = st.one_of(
-        tensors, strange, tensors.map(lambda t: t.to("meta")), tensors.map(lambda t: t.to_sparse()),
-        st.sampled_from([masks.causal("top_left"), masks.lengths([2]), masks.documents([0, 2]), masks.prefix([1, 2, 3])]),
-    )  # fmt: skip
+        tensors,
+        strange,
+        tensors.map(lambda t: t.to("meta")),
+        tensors.map(lambda t: t.to_sparse()),
+        st.sampled_from(
+            [masks.causal("top_left"), masks.lengths([2]), masks.documents([0, 2]), masks.prefix([1, 2, 3])]
+        ),
+    )
     names = st.sampled_from(
-        "q k v layout mask bias scale softcap alibi_slopes sinks dropout_p dropout_seed backend deterministic return_lse "
+        "q k v layout mask bias scale softcap alibi_slopes sinks dropout_p dropout_seed backend "
+        "deterministic return_lse "
         "pages".split()
     )
     return st.tuples(names, anything)
@@ -340,18 +356,10 @@ def damaged_calls() -> st.SearchStrategy[tuple[str, Any]]:
 
 @settings(FUZZ, max_examples=600)
 @given(st.lists(damaged_calls(), min_size=1, max_size=2), st.booleans())
-def test_a_damaged_call_runs_or_raises_one_of_the_two_errors(
-    damage: list[tuple[str, Any]], packed: bool
-) -> None:
-    arguments: dict[str, Any] = {n: torch.ones(2, 3, 2, 4) for n in "qkv"} | {
-        "layout": "bshd",
-        "dropout_p": 0.5,
-    }
+def test_a_damaged_call_runs_or_raises_one_of_the_two_errors(damage: list[tuple[str, Any]], packed: bool) -> None:
+    arguments: dict[str, Any] = {n: torch.ones(2, 3, 2, 4) for n in "qkv"} | {"layout": "bshd", "dropout_p": 0.5}
     if packed:
-        arguments |= {n: torch.ones(3, 2, 4) for n in "qkv"} | {
-            "layout": "thd",
-            "mask": masks.documents([0, 1, 3]),
-        }
+        arguments |= {n: torch.ones(3, 2, 4) for n in "qkv"} | {"layout": "thd", "mask": masks.documents([0, 1, 3])}
     arguments |= dict(damage)
     q, k, v = (arguments.pop(n) for n in "qkv")
     try:
@@ -370,14 +378,26 @@ def test_damaged_masks_raise_one_of_the_two_errors(data: st.DataObject) -> None:
     )
     vector = st.one_of(st.lists(st.integers(-2, 6), max_size=4), st.lists(number, max_size=3), number)
     tensor = st.builds(
-        lambda s, t: torch.ones(s, dtype=t), st.lists(st.integers(0, 3), max_size=4),
+        lambda s, t: torch.ones(s, dtype=t),
+        st.lists(st.integers(0, 3), max_size=4),
         st.sampled_from([torch.int32, torch.int64, torch.float32, torch.bool]),
-    )  # fmt: skip
+    )
     some = st.one_of(vector, tensor)
     name, count = data.draw(
-        st.sampled_from([("causal", 1), ("window", 3), ("lengths", 4), ("documents", 6), ("document_ids", 2), ("prefix", 1),
-                         ("chunks", 3), ("dense", 1), ("predicate", 1)])
-    )  # fmt: skip
+        st.sampled_from(
+            [
+                ("causal", 1),
+                ("window", 3),
+                ("lengths", 4),
+                ("documents", 6),
+                ("document_ids", 2),
+                ("prefix", 1),
+                ("chunks", 3),
+                ("dense", 1),
+                ("predicate", 1),
+            ]
+        )
+    )
     values = [data.draw(some) for _ in range(data.draw(st.integers(1, count)))]
     q = torch.ones(2, 3, 2, 4)
     try:

@@ -1,8 +1,8 @@
 """How the flash kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
 
 The adapters run against stand-ins (`fake_gpu_kernels`) that keep each kernel's conventions; what a real kernel computes
-is not tested here. PyTorch's efficient kernel and its cuDNN are in `test_torch_efficient.py` and `test_torch_cudnn.py`, cuDNN's
-own in `test_cudnn.py`, FlexAttention in `test_flex.py`, selection in `test_gpu_selection.py`.
+is not tested here. PyTorch's efficient kernel and its cuDNN are in `test_torch_efficient.py` and `test_torch_cudnn.py`,
+cuDNN's own in `test_cudnn.py`, FlexAttention in `test_flex.py`, selection in `test_gpu_selection.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from adapter_check import MASKS, Recorder, check, tensors
 from undivided import masks
 from undivided._machine import Machine
 from undivided._problem import normalise
-from undivided.backends import (
-    _flash_attn_2,
-    _flash_attn_3,
-    _flash_attn_4,
-    _torch_flash_cuda,
-    flash_attn,
-)
+from undivided.backends import _flash_attn_2, _flash_attn_3, _flash_attn_4, _torch_flash_cuda, flash_attn
 
 
 def flash_sides(causal: bool, left: int, right: int) -> fake.Band:
@@ -38,9 +32,22 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
 
     def flash_forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug, *, scale, window_size_left, window_size_right,
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        debug,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
         alibi_slopes,
-    ):  # fmt: skip
+    ):
         record.add(
             "flash_forward",
             q=q,
@@ -56,9 +63,25 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return *fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k, slopes=alibi_slopes), None, None, None
 
     def flash_backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng, unused, *, scale, window_size_left,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        rng,
+        unused,
+        *,
+        scale,
+        window_size_left,
         window_size_right,
-    ):  # fmt: skip
+    ):
         record.add("flash_backward", lse=lse, deterministic=torch.are_deterministic_algorithms_enabled())
         assert grad.is_contiguous()
         sides = flash_sides(is_causal, window_size_left, window_size_right)
@@ -68,23 +91,16 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
         want = run(q, k, v)[1]
         written = ~want.isnan()
-        assert torch.equal(lse[written] == torch.inf, want[written] == torch.inf), (
-            "the kernel's own lse comes back"
-        )
+        assert torch.equal(lse[written] == torch.inf, want[written] == torch.inf), "the kernel's own lse comes back"
         grads = fake.gradients(run, (q, k, v), grad)
         if cu_q is not None:  # the real kernel leaves tokens after the last document unwritten
             for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True):
                 g[int(cu[-1]) :] = torch.nan
         return grads
 
-    for name, function in (
-        ("_flash_attention_forward", flash_forward),
-        ("_flash_attention_backward", flash_backward),
-    ):
+    for name, function in (("_flash_attention_forward", flash_forward), ("_flash_attention_backward", flash_backward)):
         monkeypatch.setattr(
-            _torch_flash_cuda,
-            "OPS",
-            types.SimpleNamespace(**vars_of(_torch_flash_cuda.OPS), **{name: function}),
+            _torch_flash_cuda, "OPS", types.SimpleNamespace(**vars_of(_torch_flash_cuda.OPS), **{name: function})
         )
     return record
 
@@ -100,9 +116,12 @@ def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
     call = aten.last("flash_forward")
     assert call["q"].shape == (2, 3, 4, 8)
     assert (call["causal"], call["left"], call["right"]) == {
-        "full": (False, -1, -1), "causal": (True, -1, 0), "window-2-1": (False, 2, 1), "left-only": (False, 0, -1),
+        "full": (False, -1, -1),
+        "causal": (True, -1, 0),
+        "window-2-1": (False, 2, 1),
+        "left-only": (False, 0, -1),
         "right-only": (False, -1, 1),
-    }[mask]  # fmt: skip
+    }[mask]
 
 
 def test_torch_flash_rows_without_keys(aten: Recorder) -> None:
@@ -136,9 +155,7 @@ def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
     q, k, v = tensors()
     problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
     result = _torch_flash_cuda.forward(problem, operands)
-    _torch_flash_cuda.backward(
-        problem._replace(deterministic=True), operands, result, torch.ones_like(q), None
-    )
+    _torch_flash_cuda.backward(problem._replace(deterministic=True), operands, result, torch.ones_like(q), None)
     assert aten.last("flash_backward")["deterministic"]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -157,9 +174,13 @@ def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:
     def options(given: dict[str, Any]) -> dict[str, Any]:
         sinks = given.get("learnable_sink")
         return {
-            "cu_q": given.get("cu_seqlens_q"), "cu_k": given.get("cu_seqlens_k"), "softcap": given["softcap"] or 0.0,
-            "slopes": given.get("alibi_slopes"), "sinks": sinks, "empty_lse": torch.inf if version == 2 else -torch.inf,
-        }  # fmt: skip
+            "cu_q": given.get("cu_seqlens_q"),
+            "cu_k": given.get("cu_seqlens_k"),
+            "softcap": given["softcap"] or 0.0,
+            "slopes": given.get("alibi_slopes"),
+            "sinks": sinks,
+            "empty_lse": torch.inf if version == 2 else -torch.inf,
+        }
 
     def forward(q, k, v, **given):
         record.add("forward", **given)
@@ -172,9 +193,7 @@ def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:
         inputs = (q, k, v) if given.get("learnable_sink") is None else (q, k, v, given["learnable_sink"])
 
         def run(q, k, v, sinks=None):
-            return fake.flash(
-                q, k, v, given["softmax_scale"], sides(given), **options(given) | {"sinks": sinks}
-            )
+            return fake.flash(q, k, v, given["softmax_scale"], sides(given), **options(given) | {"sinks": sinks})
 
         want = run(*inputs)[1]
         real = want.isfinite()
@@ -307,9 +326,7 @@ def test_the_flash_attn_version_follows_the_gpu(monkeypatch: pytest.MonkeyPatch)
     q = torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16)
     problem, operands = normalise(q, q, q, layout="bshd", device="cuda")
     for gpu, number in (("a100", 2), ("h100", 3), ("b200", 4)):
-        monkeypatch.setattr(
-            Machine, "this", staticmethod(lambda device, gpu=gpu: Machine.named(gpu, None, packages))
-        )
+        monkeypatch.setattr(Machine, "this", staticmethod(lambda device, gpu=gpu: Machine.named(gpu, None, packages)))
         assert flash_attn.BACKEND._pick(problem, operands).number == number
     alibi = problem._replace(features=frozenset({"alibi"}))
     assert flash_attn.BACKEND._pick(alibi, operands).number == 2

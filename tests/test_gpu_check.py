@@ -1,4 +1,5 @@
-"""`scripts/gpu-check` and what it runs, rehearsed on a CPU: it is run once, far away, and must not fail there by itself."""
+"""`scripts/gpu-check` and what it runs, rehearsed on a CPU: it is run once, far away, and must not fail there by
+itself."""
 
 from __future__ import annotations
 
@@ -29,9 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class TestWorkers:
-    def test_a_process_that_dies_hangs_or_raises_costs_its_task_alone(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_process_that_dies_hangs_or_raises_costs_its_task_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "START", 20.0)
         tasks = ["raises", "first", "dies", "second", "hangs"]
         found = {}
@@ -41,9 +40,7 @@ class TestWorkers:
         assert "exit code -9" in found["dies"].failure
         assert "took too long" in found["hangs"].failure
         assert "ArithmeticError: of its own" in found["raises"].failure
-        assert str(found["first"].value).split()[-1] != str(found["second"].value).split()[-1], (
-            "a fresh process"
-        )
+        assert str(found["first"].value).split()[-1] != str(found["second"].value).split()[-1], "a fresh process"
 
     def test_a_run_ends_when_its_time_is_over(self) -> None:
         begun = time.monotonic()
@@ -52,9 +49,7 @@ class TestWorkers:
 
     def test_the_backend_that_ends_its_process_is_found_and_the_others_are_judged(self) -> None:
         task = Task("cpu", "case", "float32", ("good", "bad"))
-        lines = list(
-            in_processes([task], worker_faults.one_backend_kills, jobs=1, seconds=60.0, patience=30.0)
-        )
+        lines = list(in_processes([task], worker_faults.one_backend_kills, jobs=1, seconds=60.0, patience=30.0))
         assert {line.backend: line.verdict for line in lines} == {"good": "right", "bad": "wrong"}
         assert "its process ended" in next(line for line in lines if line.backend == "bad").detail[0]
 
@@ -85,7 +80,8 @@ class TestLines:
 
 
 def test_every_case_is_seen_in_one_dtype_before_any_is_seen_twice() -> None:
-    """And a kernel that compiles for seconds sees its sample: asked for in a dtype that no case had, it was never run."""
+    """And a kernel that compiles for seconds sees its sample: asked for in a dtype that no case had, it was never
+    run."""
     planned = contract.tasks("cpu", (get("reference"), get("flex")), tuple(CASES.values()))
     halves = [task.dtype == "bfloat16" for task in planned]
     assert halves == sorted(halves, reverse=True)
@@ -128,9 +124,14 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
             def wait_stream(self, _: object) -> None: ...
 
         for name, stand_in in {
-            "Stream": Stream, "current_stream": Stream, "stream": contextlib.nullcontext, "graph": capturing,
-            "CUDAGraph": lambda: graph, "synchronize": lambda: None, "set_sync_debug_mode": lambda _: None,
-        }.items():  # fmt: skip
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": contextlib.nullcontext,
+            "graph": capturing,
+            "CUDAGraph": lambda: graph,
+            "synchronize": lambda: None,
+            "set_sync_debug_mode": lambda _: None,
+        }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(capture, "_step", recorded)
 
@@ -204,9 +205,11 @@ class TestBenchmarks:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         case = {
-            "suite": "forward", "rate": {"what": "a rate", "used": 1.0, "contended": False}, "bytes": None,
+            "suite": "forward",
+            "rate": {"what": "a rate", "used": 1.0, "contended": False},
+            "bytes": None,
             "entries": [{"name": "triton", "label": "triton", "ok": False, "errors": {}, "note": "raised"}],
-        }  # fmt: skip
+        }
         asked: list[str] = []
 
         def inline(tasks: list[Any], function: Any, **_: Any) -> Iterator[workers.Done[Any, Any]]:
@@ -217,17 +220,7 @@ class TestBenchmarks:
 
         monkeypatch.setattr(bench.workers, "work", inline)
         path = tmp_path / "b.json"
-        command = [
-            "bench",
-            "--device",
-            "cpu",
-            "--suite",
-            "forward",
-            "--filter",
-            "bf16-d128-2048",
-            "--json",
-            str(path),
-        ]
+        command = ["bench", "--device", "cpu", "--suite", "forward", "--filter", "bf16-d128-2048", "--json", str(path)]
         monkeypatch.setattr(sys, "argv", command)
         assert bench.main() == 1
         assert "FAILED forward/bf16-d128-2048-full: its process ended" in capsys.readouterr().out
@@ -242,8 +235,8 @@ class TestBenchmarks:
 def gpu_check(*arguments: str, without: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(without or "")}
     return subprocess.run(
-        [str(ROOT / "scripts/gpu-check"), *arguments], capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
+        [str(ROOT / "scripts/gpu-check"), *arguments], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 class TestScript:
@@ -251,21 +244,24 @@ class TestScript:
         """As on a machine where nothing can be installed: none of the packages that the tests have."""
         away = tmp_path / "away"
         away.mkdir()
-        for name in (
-            "typer",
-            "rich",
-            "pytest",
-            "hypothesis",
-            "onnx",
-            "onnxruntime",
-            "matplotlib",
-            "transformers",
-        ):
+        for name in ("typer", "rich", "pytest", "hypothesis", "onnx", "onnxruntime", "matplotlib", "transformers"):
             (away / f"{name}.py").write_text("raise ImportError('not on this machine')\n")
         done = gpu_check(
-            str(tmp_path / "out"), "--device", "cpu", "--only", "machine", "--only", "contract", "--filter", "gqa-of-a-prime",
-            "--jobs", "1", "--seconds", "100", without=away,
-        )  # fmt: skip
+            str(tmp_path / "out"),
+            "--device",
+            "cpu",
+            "--only",
+            "machine",
+            "--only",
+            "contract",
+            "--filter",
+            "gqa-of-a-prime",
+            "--jobs",
+            "1",
+            "--seconds",
+            "100",
+            without=away,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "reference: 2 right, 0 wrong, 0 refused" in done.stdout
         assert {row["case"] for row in json.loads((tmp_path / "out/contract.json").read_text())} == {

@@ -38,10 +38,7 @@ def ask(
 ) -> Problem:  # fmt: skip
     """The problem of q [batch, length, heads, head_dim] in `layout`, from meta tensors."""
     batch, q_len, heads, qk_dim = shape
-    sizes = [
-        (heads, q_len, qk_dim),
-        *((kv_heads or heads, kv_len or q_len, d) for d in (qk_dim, v_dim or qk_dim)),
-    ]
+    sizes = [(heads, q_len, qk_dim), *((kv_heads or heads, kv_len or q_len, d) for d in (qk_dim, v_dim or qk_dim))]
     if layout == "thd":
         shapes = [(batch * s, h, d) for h, s, d in sizes]
     else:
@@ -77,10 +74,7 @@ class Row(NamedTuple):
     refused: dict[str, list[str]]
 
 
-NO_WINDOW_IN = {
-    "torch_efficient": ["sliding window (its backward"],
-    "torch_cudnn": ["sliding window (PyTorch"],
-}
+NO_WINDOW_IN = {"torch_efficient": ["sliding window (its backward"], "torch_cudnn": ["sliding window (PyTorch"]}
 BIAS = torch.empty(16, 512, 512, dtype=HALF, device="meta", requires_grad=True)
 LONG_BIAS = torch.empty(16, 512, 1024, dtype=HALF, device="meta")
 BIAS_WORDS = ("an additive bias", "the gradient of the bias")

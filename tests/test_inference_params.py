@@ -25,12 +25,7 @@ LAYERS = (1, 2)
 def new_params(paged: bool, format: str = "bshd", **changes: Any) -> InferenceParams:
     """Room for 3 sequences of 20 tokens, full of NaN; where paged, 11 pages of 4 tokens, so not for all at once."""
     pool = {"is_paged": True, "page_size": 4, "total_num_pages": 11} if paged else {}
-    sizes: dict[str, Any] = {
-        "dtype": torch.float32,
-        "head_dim_v": VALUE_DIM,
-        "qkv_format": format,
-        "device": "cpu",
-    }
+    sizes: dict[str, Any] = {"dtype": torch.float32, "head_dim_v": VALUE_DIM, "qkv_format": format, "device": "cpu"}
     lengths = {"max_batch_size": 3, "max_sequence_length": 20}
     params = InferenceParams(num_heads_kv=KV_HEADS, head_dim_k=DIM, **lengths | pool | sizes | changes)
     for layer in LAYERS:
@@ -77,7 +72,8 @@ class Model:
 
 
 def pages_needed(params: InferenceParams, new: dict[object, int]) -> int:
-    """Pages in use after a step, counted anew: those held, those that lengths add, those copied because they are shared."""
+    """Pages in use after a step, counted anew: those held, those that lengths add, those copied because they are
+    shared."""
     if not params.is_paged:
         return 0
     lengths = {name: params.sequences.get(name, 0) for name in new}
@@ -215,26 +211,27 @@ def test_memory_is_made_where_the_first_keys_are() -> None:
 def state(params: InferenceParams) -> tuple[object, ...]:
     storages = [t.nan_to_num(1e9).tolist() for s in params._storages.values() for t in (s.k, s.v)]
     ledger = params._batch.ledger
-    pages = (
-        (list(ledger.unused), list(ledger.references), [list(t) for t in ledger.tables])
-        if params.is_paged
-        else ()
-    )
+    pages = (list(ledger.unused), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
     return params.sequences, params.batch_size, dict(params._batch.slots), ledger.lengths, pages, storages
 
 
-K, V, Q = (
-    torch.randn(2, 3, KV_HEADS, DIM),
-    torch.randn(2, 3, KV_HEADS, VALUE_DIM),
-    torch.randn(2, 3, HEADS, DIM),
-)
+K, V, Q = (torch.randn(2, 3, KV_HEADS, DIM), torch.randn(2, 3, KV_HEADS, VALUE_DIM), torch.randn(2, 3, HEADS, DIM))
 REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
-    "too-many-sequences": (lambda p: p.pre_step(dict.fromkeys(range(4), 1)), "step_dict must hold at most max_batch_size=3"),
-    "too-long": (lambda p: p.pre_step({"a": 1, "b": 19}), r"step_dict\['b'\] must leave the sequence within max_sequence_l"),
+    "too-many-sequences": (
+        lambda p: p.pre_step(dict.fromkeys(range(4), 1)),
+        "step_dict must hold at most max_batch_size=3",
+    ),
+    "too-long": (
+        lambda p: p.pre_step({"a": 1, "b": 19}),
+        r"step_dict\['b'\] must leave the sequence within max_sequence_l",
+    ),
     "negative": (lambda p: p.pre_step({"a": -1}), r"step_dict\['a'\] must be at least 0"),
     "not-a-mapping": (lambda p: p.pre_step([1, 1]), "step_dict must map the id of each sequence"),
     "k-of-another-batch": (lambda p: p.attend(1, Q, K[:1], V[:1]), r"new_k must have shape \[2, new, 2, 8\] in 'bshd'"),
-    "k-too-short": (lambda p: p.step(1, K[:, :1], V[:, :1]), "the step's tokens must be at most the new tokens in new_k"),
+    "k-too-short": (
+        lambda p: p.step(1, K[:, :1], V[:, :1]),
+        "the step's tokens must be at most the new tokens in new_k",
+    ),
     "q-unlike-k": (lambda p: p.attend(1, Q[:, :2], K, V), r"q must have the tokens of new_k \(3\), got 2"),
     "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch of the cache"),
     "another-dtype": (lambda p: p.step(1, K.double(), V.double()), "new_k must have the dtype of the cache"),
@@ -246,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
     "truncate-up": (lambda p: p.truncate("a", 6), "length must be at most the 4 cached tokens of 'a'"),
     "no-such-layer": (lambda p: p.convert_paged_to_nonpaged(7), "layer_number must be that of a layer with a cache"),
     "layer-no-number": (lambda p: p.step("first", K, V), "layer_number must be an int"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -282,36 +279,57 @@ def test_a_full_batch_cannot_fork() -> None:
         params.fork("a", "d")
 
 
-@pytest.mark.parametrize(
-    "call", [lambda p: p.attend(1, Q, K, V), lambda p: p.step(1, K, V)], ids=["attend", "step"]
-)
+@pytest.mark.parametrize("call", [lambda p: p.attend(1, Q, K, V), lambda p: p.step(1, K, V)], ids=["attend", "step"])
 @pytest.mark.parametrize("after", ["construction", "fork", "truncate", "an-empty-step"])
 def test_a_layer_before_its_step(after: str, call: Callable[[InferenceParams], object]) -> None:
     """After a fork or a truncation the last step says nothing any more: the next one must be announced."""
     params = new_params(False)
     if after != "construction":
         params.pre_step({"a": 3, "b": 3})
-        {"fork": lambda: params.fork("a", "c"), "truncate": lambda: params.truncate("a", 1),
-         "an-empty-step": lambda: params.pre_step({})}[after]()  # fmt: skip
+        {
+            "fork": lambda: params.fork("a", "c"),
+            "truncate": lambda: params.truncate("a", 1),
+            "an-empty-step": lambda: params.pre_step({}),
+        }[after]()
     with pytest.raises(InputError, match="inference_params must be told of the sequences"):
         call(params)
 
 
 SIZES: dict[str, Any] = {
-    "max_batch_size": 3, "max_sequence_length": 20, "num_heads_kv": KV_HEADS, "head_dim_k": DIM, "dtype": torch.float32,
-    "head_dim_v": None, "is_paged": True, "page_size": 4, "total_num_pages": 4, "max_ctx_len": None, "qkv_format": "thd",
+    "max_batch_size": 3,
+    "max_sequence_length": 20,
+    "num_heads_kv": KV_HEADS,
+    "head_dim_k": DIM,
+    "dtype": torch.float32,
+    "head_dim_v": None,
+    "is_paged": True,
+    "page_size": 4,
+    "total_num_pages": 4,
+    "max_ctx_len": None,
+    "qkv_format": "thd",
     "custom_cache_manager": None,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("max_batch_size", 0), ("max_sequence_length", 1.5), ("num_heads_kv", None), ("head_dim_k", None), ("dtype", None),
-        ("dtype", torch.int8), ("head_dim_v", 0), ("page_size", None), ("page_size", 0), ("total_num_pages", 0),
-        ("max_ctx_len", 21), ("max_ctx_len", 0), ("qkv_format", "bhsd"), ("custom_cache_manager", object()),
+        ("max_batch_size", 0),
+        ("max_sequence_length", 1.5),
+        ("num_heads_kv", None),
+        ("head_dim_k", None),
+        ("dtype", None),
+        ("dtype", torch.int8),
+        ("head_dim_v", 0),
+        ("page_size", None),
+        ("page_size", 0),
+        ("total_num_pages", 0),
+        ("max_ctx_len", 21),
+        ("max_ctx_len", 0),
+        ("qkv_format", "bhsd"),
+        ("custom_cache_manager", object()),
     ],
-)  # fmt: skip
+)
 def test_params_that_cannot_be_made(argument: str, value: object) -> None:
     with pytest.raises(InputError, match=f"^{argument} must"):
         InferenceParams(**SIZES | {argument: value})

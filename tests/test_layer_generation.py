@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 import plain_layer
-from layer_cases import (
-    ENCODER,
-    FORMATS,
-    HEADS,
-    HIDDEN,
-    OPTIONS,
-    cache,
-    cu,
-    laid_out,
-    layer,
-    taken_apart,
-)
+from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, OPTIONS, cache, cu, laid_out, layer, taken_apart
 from undivided import InputError, RotaryPositionEmbedding, TransformerLayer
 
 
@@ -30,12 +19,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-STEPS = {
-    "at-once": (12,),
-    "one-by-one": (1,) * 12,
-    "chunks": (5, 1, 4, 2),
-    "prompt-then-tokens": (9, 1, 1, 1),
-}
+STEPS = {"at-once": (12,), "one-by-one": (1,) * 12, "chunks": (5, 1, 4, 2), "prompt-then-tokens": (9, 1, 1, 1)}
 GENERATION: dict[str, dict[str, Any]] = {
     "plain": {},
     "window-grouped-swiglu": {
@@ -132,13 +116,7 @@ def test_sequences_come_and_go_with_unequal_numbers_of_tokens(format: str, paged
     xs = {name: torch.randn(12, HIDDEN, dtype=torch.float64) for name in "abcd"}
     alone = {name: layer_alone(module, x, rope) for name, x in xs.items()}
     at = dict.fromkeys(xs, 0)
-    script = [
-        {"a": 5, "b": 2},
-        {"a": 1, "b": 3},
-        {"b": 1, "c": 7, "a": 2},
-        {"c": 1, "b": 4},
-        {"d": 3, "c": 1, "b": 1},
-    ]
+    script = [{"a": 5, "b": 2}, {"a": 1, "b": 3}, {"b": 1, "c": 7, "a": 2}, {"c": 1, "b": 4}, {"d": 3, "c": 1, "b": 1}]
     with torch.inference_mode():
         for step in script:
             params.pre_step(OrderedDict(step))
@@ -147,9 +125,7 @@ def test_sequences_come_and_go_with_unequal_numbers_of_tokens(format: str, paged
             call = {} if format != "thd" else {"cu_seqlens_q": cu(counts)}  # welcome, and needed by none
             out = module(laid_out(new, format), inference_params=params, rotary_pos_emb=rope, **call)
             for (name, count), part in zip(step.items(), taken_apart(out, counts, format), strict=True):
-                torch.testing.assert_close(
-                    part, alone[name][at[name] : at[name] + count], rtol=1e-6, atol=1e-7
-                )
+                torch.testing.assert_close(part, alone[name][at[name] : at[name] + count], rtol=1e-6, atol=1e-7)
                 at[name] += count
 
 
@@ -174,8 +150,10 @@ def test_a_cache_with_masks_of_pairs_and_slopes() -> None:
     alibi: dict[str, Any] = {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
     with torch.inference_mode():
         for call, pairs in (
-            (arbitrary, {"attention_mask": hidden}), (biased, {"core_attention_bias": bias}), (alibi, {}),
-        ):  # fmt: skip
+            (arbitrary, {"attention_mask": hidden}),
+            (biased, {"core_attention_bias": bias}),
+            (alibi, {}),
+        ):
             full, params, start = module(x, **call, **pairs), cache(True), 0
             for count in (4, 1, 3):
                 stop = start + count

@@ -114,7 +114,7 @@ def test_the_page_says_of_every_argument_what_becomes_of_it() -> None:
         ("The layers: constructors", LAYER, ATTENTION, beyond, _arguments.TRANSFORMER_LAYER_AT_CONSTRUCTION),
         ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], _arguments.LAYERS_AT_CALL),
         ("Rotary embeddings", [*ROPE, "scaling", "device"], [w for w in APPLY_ROPE if "interleaved" not in w], [], {}),
-    ):  # fmt: skip
+    ):
         found = rows(heading)
         wanted = names(first) + [name for name in names(second) if name not in names(first)] + extra
         assert list(found) == wanted, heading

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layer_cases import (
-    FFN,
-    HEADS,
-    HIDDEN,
-    LENGTHS,
-    cu,
-    layer,
-)
+from layer_cases import FFN, HEADS, HIDDEN, LENGTHS, cu, layer
 from undivided import InferenceParams, InputError, RotaryPositionEmbedding, TransformerLayer
 
 
@@ -82,12 +75,7 @@ def step(**counts: int) -> InferenceParams:
     ],
 )  # fmt: skip
 def test_what_the_constructor_says_of_a_wrong_argument(options: dict[str, Any], said: str) -> None:
-    given = {
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": FFN,
-        "num_attention_heads": HEADS,
-        "attn_input_format": "bshd",
-    }
+    given = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "attn_input_format": "bshd"}
     with pytest.raises(InputError) as caught:
         TransformerLayer(**(given | options))
     assert str(caught.value).startswith(said)
@@ -140,14 +128,9 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("options", "call", "said"), BAD_CALLS, ids=[f"{n}-{c[2][:40]}" for n, c in enumerate(BAD_CALLS)]
 )
-def test_what_a_call_says_of_a_wrong_argument(
-    options: dict[str, Any], call: dict[str, Any], said: str
-) -> None:
+def test_what_a_call_says_of_a_wrong_argument(options: dict[str, Any], call: dict[str, Any], said: str) -> None:
     module = TransformerLayer(
-        HIDDEN,
-        FFN,
-        HEADS,
-        **({"attn_input_format": "bshd", "attention_dropout": 0.0, "layer_number": 1} | options),
+        HIDDEN, FFN, HEADS, **({"attn_input_format": "bshd", "attention_dropout": 0.0, "layer_number": 1} | options)
     )
     with torch.no_grad(), pytest.raises(InputError) as caught:
         module(**({"hidden_states": X} | call))

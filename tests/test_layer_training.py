@@ -14,16 +14,7 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import plain_layer
-from layer_cases import (
-    FORMATS,
-    HIDDEN,
-    LENGTHS,
-    PADDING,
-    cu,
-    laid_out,
-    layer,
-    taken_apart,
-)
+from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, laid_out, layer, taken_apart
 from undivided import RotaryPositionEmbedding
 
 
@@ -146,10 +137,7 @@ def test_compiled_in_one_graph(format: str) -> None:
 
 def test_a_compiled_decoder_layer() -> None:
     module = layer("bshd", layer_type="decoder", drop_path_rate=0.2, hidden_dropout=0.1)
-    x, encoder = (
-        torch.randn(2, 5, HIDDEN, dtype=torch.float64),
-        torch.randn(2, 4, HIDDEN, dtype=torch.float64),
-    )
+    x, encoder = (torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.randn(2, 4, HIDDEN, dtype=torch.float64))
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert compiled(x, encoder_output=encoder).shape == x.shape
@@ -202,9 +190,7 @@ def test_under_autocast_the_residual_stays_wide(normalization: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = module(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5))
     assert out.dtype == torch.float32
-    torch.testing.assert_close(
-        out, module(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5)), rtol=0.05, atol=0.05
-    )
+    torch.testing.assert_close(out, module(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5)), rtol=0.05, atol=0.05)
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
@@ -234,9 +220,7 @@ def test_sharded_with_half_precision(parts: bool) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = distributed.init_device_mesh("cpu", (1,))
-        shard = functools.partial(
-            fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        )
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for part in (module.self_attention.layernorm_qkv, module.self_attention.proj, module.layernorm_mlp):
             if parts:
                 shard(part)

@@ -66,9 +66,7 @@ class Case:
     def pairs(self) -> set[tuple[int, int, int, int]]:
         indices = product(range(self.batch), range(self.heads), range(self.q_len), range(self.kv_len))
         return {
-            index
-            for index in indices
-            if any(all(rule(place) for rule in self.rules) for place in self.places(*index))
+            index for index in indices if any(all(rule(place) for rule in self.rules) for place in self.places(*index))
         }
 
 
@@ -134,12 +132,8 @@ def check_blocks(form: masks.NormalForm, dense: Tensor) -> None:
         block = form.allowed(batch, rows, keys, heads)
         assert block.shape[2:] == dense[batch, heads, rows, keys].shape[2:]
         if batch.start < batch.stop and heads.start < heads.stop:
-            assert torch.equal(
-                block.expand(dense[batch, heads, rows, keys].shape), dense[batch, heads, rows, keys]
-            )
-        keys_used = (
-            paint(form.ranges, form.kv_len).expand(dense.shape[0], -1, -1)[batch, rows].nonzero()[:, 2]
-        )
+            assert torch.equal(block.expand(dense[batch, heads, rows, keys].shape), dense[batch, heads, rows, keys])
+        keys_used = paint(form.ranges, form.kv_len).expand(dense.shape[0], -1, -1)[batch, rows].nonzero()[:, 2]
         hull = (int(keys_used.min()), int(keys_used.max()) + 1) if len(keys_used) else (0, 0)
         assert form.hull(batch, rows) == hull
 
@@ -221,16 +215,7 @@ class TestConstructors:
     @pytest.mark.parametrize("left", [None, 0, 2], ids=lambda n: f"left{n}")
     @pytest.mark.parametrize("right", [None, 0, 1], ids=lambda n: f"right{n}")
     def test_window(self, q_len: int, kv_len: int, align: str, left: int | None, right: int | None) -> None:
-        agree(
-            Case(
-                masks.window(left, right, align),
-                1,
-                q_len,
-                kv_len,
-                rules=(window_rule(left, right),),
-                align=align,
-            )
-        )
+        agree(Case(masks.window(left, right, align), 1, q_len, kv_len, rules=(window_rule(left, right),), align=align))
 
     @pytest.mark.parametrize("n", [0, 2, 9])
     def test_prefix_beside_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
@@ -300,10 +285,13 @@ def test_lengths(given_: dict[str, list[int]], dtype: torch.dtype, align: str) -
     lengths = masks.lengths(**{name: torch.tensor(value, dtype=dtype) for name, value in given_.items()})
     sequences = tuple(
         zip(
-            given_.get("q_start", [0] * batch), given_.get("q", [q_len] * batch),
-            given_.get("kv_start", [0] * batch), given_["kv"], strict=True,
+            given_.get("q_start", [0] * batch),
+            given_.get("q", [q_len] * batch),
+            given_.get("kv_start", [0] * batch),
+            given_["kv"],
+            strict=True,
         )
-    )  # fmt: skip
+    )
     base = Case(lengths, batch, q_len, kv_len, sequences=sequences, align=align)
     agree(base)
     agree(replace(base, mask=lengths & masks.causal(align), rules=(causal_rule,)))
@@ -334,8 +322,7 @@ def documents_case(name: str, align: str | None) -> Case:
     slots_kv = padded_kv or cu_kv or padded_q or cu_q
     cu_kv = cu_kv or cu_q
     sequences = tuple(
-        (slots_q[n], cu_q[n + 1] - cu_q[n], slots_kv[n], cu_kv[n + 1] - cu_kv[n])
-        for n in range(len(cu_q) - 1)
+        (slots_q[n], cu_q[n + 1] - cu_q[n], slots_kv[n], cu_kv[n + 1] - cu_kv[n]) for n in range(len(cu_q) - 1)
     )
     # a document list without documents still owns every pair of the call: none
     sequences = sequences or ((0, 0, 0, 0),)
@@ -371,9 +358,7 @@ def test_positions_of_lengths_with_starts_and_bottom_right_shift() -> None:
     assert form.kv_position.tolist() == [[0, 1, 2, 3, 4, 5], [-4, -3, -2, -1, 0, 1]]
     assert form.q_sequence.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert form.shift.expand(2, 3).tolist() == [[3, 3, 3], [0, 0, 0]]
-    assert {t.dtype for t in (form.q_position, form.kv_position, form.q_sequence, form.shift)} == {
-        torch.int32
-    }
+    assert {t.dtype for t in (form.q_position, form.kv_position, form.q_sequence, form.shift)} == {torch.int32}
 
 
 IDS = {
@@ -395,9 +380,7 @@ def test_document_ids(name: str) -> None:
     mask = masks.document_ids(
         torch.tensor(ids_q), None if IDS[name][1] is None else torch.tensor(ids_kv, dtype=torch.int64)
     )
-    base = Case(
-        mask, 2, len(ids_q[0]), len(ids_kv[0]), rules=(ids_rule(ids_q, ids_kv),), align="bottom_right"
-    )
+    base = Case(mask, 2, len(ids_q[0]), len(ids_kv[0]), rules=(ids_rule(ids_q, ids_kv),), align="bottom_right")
     agree(base)
     agree(replace(base, mask=mask & masks.causal("bottom_right"), rules=(*base.rules, causal_rule)))
 
@@ -411,9 +394,13 @@ def test_document_ids_keep_the_positions_of_the_rows_beside_lengths() -> None:
     lengths = masks.lengths([2, 4], q=[2, 4])
     ids = [[0, 0, 0, 0], [0, 1, 1, 1]]
     case = Case(
-        lengths & masks.document_ids(torch.tensor(ids)) & masks.causal(), 2, 4, 4,
-        rules=(ids_rule(ids, ids), causal_rule), sequences=((0, 2, 0, 2), (0, 4, 0, 4)),
-    )  # fmt: skip
+        lengths & masks.document_ids(torch.tensor(ids)) & masks.causal(),
+        2,
+        4,
+        4,
+        rules=(ids_rule(ids, ids), causal_rule),
+        sequences=((0, 2, 0, 2), (0, 4, 0, 4)),
+    )
     agree(case)
 
 
@@ -460,18 +447,14 @@ def test_predicates_are_called_with_index_tensors_that_broadcast() -> None:
         seen.extend((tuple(t.shape), t.dtype) for t in (b, h, q, k))
         return q >= k
 
-    masks.predicate(fn).normal_form(2, 3, 4, 5, CPU).allowed(
-        slice(0, 2), slice(1, 4), slice(0, 5), slice(1, 3)
-    )
+    masks.predicate(fn).normal_form(2, 3, 4, 5, CPU).allowed(slice(0, 2), slice(1, 4), slice(0, 5), slice(1, 3))
     assert {dtype for _, dtype in seen} == {torch.int64}
     assert [shape for shape, _ in seen[-4:]] == [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 3, 1), (1, 1, 1, 5)]
 
 
 def test_two_windows_with_prefixes_keep_exact_pairs_beside_ranges() -> None:
     """Two unions intersected may need three ranges a row: the ranges become a hull, the pairs stay exact."""
-    mask = (masks.window(1, 0, "top_left") | masks.prefix(6)) & (
-        masks.window(4, 4, "top_left") | masks.prefix(2)
-    )
+    mask = (masks.window(1, 0, "top_left") | masks.prefix(6)) & (masks.window(4, 4, "top_left") | masks.prefix(2))
     rules = (either(window_rule(1, 0), prefix_rule(6)), either(window_rule(4, 4), prefix_rule(2)))
     agree(Case(mask, 1, 12, 12, rules=rules, align="top_left"))
     assert not mask.normal_form(1, 1, 12, 12, CPU).exact
@@ -624,9 +607,15 @@ def drawn_predicate(draw: st.DrawFn, case: Case, count: int) -> Drawn:
 
 
 PARTS: dict[str, Callable[[st.DrawFn, Case, int], Drawn]] = {
-    "causal": drawn_causal, "window": drawn_window, "prefix": drawn_prefix, "union": drawn_union,
-    "chunks": drawn_chunks, "ids": drawn_ids, "dense": drawn_dense, "predicate": drawn_predicate,
-}  # fmt: skip
+    "causal": drawn_causal,
+    "window": drawn_window,
+    "prefix": drawn_prefix,
+    "union": drawn_union,
+    "chunks": drawn_chunks,
+    "ids": drawn_ids,
+    "dense": drawn_dense,
+    "predicate": drawn_predicate,
+}
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -637,18 +626,14 @@ def test_any_intersection_of_parts_is_the_intersection_of_their_pairs(case: Case
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases(), st.randoms(use_true_random=False))
-def test_a_shard_of_rows_and_keys_is_those_rows_and_keys_of_the_whole(
-    case: Case, choose: random.Random
-) -> None:
+def test_a_shard_of_rows_and_keys_is_those_rows_and_keys_of_the_whole(case: Case, choose: random.Random) -> None:
     sizes = (case.batch, case.heads, case.q_len, case.kv_len)
     form, dense = case.mask.normal_form(*sizes, CPU), case.mask.to_dense(*sizes)
     rows = torch.tensor(choose.sample(range(case.q_len), case.q_len // 2), dtype=torch.int64)
     keys = torch.tensor(sorted(choose.sample(range(case.kv_len), case.kv_len // 2)), dtype=torch.int64)
     shard, wanted = form.shard(rows, keys), dense[:, :, rows][..., keys]
     everything = slice(None)
-    assert torch.equal(
-        shard.allowed(everything, everything, everything, everything).expand(wanted.shape), wanted
-    )
+    assert torch.equal(shard.allowed(everything, everything, everything, everything).expand(wanted.shape), wanted)
     check_order(shard.ranges)
     check_tiles(shard, wanted)
     check_rows(shard, wanted)

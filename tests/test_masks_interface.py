@@ -22,13 +22,7 @@ from undivided.masks import FULL, Mask
 from undivided.masks._drawing import density
 
 CPU = torch.device("cpu")
-causal, window, lengths, documents, prefix = (
-    masks.causal,
-    masks.window,
-    masks.lengths,
-    masks.documents,
-    masks.prefix,
-)
+causal, window, lengths, documents, prefix = (masks.causal, masks.window, masks.lengths, masks.documents, masks.prefix)
 IDS = torch.tensor([0, 0, 1])
 ALL = torch.ones(3, 3, dtype=torch.bool)
 
@@ -82,12 +76,31 @@ def test_structure_is_equal_for_masks_that_a_kernel_treats_alike() -> None:
 
 def test_structure_tells_apart_what_a_kernel_treats_differently() -> None:
     every = [
-        FULL, causal(), causal("top_left"), window(1, 0), window(2, 0), window(1, 1), prefix(1), prefix(2), prefix([1]),
-        causal() | prefix(1), causal() | prefix(2), window(1, 0) | prefix(1), masks.chunks(2), masks.chunks(3),
-        lengths([1]), lengths([1], [1]), lengths([1], kv_start=[1]), documents([0, 1]),
-        documents([0, 1], padded_q=[0, 2]), masks.dense(ALL), masks.dense(ALL[None, None].expand(1, 2, 3, 3)),
-        masks.predicate(everywhere), masks.document_ids(IDS), masks.dense(ALL) & masks.dense(ALL),
-    ]  # fmt: skip
+        FULL,
+        causal(),
+        causal("top_left"),
+        window(1, 0),
+        window(2, 0),
+        window(1, 1),
+        prefix(1),
+        prefix(2),
+        prefix([1]),
+        causal() | prefix(1),
+        causal() | prefix(2),
+        window(1, 0) | prefix(1),
+        masks.chunks(2),
+        masks.chunks(3),
+        lengths([1]),
+        lengths([1], [1]),
+        lengths([1], kv_start=[1]),
+        documents([0, 1]),
+        documents([0, 1], padded_q=[0, 2]),
+        masks.dense(ALL),
+        masks.dense(ALL[None, None].expand(1, 2, 3, 3)),
+        masks.predicate(everywhere),
+        masks.document_ids(IDS),
+        masks.dense(ALL) & masks.dense(ALL),
+    ]
     assert len({mask.structure for mask in every}) == len(every)
     assert len({masks.describe(mask.structure) for mask in every}) > 12
 
@@ -95,12 +108,19 @@ def test_structure_tells_apart_what_a_kernel_treats_differently() -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("causal", causal("top_left")), ("window", window(2, 0, "top_left")), ("band", causal("top_left")),
-        ("lengths", lengths([1])), ("documents", documents([0, 1])), ("dense", masks.dense(ALL)),
-        ("predicate", masks.predicate(everywhere)), ("document_ids", masks.document_ids(IDS)), ("prefix", prefix(2)),
-        ("global", causal("top_left") | prefix(2)), ("chunks", masks.chunks(2)),
+        ("causal", causal("top_left")),
+        ("window", window(2, 0, "top_left")),
+        ("band", causal("top_left")),
+        ("lengths", lengths([1])),
+        ("documents", documents([0, 1])),
+        ("dense", masks.dense(ALL)),
+        ("predicate", masks.predicate(everywhere)),
+        ("document_ids", masks.document_ids(IDS)),
+        ("prefix", prefix(2)),
+        ("global", causal("top_left") | prefix(2)),
+        ("chunks", masks.chunks(2)),
     ],
-)  # fmt: skip
+)
 def test_take_gives_the_part_and_leaves_the_rest(name: str, part: Mask) -> None:
     value, rest = part.take(name)
     assert value is not None
@@ -200,9 +220,7 @@ def test_alignments_agree_where_queries_and_keys_are_as_many(
     ],
     ids=lambda value: repr(value),
 )
-def test_alignment_left_out_where_it_matters_is_an_error(
-    mask: Mask, sizes: tuple[int, int, int], hint: str
-) -> None:
+def test_alignment_left_out_where_it_matters_is_an_error(mask: Mask, sizes: tuple[int, int, int], hint: str) -> None:
     with pytest.raises(InputError, match=f"top-left and bottom-right differ(.|\n)*HINT(.|\n)*{hint}"):
         mask.resolved_align(*sizes)
     with pytest.raises(InputError, match="align must"):
@@ -232,10 +250,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths-two-dimensions": (lambda: lengths(I8[None]), r"kv must have one dimension, got shape \[1, 2\]"),
     "lengths-negative": (lambda: lengths([1, -1]), "kv must be at least 0, got -1"),
     "lengths-q-negative": (lambda: lengths([1], [-3]), "q must be at least 0, got -3"),
-    "lengths-entries-differ": (
-        lambda: lengths([1, 2], [1]),
-        "q must have an entry for each of kv's 2, got 1",
-    ),
+    "lengths-entries-differ": (lambda: lengths([1, 2], [1]), "q must have an entry for each of kv's 2, got 1"),
     "lengths-start-negative": (lambda: lengths([1], kv_start=[-1]), "kv_start must be at least 0"),
     "lengths-q-start-without-q": (lambda: lengths([1], q_start=[0]), "q must be given with q_start"),
     "lengths-list-of-floats": (lambda: lengths([1.0]), r"kv\[0\] must be an int"),  # type: ignore[list-item]
@@ -243,65 +258,32 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "documents-not-from-zero": (lambda: documents([1, 2]), "cu_seqlens_q must start at 0, got 1"),
     "documents-decrease": (lambda: documents([0, 3, 2]), "cu_seqlens_q must never decrease"),
     "documents-no-offsets": (lambda: documents([]), "cu_seqlens_q must hold N"),
-    "documents-keys-differ": (
-        lambda: documents([0, 1], [0, 1, 2]),
-        "cu_seqlens_kv must have as many entries",
-    ),
-    "documents-gap-too-small": (
-        lambda: documents([0, 3], padded_q=[0, 2]),
-        "padded_q must leave room for document 0",
-    ),
-    "documents-kv-gap-too-small": (
-        lambda: documents([0, 3], [0, 3], padded_kv=[0, 2]),
-        "padded_kv must leave room",
-    ),
-    "documents-max-too-small": (
-        lambda: documents([0, 3], max_q=2),
-        "max_q must be at least the longest document",
-    ),
+    "documents-keys-differ": (lambda: documents([0, 1], [0, 1, 2]), "cu_seqlens_kv must have as many entries"),
+    "documents-gap-too-small": (lambda: documents([0, 3], padded_q=[0, 2]), "padded_q must leave room for document 0"),
+    "documents-kv-gap-too-small": (lambda: documents([0, 3], [0, 3], padded_kv=[0, 2]), "padded_kv must leave room"),
+    "documents-max-too-small": (lambda: documents([0, 3], max_q=2), "max_q must be at least the longest document"),
     "documents-max-kv-too-small": (lambda: documents([0, 1], [0, 3], max_kv=2), "max_kv must be at least"),
     "ids-float": (lambda: masks.document_ids(torch.rand(3)), "ids_q must have an integer dtype"),
     "ids-three-dimensions": (lambda: masks.document_ids(I8[None, None]), r"ids_q must have shape \[B, S\]"),
-    "ids-batches-differ": (
-        lambda: masks.document_ids(I8[None].repeat(2, 1), I8[None].repeat(3, 1)),
-        "ids_kv must",
-    ),
+    "ids-batches-differ": (lambda: masks.document_ids(I8[None].repeat(2, 1), I8[None].repeat(3, 1)), "ids_kv must"),
     "prefix-negative": (lambda: prefix(-1), "n must be at least 0, got -1"),
     "prefix-tensor-negative": (lambda: prefix(torch.tensor([2, -2])), "n must be at least 0, got -2"),
     "prefix-text": (lambda: prefix("2"), "n must be an int"),  # type: ignore[arg-type]
     "chunks-empty": (lambda: masks.chunks(0), "size must be at least 1, got 0"),
     "chunks-offset-float": (lambda: masks.chunks(2, offset=0.5), "offset must be an int"),  # type: ignore[arg-type]
     "dense-numbers": (lambda: masks.dense(torch.zeros(2, 2)), r"tensor must be boolean(.|\n)*bias="),
-    "dense-three-dimensions": (
-        lambda: masks.dense(ALL[None]),
-        r"tensor must have 2 dimensions(.|\n)*\[None\]",
-    ),
+    "dense-three-dimensions": (lambda: masks.dense(ALL[None]), r"tensor must have 2 dimensions(.|\n)*\[None\]"),
     "predicate-no-function": (lambda: masks.predicate(3), "fn must be a function"),  # type: ignore[arg-type]
-    "and-aligns-differ": (
-        lambda: causal("top_left") & window(1, 0, "bottom_right"),
-        "mask must have one alignment",
-    ),
-    "or-aligns-differ": (
-        lambda: causal("top_left") | Mask("bottom_right", parts=prefix(1).parts),
-        "one alignment",
-    ),
+    "and-aligns-differ": (lambda: causal("top_left") & window(1, 0, "bottom_right"), "mask must have one alignment"),
+    "or-aligns-differ": (lambda: causal("top_left") | Mask("bottom_right", parts=prefix(1).parts), "one alignment"),
     "and-two-lengths": (lambda: lengths([1]) & lengths([1]), "mask must describe its sequences once"),
-    "and-two-documents": (
-        lambda: documents([0, 1]) & documents([0, 1]),
-        "mask must describe its sequences once",
-    ),
-    "and-lengths-documents": (
-        lambda: documents([0, 1]) & lengths([1]),
-        "mask must describe its sequences once",
-    ),
+    "and-two-documents": (lambda: documents([0, 1]) & documents([0, 1]), "mask must describe its sequences once"),
+    "and-lengths-documents": (lambda: documents([0, 1]) & lengths([1]), "mask must describe its sequences once"),
     "and-tensor": (lambda: causal() & ALL, r"mask must be joined to another mask by `&`(.|\n)*masks.dense"),
     "and-none": (lambda: causal() & None, "mask must be joined to another mask"),  # type: ignore[operator]
     "or-two-bands": (lambda: causal() | window(1, 0), "mask must join causal or window to a bare prefix"),
     "or-two-prefixes": (lambda: prefix(1) | prefix(2), "mask must join causal or window to a bare prefix"),
-    "or-lengths": (
-        lambda: causal() & lengths([1]) | prefix(1),
-        r"bare prefix(.|\n)*\(causal\(\) \| prefix\(n\)\) &",
-    ),
+    "or-lengths": (lambda: causal() & lengths([1]) | prefix(1), r"bare prefix(.|\n)*\(causal\(\) \| prefix\(n\)\) &"),
     "or-prefix-and-lengths": (lambda: causal() | prefix(1) & lengths([1]), "bare prefix"),
 }
 
@@ -331,7 +313,7 @@ CALLS: dict[str, tuple[Mask, tuple[int, int, int, int], bool, str]] = {
     "global-of-another-batch": (causal() | prefix([1]), (2, 1, 4, 4), False, "for each of the 2 sequences"),
     "offset-of-another-batch": (masks.chunks(2, offset=[1]), (2, 1, 4, 4), False, "for each of the 2 sequences"),
     "dense-of-other-sizes": (masks.dense(ALL), (1, 1, 3, 4), False, r"broadcastable to .* \[1, 1, 3, 4\]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -350,11 +332,13 @@ def test_tensors_on_the_wrong_device_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "message"),
-    [(lambda b, h, q, k: q - k, "fn must return a bool tensor, got torch.int64"),
-     (lambda b, h, q, k: None, "fn must return a bool tensor, got NoneType"),
-     (lambda b, h, q, k: (q >= k)[0, 0, 0].repeat(2), "fn must return a tensor broadcastable")],
+    [
+        (lambda b, h, q, k: q - k, "fn must return a bool tensor, got torch.int64"),
+        (lambda b, h, q, k: None, "fn must return a bool tensor, got NoneType"),
+        (lambda b, h, q, k: (q >= k)[0, 0, 0].repeat(2), "fn must return a tensor broadcastable"),
+    ],
     ids=["numbers", "nothing", "another-shape"],
-)  # fmt: skip
+)
 def test_a_predicate_that_returns_no_mask_is_refused(fn: Callable[..., Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         masks.predicate(fn).intervals(3, 3)
@@ -523,9 +507,7 @@ def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
 @pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
 def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
     """A GPU's lengths are not read: wrong ones must not lead a kernel out of its memory."""
-    ranges = mask.normal_form(
-        1, 1, 2, 4, CPU
-    ).ranges  # what attention uses; unlike intervals() it checks nothing again
+    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # what attention uses; unlike intervals() it checks nothing again
     assert int(ranges.min()) >= 0
     assert int(ranges.max()) == 4
 
@@ -577,10 +559,17 @@ def test_the_memory_of_one_mask_is_bounded() -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    [FULL, causal(), window(2, None, "bottom_right") & prefix(3), lengths(SAME, SAME) & causal(),
-     documents([0, 2], [0, 3], [0, 4], [0, 5], 6, 7), masks.chunks(2, "top_left", [-1]), window(0, 1) | prefix([4])],
+    [
+        FULL,
+        causal(),
+        window(2, None, "bottom_right") & prefix(3),
+        lengths(SAME, SAME) & causal(),
+        documents([0, 2], [0, 3], [0, 4], [0, 5], 6, 7),
+        masks.chunks(2, "top_left", [-1]),
+        window(0, 1) | prefix([4]),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
     spec, tensors = mask.flatten()
     again = Mask.unflatten(spec, tensors)
@@ -745,11 +734,16 @@ def test_a_predicate_made_while_compiling_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mask", "picture"),
     [
-        (causal("bottom_right") & lengths([3, 2], [2, 2]), """causal(align='bottom_right') & lengths(kv=[3, 2], q=[2, 2])
+        (
+            causal("bottom_right") & lengths([3, 2], [2, 2]),
+            """causal(align='bottom_right') & lengths(kv=[3, 2], q=[2, 2])
   0 1 2
 0 ■ ■ ·
-1 ■ ■ ■"""),
-        (window(0, 0) | prefix(1), """window(0, 0) | prefix(1)
+1 ■ ■ ■""",
+        ),
+        (
+            window(0, 0) | prefix(1),
+            """window(0, 0) | prefix(1)
   0 1 2 3 4 5 6 7
 0 ■ · · · · · · ·
 1 ■ ■ · · · · · ·
@@ -758,28 +752,38 @@ def test_a_predicate_made_while_compiling_is_refused() -> None:
 4 ■ · · · ■ · · ·
 5 ■ · · · · ■ · ·
 6 ■ · · · · · ■ ·
-7 ■ · · · · · · ■"""),
-        (documents([0, 1, 3], padded_q=[0, 2, 4]) & causal(), """causal() & documents([0, 1, 3], padded_q=[0, 2, 4])
+7 ■ · · · · · · ■""",
+        ),
+        (
+            documents([0, 1, 3], padded_q=[0, 2, 4]) & causal(),
+            """causal() & documents([0, 1, 3], padded_q=[0, 2, 4])
   0 1 2 3
 0 ■ · · ·
 1 · · · ·
 2 · · ■ ·
-3 · · ■ ■"""),
-        ((causal() | prefix(2)) & masks.document_ids(IDS), """(causal() | prefix(2)) & document_ids(<int64 [1, 3]>)
+3 · · ■ ■""",
+        ),
+        (
+            (causal() | prefix(2)) & masks.document_ids(IDS),
+            """(causal() | prefix(2)) & document_ids(<int64 [1, 3]>)
   0 1 2
 0 ■ ■ ·
 1 ■ ■ ·
-2 · · ■"""),
-        (masks.dense(torch.eye(2, 3).bool()), """dense(<bool [1, 1, 2, 3]>)
+2 · · ■""",
+        ),
+        (
+            masks.dense(torch.eye(2, 3).bool()),
+            """dense(<bool [1, 1, 2, 3]>)
   0 1 2
 0 ■ · ·
-1 · ■ ·"""),
+1 · ■ ·""",
+        ),
         (documents([0, 100]), "documents([0, 100])"),
         (masks.predicate(everywhere) & lengths([2, 2]).take("lengths")[1], None),
         (lengths(SAME.to("meta")), "lengths(kv=<int64 [2]>)"),
     ],
     ids=lambda value: repr(value) if isinstance(value, Mask) else "",
-)  # fmt: skip
+)
 def test_str_draws_a_small_example(mask: Mask, picture: str | None) -> None:
     assert str(mask) == picture or (picture is None and str(mask).startswith("predicate(everywhere)\n"))
 
@@ -790,9 +794,7 @@ def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
 
 def test_a_picture_in_text_that_nobody_reads_is_refused() -> None:
     """10 GB of characters, and as many pairs before them."""
-    with pytest.raises(
-        InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"
-    ):
+    with pytest.raises(InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"):
         causal().draw(100_000, 100_000)
 
 
@@ -802,9 +804,7 @@ def test_draw_shows_every_batch_element() -> None:
 
 def test_a_long_title_stays_above_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    mask = (
-        causal("top_left") & lengths([3, 2], [3, 2]) & masks.chunks(4, "top_left") & masks.document_ids(IDS)
-    )
+    mask = causal("top_left") & lengths([3, 2], [3, 2]) & masks.chunks(4, "top_left") & masks.document_ids(IDS)
     figure = mask.plot(3, 3, tmp_path / "mask.png", batch=2)
     title = figure._suptitle
     assert title.get_text().replace("\n", " ") == repr(mask)

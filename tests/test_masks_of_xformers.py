@@ -52,31 +52,36 @@ DENSE: dict[str, tuple[Mask, Rule]] = {
     "LowerTriangularMask": (masks.causal(align="top_left"), from_the_first),
     "LowerTriangularFromBottomRightMask": (masks.causal(align="bottom_right"), from_the_last),
     "LowerTriangularFromBottomRightLocalAttentionMask": (
-        masks.window(W - 1, 0, align="bottom_right"), within(W, from_the_last)
+        masks.window(W - 1, 0, align="bottom_right"),
+        within(W, from_the_last),
     ),
     "LocalAttentionFromBottomRightMask": (masks.window(LEFT, RIGHT, align="bottom_right"), local(LEFT, RIGHT)),
-}  # fmt: skip
+}
 PACKED: dict[str, tuple[Mask | None, Rule, dict[str, list[int]]]] = {
     "BlockDiagonalMask": (None, everything, {}),
     "BlockDiagonalCausalMask": (masks.causal(align="top_left"), from_the_first, {}),
     "BlockDiagonalCausalFromBottomRightMask": (masks.causal(align="bottom_right"), from_the_last, {}),
-    "BlockDiagonalCausalLocalAttentionMask": (
-        masks.window(W - 1, 0, align="top_left"), within(W, from_the_first), {}
-    ),
+    "BlockDiagonalCausalLocalAttentionMask": (masks.window(W - 1, 0, align="top_left"), within(W, from_the_first), {}),
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (
-        masks.window(W - 1, 0, align="bottom_right"), within(W, from_the_last), {}
+        masks.window(W - 1, 0, align="bottom_right"),
+        within(W, from_the_last),
+        {},
     ),
     "BlockDiagonalPaddedKeysMask": (None, everything, PADDED),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (masks.causal(align="bottom_right"), from_the_last, PADDED),
     "BlockDiagonalLocalAttentionPaddedKeysMask": (
-        masks.window(LEFT, RIGHT, align="bottom_right"), local(LEFT, RIGHT), PADDED
+        masks.window(LEFT, RIGHT, align="bottom_right"),
+        local(LEFT, RIGHT),
+        PADDED,
     ),
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (
-        masks.window(W - 1, 0, align="bottom_right"), within(W, from_the_last), PADDED
+        masks.window(W - 1, 0, align="bottom_right"),
+        within(W, from_the_last),
+        PADDED,
     ),
     "BlockDiagonalGappyKeysMask": (None, everything, GAPPY),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": (masks.causal(align="bottom_right"), from_the_last, GAPPY),
-}  # fmt: skip
+}
 PAGED = {
     "PagedBlockDiagonalPaddedKeysMask": everything,
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": from_the_last,
@@ -130,9 +135,7 @@ def test_paged(name: str) -> None:
     for n, out in enumerate(outs):
         keys, values = (t[table[n].long()].flatten(0, 1)[skipped[n] : skipped[n] + KV[n]] for t in (k, v))
         pairs = masks.dense(block(PAGED[name], Q[n], KV[n]))
-        want = undivided.attention(
-            queries[n], keys[None], values[None], layout="bshd", mask=pairs, backend="reference"
-        )
+        want = undivided.attention(queries[n], keys[None], values[None], layout="bshd", mask=pairs, backend="reference")
         torch.testing.assert_close(out, want[0])
 
 

@@ -1,4 +1,5 @@
-"""Memory follows the sequence, never its square: the reference by blocks, structured masks by ranges, kernels by tiles."""
+"""Memory follows the sequence, never its square: the reference by blocks, structured masks by ranges, kernels by
+tiles."""
 
 from __future__ import annotations
 
@@ -85,11 +86,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_the_reference_at_32k_by_32k_stays_under_two_gib() -> None:
     """Measured as the operating system counts it, in a process of its own: the score matrix alone would be 4 GiB."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(32 * 1024), "causal"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        [sys.executable, "-c", PEAK, str(32 * 1024), "causal"], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * GIB
@@ -110,10 +107,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_makes_no_tensor_much_larger_than_its_block(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 Ki scores a block: int64 temporaries (dropout's counters, four words each) are 2 MiB, S x S would be 64 MiB."""
+def test_the_reference_makes_no_tensor_much_larger_than_its_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 Ki scores a block: int64 temporaries (dropout's counters, four words each) are 2 MiB, S x S would be 64
+    MiB."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 16)
     monkeypatch.setattr(reference, "MOST_ROWS", 16)
     monkeypatch.setattr(_intervals, "BLOCK_PAIRS", 1 << 16)
@@ -128,9 +124,7 @@ def test_the_reference_never_expands_keys_and_values_to_the_query_heads() -> Non
     q = torch.randn(1, 5, 64, 8).requires_grad_()
     k, v = (torch.randn(1, 16, 1, 8).requires_grad_() for _ in range(2))
     with largest() as seen:
-        forward_and_backward(
-            [q, k, v], layout="bshd", backend="reference", mask=masks.window(3, 3, "top_left")
-        )
+        forward_and_backward([q, k, v], layout="bshd", backend="reference", mask=masks.window(3, 3, "top_left"))
     scores, expanded = 64 * 5 * 16, 64 * 16 * 8
     assert seen.bytes < expanded * 4
     assert seen.bytes >= scores * 4 // 2, "the recorder saw nothing"
@@ -199,9 +193,7 @@ def test_structured_masks_of_a_million_tokens_are_linear(name: str) -> None:
     """Ranges are int32 [1, S, 2 or 4]: 16 MiB; no temporary exceeds the int64 bounds, 32 MiB."""
     with largest() as seen:
         form = STRUCTURED[name]().normal_form(1, 1, MILLION, MILLION, "cpu")
-        some = form.allowed(
-            slice(0, 1), slice(MILLION - 3, MILLION), slice(MILLION - 3, MILLION), slice(0, 1)
-        )
+        some = form.allowed(slice(0, 1), slice(MILLION - 3, MILLION), slice(MILLION - 3, MILLION), slice(0, 1))
     assert form.exact
     assert form.ranges.dtype == torch.int32
     assert seen.bytes <= MILLION * 4 * 8

@@ -29,10 +29,7 @@ def qkv(dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> list
     """[B, S, H, D] with 5 queries, 12 keys, 4 heads over 2."""
     make = torch.Generator().manual_seed(0)
     shapes = ((2, 5, 4, 3), (2, KEYS, 2, 3), (2, KEYS, 2, 6))
-    return [
-        torch.randn(s, generator=make, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
-        for s in shapes
-    ]
+    return [torch.randn(s, generator=make, dtype=torch.float64).to(dtype).requires_grad_(requires_grad) for s in shapes]
 
 
 def parts_of(x: list[Tensor], split: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
@@ -75,8 +72,7 @@ def test_masks_that_are_disjoint_merge_and_a_row_that_no_part_sees_is_empty() ->
     seen[0, :2], seen[1, 2:9], seen[3, ::2] = True, True, True  # rows 2 and 4 see nothing
     left = torch.arange(KEYS) < 4
     parts = [
-        undivided.attention(*x, layout="bshd", mask=masks.dense(seen & side), return_lse=True)
-        for side in (left, ~left)
+        undivided.attention(*x, layout="bshd", mask=masks.dense(seen & side), return_lse=True) for side in (left, ~left)
     ]
     out, lse = undivided.merge(*zip(*parts, strict=True), sinks=torch.zeros(4, dtype=torch.float64))
     first = [t.transpose(1, 2) for t in x]
@@ -114,18 +110,14 @@ def test_packed_parts_merge() -> None:
     want, want_lse = undivided.attention(q, k, v, layout="thd", mask=documents, return_lse=True)
     half = torch.arange(9) % 2 == 0
     parts = [
-        undivided.attention(
-            q, k, v, layout="thd", mask=documents & masks.dense(side.expand(9, 9)), return_lse=True
-        )
+        undivided.attention(q, k, v, layout="thd", mask=documents & masks.dense(side.expand(9, 9)), return_lse=True)
         for side in (half, ~half)
     ]
     out, lse = undivided.merge(*zip(*parts, strict=True))
     assert error(out, want) < 1e-14
     assert error(lse, want_lse) < 1e-14
     pull = torch.randn_like(out)
-    for a, b in zip(
-        torch.autograd.grad(out, (q, k, v), pull), torch.autograd.grad(want, (q, k, v), pull), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), pull), torch.autograd.grad(want, (q, k, v), pull), strict=True):
         assert error(a, b) < 1e-13
 
 
@@ -155,9 +147,7 @@ def test_far_apart_lses_neither_overflow_nor_lose_the_larger() -> None:
 
 def test_gradients_through_merge_are_those_of_finite_differences() -> None:
     make = torch.Generator().manual_seed(0)
-    outs = [
-        torch.randn(1, 3, 2, 2, generator=make, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    ]
+    outs = [torch.randn(1, 3, 2, 2, generator=make, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     lses = [torch.randn(1, 2, 3, generator=make, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     sinks = torch.randn(2, generator=make, dtype=torch.float64, requires_grad=True)
     run = lambda *t: undivided.merge(t[:3], t[3:6], t[6])  # noqa: E731

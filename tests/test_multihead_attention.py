@@ -40,60 +40,98 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "gpt": (
         {},
         {
-            "self_attention.layernorm_qkv.layer_norm_weight": (24,), "self_attention.layernorm_qkv.layer_norm_bias": (24,),
-            "self_attention.layernorm_qkv.query_weight": (24, 24), "self_attention.layernorm_qkv.query_bias": (24,),
-            "self_attention.layernorm_qkv.key_weight": (12, 24), "self_attention.layernorm_qkv.key_bias": (12,),
-            "self_attention.layernorm_qkv.value_weight": (12, 24), "self_attention.layernorm_qkv.value_bias": (12,),
-            "self_attention.proj.weight": (24, 24), "self_attention.proj.bias": (24,),
-            "layernorm_mlp.layer_norm_weight": (24,), "layernorm_mlp.layer_norm_bias": (24,),
-            "layernorm_mlp.fc1_weight": (20, 24), "layernorm_mlp.fc1_bias": (20,),
-            "layernorm_mlp.fc2_weight": (24, 20), "layernorm_mlp.fc2_bias": (24,),
+            "self_attention.layernorm_qkv.layer_norm_weight": (24,),
+            "self_attention.layernorm_qkv.layer_norm_bias": (24,),
+            "self_attention.layernorm_qkv.query_weight": (24, 24),
+            "self_attention.layernorm_qkv.query_bias": (24,),
+            "self_attention.layernorm_qkv.key_weight": (12, 24),
+            "self_attention.layernorm_qkv.key_bias": (12,),
+            "self_attention.layernorm_qkv.value_weight": (12, 24),
+            "self_attention.layernorm_qkv.value_bias": (12,),
+            "self_attention.proj.weight": (24, 24),
+            "self_attention.proj.bias": (24,),
+            "layernorm_mlp.layer_norm_weight": (24,),
+            "layernorm_mlp.layer_norm_bias": (24,),
+            "layernorm_mlp.fc1_weight": (20, 24),
+            "layernorm_mlp.fc1_bias": (20,),
+            "layernorm_mlp.fc2_weight": (24, 20),
+            "layernorm_mlp.fc2_bias": (24,),
         },
     ),
     "llama": (
         {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "fuse_qkv_params": True},
         {
-            "self_attention.layernorm_qkv.layer_norm_weight": (24,), "self_attention.layernorm_qkv.weight": (48, 24),
-            "self_attention.proj.weight": (24, 24), "layernorm_mlp.layer_norm_weight": (24,),
-            "layernorm_mlp.fc1_weight": (40, 24), "layernorm_mlp.fc2_weight": (24, 20),
+            "self_attention.layernorm_qkv.layer_norm_weight": (24,),
+            "self_attention.layernorm_qkv.weight": (48, 24),
+            "self_attention.proj.weight": (24, 24),
+            "layernorm_mlp.layer_norm_weight": (24,),
+            "layernorm_mlp.fc1_weight": (40, 24),
+            "layernorm_mlp.fc2_weight": (24, 20),
         },
     ),
     "bert": (
         {"output_layernorm": True, "fuse_qkv_params": True},
         {
-            "self_attention.qkv.weight": (48, 24), "self_attention.qkv.bias": (48,),
-            "self_attention.proj.weight": (24, 24), "self_attention.proj.bias": (24,),
-            "layernorm_mlp.layer_norm_weight": (24,), "layernorm_mlp.layer_norm_bias": (24,),
-            "layernorm_mlp.fc1_weight": (20, 24), "layernorm_mlp.fc1_bias": (20,),
-            "layernorm_mlp.fc2_weight": (24, 20), "layernorm_mlp.fc2_bias": (24,),
-            "layernorm.weight": (24,), "layernorm.bias": (24,),
+            "self_attention.qkv.weight": (48, 24),
+            "self_attention.qkv.bias": (48,),
+            "self_attention.proj.weight": (24, 24),
+            "self_attention.proj.bias": (24,),
+            "layernorm_mlp.layer_norm_weight": (24,),
+            "layernorm_mlp.layer_norm_bias": (24,),
+            "layernorm_mlp.fc1_weight": (20, 24),
+            "layernorm_mlp.fc1_bias": (20,),
+            "layernorm_mlp.fc2_weight": (24, 20),
+            "layernorm_mlp.fc2_bias": (24,),
+            "layernorm.weight": (24,),
+            "layernorm.bias": (24,),
         },
     ),
     "decoder-with-norms-and-sinks": (
-        {"layer_type": "decoder", "bias": False, "normalization": "RMSNorm", "qk_norm_type": "LayerNorm", "softmax_type": "learnable"},
         {
-            "self_attention.layernorm_qkv.layer_norm_weight": (24,), "self_attention.layernorm_qkv.query_weight": (24, 24),
-            "self_attention.layernorm_qkv.key_weight": (12, 24), "self_attention.layernorm_qkv.value_weight": (12, 24),
-            "self_attention.q_norm.weight": (6,), "self_attention.q_norm.bias": (6,), "self_attention.k_norm.weight": (6,),
-            "self_attention.k_norm.bias": (6,), "self_attention.core_attention.softmax_offset": (4,), "self_attention.proj.weight": (24, 24),
-            "inter_attention.layernorm_query.layer_norm_weight": (24,), "inter_attention.layernorm_query.query_weight": (24, 24),
-            "inter_attention.key_value.key_weight": (12, 24), "inter_attention.key_value.value_weight": (12, 24),
-            "inter_attention.q_norm.weight": (6,), "inter_attention.q_norm.bias": (6,), "inter_attention.k_norm.weight": (6,),
-            "inter_attention.k_norm.bias": (6,), "inter_attention.core_attention.softmax_offset": (4,), "inter_attention.proj.weight": (24, 24),
-            "layernorm_mlp.layer_norm_weight": (24,), "layernorm_mlp.fc1_weight": (20, 24), "layernorm_mlp.fc2_weight": (24, 20),
+            "layer_type": "decoder",
+            "bias": False,
+            "normalization": "RMSNorm",
+            "qk_norm_type": "LayerNorm",
+            "softmax_type": "learnable",
+        },
+        {
+            "self_attention.layernorm_qkv.layer_norm_weight": (24,),
+            "self_attention.layernorm_qkv.query_weight": (24, 24),
+            "self_attention.layernorm_qkv.key_weight": (12, 24),
+            "self_attention.layernorm_qkv.value_weight": (12, 24),
+            "self_attention.q_norm.weight": (6,),
+            "self_attention.q_norm.bias": (6,),
+            "self_attention.k_norm.weight": (6,),
+            "self_attention.k_norm.bias": (6,),
+            "self_attention.core_attention.softmax_offset": (4,),
+            "self_attention.proj.weight": (24, 24),
+            "inter_attention.layernorm_query.layer_norm_weight": (24,),
+            "inter_attention.layernorm_query.query_weight": (24, 24),
+            "inter_attention.key_value.key_weight": (12, 24),
+            "inter_attention.key_value.value_weight": (12, 24),
+            "inter_attention.q_norm.weight": (6,),
+            "inter_attention.q_norm.bias": (6,),
+            "inter_attention.k_norm.weight": (6,),
+            "inter_attention.k_norm.bias": (6,),
+            "inter_attention.core_attention.softmax_offset": (4,),
+            "inter_attention.proj.weight": (24, 24),
+            "layernorm_mlp.layer_norm_weight": (24,),
+            "layernorm_mlp.fc1_weight": (20, 24),
+            "layernorm_mlp.fc2_weight": (24, 20),
         },
     ),
-}  # fmt: skip
+}
 EXTRA_STATES = (
-    "self_attention.layernorm_qkv._extra_state", "self_attention.proj._extra_state", "layernorm_mlp._extra_state",
-    "self_attention.core_attention._extra_state", "self_attention.core_attention.fused_attention._extra_state",
-)  # fmt: skip
+    "self_attention.layernorm_qkv._extra_state",
+    "self_attention.proj._extra_state",
+    "layernorm_mlp._extra_state",
+    "self_attention.core_attention._extra_state",
+    "self_attention.core_attention.fused_attention._extra_state",
+)
 
 
 @pytest.mark.parametrize(("options", "shapes"), SHAPES.values(), ids=SHAPES)
-def test_a_checkpoint_of_transformer_engine_loads(
-    options: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> None:
+def test_a_checkpoint_of_transformer_engine_loads(options: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
     """Names and shapes as there, strictly; FP8 states are dropped, anything else that is too much is still an error."""
     layer = TransformerLayer(HIDDEN, 20, HEADS, GROUPS, attn_input_format="bshd", **options)
     state: dict[str, Any] = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -133,9 +171,14 @@ def test_a_fused_weight_has_the_rows_of_three_in_its_order(
     format: str, cross: bool, sizes: tuple[int, int], kind: str
 ) -> None:
     options: dict[str, Any] = {
-        "kv_channels": sizes, "num_gqa_groups": GROUPS, "attention_dropout": 0.0, "params_dtype": torch.float64,
-        "attention_type": "cross" if cross else "self", "attn_mask_type": "padding", "qkv_format": format,
-    }  # fmt: skip
+        "kv_channels": sizes,
+        "num_gqa_groups": GROUPS,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float64,
+        "attention_type": "cross" if cross else "self",
+        "attn_mask_type": "padding",
+        "qkv_format": format,
+    }
     apart = MultiheadAttention(HIDDEN, HEADS, **options)
     plain_layer.shaken(apart)
     fused = MultiheadAttention(
@@ -144,14 +187,11 @@ def test_a_fused_weight_has_the_rows_of_three_in_its_order(
     state, name = apart.state_dict(), "key_value" if cross else "qkv"
     for what in ("weight", "bias"):
         parts = [
-            state.pop(f"{name}.{part}_{what}")
-            for part in (("key", "value") if cross else ("query", "key", "value"))
+            state.pop(f"{name}.{part}_{what}") for part in (("key", "value") if cross else ("query", "key", "value"))
         ]
         state[f"{name}.{what}"] = torch.cat(parts)[fused_rows(kind, sizes, cross)]
     fused.load_state_dict(state)
-    x = torch.randn(
-        *((5,) if format == "thd" else (1, 5) if format == "bshd" else (5, 1)), HIDDEN, dtype=torch.float64
-    )
+    x = torch.randn(*((5,) if format == "thd" else (1, 5) if format == "bshd" else (5, 1)), HIDDEN, dtype=torch.float64)
     call: dict[str, Any] = {"cu_seqlens_q": torch.tensor([0, 5])}
     if cross:
         call |= {"encoder_output": torch.randn_like(x), "cu_seqlens_kv": torch.tensor([0, 5])}
@@ -170,18 +210,18 @@ def test_the_functions_that_start_weights_are_called_on_them() -> None:
         return init
 
     layer = TransformerLayer(
-        HIDDEN, 20, HEADS, GROUPS, init_method=record("in"), output_layer_init_method=record("out"), attn_input_format="thd"
-    )  # fmt: skip
+        HIDDEN,
+        20,
+        HEADS,
+        GROUPS,
+        init_method=record("in"),
+        output_layer_init_method=record("out"),
+        attn_input_format="thd",
+    )
     assert shapes == {"in": [(24, 24), (12, 24), (12, 24), (20, 24)], "out": [(24, 24), (24, 20)]}
     for name, parameter in layer.named_parameters():
         value = (
-            0.0
-            if "bias" in name
-            else 1.0
-            if "norm_weight" in name
-            else 2.0
-            if "proj" in name or "fc2" in name
-            else 1.0
+            0.0 if "bias" in name else 1.0 if "norm_weight" in name else 2.0 if "proj" in name or "fc2" in name else 1.0
         )
         assert bool((parameter == value).all()), name
     weight = MultiheadAttention(256, 4, qkv_format="thd", fuse_qkv_params=True).qkv.weight
@@ -197,12 +237,7 @@ def test_the_functions_that_start_weights_are_called_on_them() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_bias_and_the_normalised_input_may_be_returned(bias: bool) -> None:
-    options: dict[str, Any] = {
-        "qkv_format": "bshd",
-        "input_layernorm": True,
-        "bias": bias,
-        "attention_dropout": 0.0,
-    }
+    options: dict[str, Any] = {"qkv_format": "bshd", "input_layernorm": True, "bias": bias, "attention_dropout": 0.0}
     plain = MultiheadAttention(HIDDEN, HEADS, **options)
     plain_layer.shaken(plain)
     x = torch.randn(2, 5, HIDDEN)
@@ -225,14 +260,17 @@ def test_the_bias_and_the_normalised_input_may_be_returned(bias: bool) -> None:
 def test_the_attention_alone_in_every_format(format: str) -> None:
     """Without the rest of a layer, with cross-attention over keys of other lengths and rotary positions of its own."""
     module = MultiheadAttention(
-        HIDDEN, HEADS, num_gqa_groups=GROUPS, attention_type="cross", attn_mask_type="padding", qkv_format=format,
-        attention_dropout=0.0, params_dtype=torch.float64,
-    )  # fmt: skip
-    plain_layer.shaken(module)
-    x, encoder = (
-        torch.randn(2, 3, HIDDEN, dtype=torch.float64),
-        torch.randn(2, 5, HIDDEN, dtype=torch.float64),
+        HIDDEN,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        attention_type="cross",
+        attn_mask_type="padding",
+        qkv_format=format,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
     )
+    plain_layer.shaken(module)
+    x, encoder = (torch.randn(2, 3, HIDDEN, dtype=torch.float64), torch.randn(2, 5, HIDDEN, dtype=torch.float64))
     rope = RotaryPositionEmbedding(6)(5)
     options = {
         "hidden_size": HIDDEN,
@@ -243,17 +281,18 @@ def test_the_attention_alone_in_every_format(format: str) -> None:
     }
     state = dict(module.named_parameters())
     allowed = torch.ones(3, 5, dtype=torch.bool)
-    wanted = torch.stack(
-        [plain_layer.multihead(state, "", x[n], encoder[n], allowed, options)[0] for n in range(2)]
-    )
+    wanted = torch.stack([plain_layer.multihead(state, "", x[n], encoder[n], allowed, options)[0] for n in range(2)])
 
     def flat(t: Tensor) -> Tensor:
         return t.flatten(0, 1) if format == "thd" else t if format == "bshd" else t.transpose(0, 1)
 
     out = module(
-        flat(x), encoder_output=flat(encoder), cu_seqlens_q=torch.tensor([0, 3, 6]),
-        cu_seqlens_kv=torch.tensor([0, 5, 10]), rotary_pos_emb=(rope, rope),
-    )  # fmt: skip
+        flat(x),
+        encoder_output=flat(encoder),
+        cu_seqlens_q=torch.tensor([0, 3, 6]),
+        cu_seqlens_kv=torch.tensor([0, 5, 10]),
+        rotary_pos_emb=(rope, rope),
+    )
     torch.testing.assert_close(out, flat(wanted), rtol=1e-4, atol=1e-5)
 
 
@@ -268,9 +307,17 @@ def test_a_named_backend_runs_or_says_why_not() -> None:
 @pytest.mark.parametrize(
     ("options", "call", "said"),
     [
-        ({"qkv_format": None}, None, "qkv_format must be given (there is no default): one of 'sbhd', 'bshd', 'thd', got None\n  HINT: look at hidden_states.shape"),
+        (
+            {"qkv_format": None},
+            None,
+            "qkv_format must be given (there is no default): one of 'sbhd', 'bshd', 'thd', got None\n  HINT: look at hidden_states.shape",
+        ),
         ({"attention_type": "both"}, None, "attention_type must be one of 'self', 'cross', got 'both'"),
-        ({"return_layernorm_output": True}, None, "return_layernorm_output must be False without input_layernorm, got True"),
+        (
+            {"return_layernorm_output": True},
+            None,
+            "return_layernorm_output must be False without input_layernorm, got True",
+        ),
         ({"return_bias": 1}, None, "return_bias must be True or False, got 1"),
         ({"kv_channels": (6, 6, 6)}, None, "kv_channels must be an int or a pair"),
         ({"attn_mask_type": "all"}, None, "attn_mask_type must be one of"),
@@ -281,20 +328,22 @@ def test_a_named_backend_runs_or_says_why_not() -> None:
         ({"ub_overlap_rs_dgrad": True}, None, "ub_overlap_rs_dgrad must be False, got True"),
         ({"set_parallel_mode": True}, None, "set_parallel_mode must be False, got True"),
         ({"softcap": 0.0}, None, "softcap must be a positive number or None, got 0.0"),
-        ({}, {"encoder_output": torch.randn(2, 5, HIDDEN)}, "encoder_output must be None with attention_type='self', got a tensor [2, 5, 24]"),
+        (
+            {},
+            {"encoder_output": torch.randn(2, 5, HIDDEN)},
+            "encoder_output must be None with attention_type='self', got a tensor [2, 5, 24]",
+        ),
         ({"attention_type": "cross"}, {}, "encoder_output must be a torch.Tensor, got None"),
         ({}, {"is_first_microbatch": False}, "is_first_microbatch must be None, got False"),
-        ({"qkv_format": "sbhd", "attn_mask_type": "padding"}, {"cu_seqlens_q": torch.tensor([0, 5, 8])}, "qkv_format must agree with cu_seqlens_q (2 sequences)"),
+        (
+            {"qkv_format": "sbhd", "attn_mask_type": "padding"},
+            {"cu_seqlens_q": torch.tensor([0, 5, 8])},
+            "qkv_format must agree with cu_seqlens_q (2 sequences)",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_said_of_a_wrong_argument(
-    options: dict[str, Any], call: dict[str, Any] | None, said: str
-) -> None:
-    given: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "qkv_format": "bshd",
-    } | options
+)
+def test_what_is_said_of_a_wrong_argument(options: dict[str, Any], call: dict[str, Any] | None, said: str) -> None:
+    given: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "qkv_format": "bshd"} | options
 
     def run() -> None:
         module = MultiheadAttention(**given)
@@ -308,14 +357,7 @@ def test_what_is_said_of_a_wrong_argument(
 
 # ---- DotProductAttention on a cache ----
 
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-)
+MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 WINDOWS: dict[str, tuple[int, int] | None] = {"all": None, "window": (3, 0), "two-sided": (2, 1)}
 
 
@@ -323,15 +365,12 @@ WINDOWS: dict[str, tuple[int, int] | None] = {"all": None, "window": (3, 0), "tw
 @pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("kind", MASK_TYPES)
-def test_every_mask_type_on_a_cache(
-    kind: str, window: tuple[int, int] | None, format: str, paged: bool
-) -> None:
-    """New tokens are the last of their sequences: by `undivided.attention` over all keys of each sequence, bottom-right."""
+def test_every_mask_type_on_a_cache(kind: str, window: tuple[int, int] | None, format: str, paged: bool) -> None:
+    """New tokens are the last of their sequences: by `undivided.attention` over all keys of each sequence,
+    bottom-right."""
     if "causal" in kind and window == (2, 1):
         window = (2, 0)
-    module = DotProductAttention(
-        HEADS, 6, GROUPS, 0.0, format, kind, window, layer_number=7, softmax_type="learnable"
-    )
+    module = DotProductAttention(HEADS, 6, GROUPS, 0.0, format, kind, window, layer_number=7, softmax_type="learnable")
     plain_layer.shaken(module)
     params = InferenceParams(2, 16, GROUPS, 6, torch.float64, is_paged=paged, page_size=4 if paged else None)
     seen: dict[str, list[Tensor]] = {
@@ -343,20 +382,12 @@ def test_every_mask_type_on_a_cache(
         q = [torch.randn(n, HEADS, 6, dtype=torch.float64) for n in counts]
         new = [[torch.randn(n, GROUPS, 6, dtype=torch.float64) for _ in "kv"] for n in counts]
         params.pre_step(OrderedDict(zip("ab", counts, strict=True)))
-        out = module(
-            *(laid_out(list(t), format) for t in (q, *zip(*new, strict=True))), inference_params=params
-        )
+        out = module(*(laid_out(list(t), format) for t in (q, *zip(*new, strict=True))), inference_params=params)
         for n, name in enumerate("ab"):
             seen[name] = [torch.cat(pair) for pair in zip(seen[name], new[n], strict=True)]
             k, v = seen[name]
             wanted = undivided.attention(
-                q[n][None],
-                k[None],
-                v[None],
-                layout="bshd",
-                mask=mask,
-                sinks=module.softmax_offset,
-                backend="reference",
+                q[n][None], k[None], v[None], layout="bshd", mask=mask, sinks=module.softmax_offset, backend="reference"
             )[0].flatten(-2)
             torch.testing.assert_close(taken_apart(out, counts, format)[n], wanted)
 

@@ -1,7 +1,7 @@
 """The native kernel: every instruction set, every thread count, and what a missing library means.
 
-What attention is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and panels, odd sizes at
-their edges, levels that the machine may choose from, and threads.
+What attention is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and panels, odd sizes
+at their edges, levels that the machine may choose from, and threads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ LIBRARY = cpu.load()
 LEVELS = levels.here()
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
 
-# Largest relative errors of the norm: fp32 a few roundings; bf16 and fp16 one rounding of the result (2^-9, 2^-12 at most,
-# about 0.6 of that on average), for bf16 dot products one of the weights besides.
+# Largest relative errors of the norm: fp32 a few roundings; bf16 and fp16 one rounding of the result (2^-9, 2^-12 at
+# most, about 0.6 of that on average), for bf16 dot products one of the weights besides.
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, score: Callable[[Tensor], Tensor] | None = None,
-           scale: float | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    score: Callable[[Tensor], Tensor] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of [B, H, S, D] in fp64, by the definition; what is not allowed for any row may be NaN."""
     q, k, v = (t.double() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -62,9 +68,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, **arguments: objec
     assert apart(out, want) < ALLOWED[q.dtype]
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
     seen = want_lse > -math.inf
-    assert (
-        not seen.any() or float(((lse.double() - want_lse).abs() / (1 + want_lse.abs()))[seen].max()) < 2e-6
-    )
+    assert not seen.any() or float(((lse.double() - want_lse).abs() / (1 + want_lse.abs()))[seen].max()) < 2e-6
 
 
 # (B, H, N, Sq, Sk, Dk, Dv): a single number, odd everything, whole tiles, several blocks, grouped heads, few rows
@@ -134,13 +138,17 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "      t.test_dropout_drops_what_the_reference_drops(case, dtype, patch)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        env=os.environ | {"UNDIVIDED_ISA": level},
+        capture_output=True,
+        text=True,
         cwd=os.path.dirname(os.path.dirname(__file__)),
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
 
 
-# Batch, heads, key/value heads, query and key length: more units than threads, fewer, and one head that is cut for them.
+# Batch, heads, key/value heads, query and key length: more units than threads, fewer, and one head that is cut for
+# them.
 SHARED: dict[str, tuple[int, int, int, int, int]] = {
     "prefill": (2, 4, 2, 700, 3000),
     "window": (2, 4, 2, 700, 3000),
@@ -166,11 +174,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
     try:
         for threads in (1, 2, 3, 16):
             torch.set_num_threads(threads)
-            results.append(
-                undivided.attention(
-                    q, k, v, layout=layout, mask=mask, backend="native", return_lse=True
-                )
-            )  # fmt: skip
+            results.append(undivided.attention(q, k, v, layout=layout, mask=mask, backend="native", return_lse=True))
     finally:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
@@ -179,12 +183,10 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
 
 
 def packed_lengths() -> list[int]:
-    """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector, one is
-    longer than what AMX takes all keys of at once."""
+    """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector,
+    one is longer than what AMX takes all keys of at once."""
     draw = torch.Generator().manual_seed(0)
-    lengths = [
-        int(torch.randint(1, most, (), generator=draw)) for _ in range(5) for most in (4, 12, 40, 90, 260)
-    ]
+    lengths = [int(torch.randint(1, most, (), generator=draw)) for _ in range(5) for most in (4, 12, 40, 90, 260)]
     lengths.insert(9, 530)
     return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
@@ -193,13 +195,12 @@ def packed_lengths() -> list[int]:
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("seen", ["before", "all", "before-and-the-first-five", "ten-around"])
 def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
-    """Rows of a document take the same steps whichever rows their block begins with, so threads do not matter either."""
+    """Rows of a document take the same steps whichever rows their block begins with, so threads do not matter
+    either."""
     torch.manual_seed(0)
     offsets = packed_lengths()
     mask = masks.documents(offsets) if seen == "all" else masks.documents(offsets) & masks.causal()
-    if (
-        seen == "ten-around"
-    ):  # where rows of a document begin to see other first keys than the rows beside them
+    if seen == "ten-around":  # where rows of a document begin to see other first keys than the rows beside them
         mask = masks.documents(offsets) & masks.window(5, 4)
     if seen == "before-and-the-first-five":
         mask = (masks.causal() | masks.prefix(5)) & masks.documents(offsets)
@@ -209,9 +210,7 @@ def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(
-                undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True)
-            )
+            results.append(undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True))
     finally:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
@@ -258,9 +257,7 @@ def test_numbers_of_any_size(length: int, which: int, number: float) -> None:
 def test_nan_is_not_taken_for_no_key(mask: Mask | None, rows: int, dtype: torch.dtype) -> None:
     """A query that is NaN has no largest score, as one without keys; its result is NaN all the same, and it alone."""
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((4, rows), (1, 300), (1, 300))
-    )
+    q, k, v = (torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((4, rows), (1, 300), (1, 300)))
     q[0, 2, rows // 2, 9] = math.nan
     out, lse = undivided.attention(q, k, v, layout="bhsd", mask=mask, backend="native", return_lse=True)
     spoiled = torch.zeros(1, 4, rows, dtype=torch.bool)
@@ -330,19 +327,23 @@ def test_a_large_result_is_the_same_as_its_pieces(dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_a_document_is_the_same_beside_a_longer_one(dtype: torch.dtype) -> None:
-    """What a document's rows take is chosen by the document: a long one in the sequence changes nothing for the others."""
+    """What a document's rows take is chosen by the document: a long one in the sequence changes nothing for the
+    others."""
     torch.manual_seed(0)
     short = 384  # whole tiles of keys on every level
     q, k, v = (torch.randn(4 * short, heads, 64).to(dtype) for heads in (4, 2, 2))
     packed = undivided.attention(
-        q, k, v, layout="thd", backend="native",
-        mask=masks.documents([0, short, 3 * short, 4 * short]) & masks.causal(),
-    )  # fmt: skip
+        q, k, v, layout="thd", backend="native", mask=masks.documents([0, short, 3 * short, 4 * short]) & masks.causal()
+    )
     rows = torch.cat([torch.arange(short), torch.arange(3 * short, 4 * short)])
     alone = undivided.attention(
-        q[rows], k[rows], v[rows], layout="thd", backend="native",
+        q[rows],
+        k[rows],
+        v[rows],
+        layout="thd",
+        backend="native",
         mask=masks.documents([0, short, 2 * short]) & masks.causal(),
-    )  # fmt: skip
+    )
     assert torch.equal(packed[rows], alone)
 
 
@@ -396,9 +397,7 @@ def test_nan_of_a_document_stays_in_it(second: int, dtype: torch.dtype) -> None:
 def test_many_keys_weigh_as_much_early_as_late() -> None:
     # rescaling earlier sums by a 2^0 that is not exactly 1, once a tile, would let the first keys fade
     torch.manual_seed(3)
-    q, k, v = (
-        torch.randn(1, 8, n, 16) for n in (256, 8192, 8192)
-    )  # so many rows that the keys are not divided
+    q, k, v = (torch.randn(1, 8, n, 16) for n in (256, 8192, 8192))  # so many rows that the keys are not divided
     want, _ = oracle(q, k, v, torch.ones(1, 1, 256, 8192, dtype=torch.bool))
     out = undivided.attention(q, k, v, layout="bhsd", backend="native")
     assert apart(out, want) < 6e-7
@@ -443,16 +442,19 @@ def test_what_is_not_finite_stays_in_its_column_or_row(q_len: int, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["rising", "falling", "steep", "one-far-above"])
 def test_scores_that_outgrow_the_largest_seen_so_far(order: str, dtype: torch.dtype) -> None:
-    """On AMX the softmax's base is not renewed at every tile: sums are rescaled in the middle of one, weights taken again.
+    """On AMX the softmax's base is not renewed at every tile: sums are rescaled in the middle of one, weights taken
+    again.
 
     (In fp32 the rounding of scores as large as these is beyond what is allowed, whoever computes them.)
     """
     torch.manual_seed(0)
     grown = torch.linspace(0, 1, 700)
     level = {
-        "rising": 12 * grown, "falling": 12 * grown.flip(0), "steep": 200 * grown,
+        "rising": 12 * grown,
+        "falling": 12 * grown.flip(0),
+        "steep": 200 * grown,
         "one-far-above": torch.where(torch.arange(700) == 450, 60.0, 0.0),
-    }[order]  # fmt: skip
+    }[order]
     q, k, v = torch.randn(1, 2, 70, 64), torch.randn(1, 2, 700, 64), torch.randn(1, 2, 700, 64)
     q[..., 0], k[..., 0] = 8.0, level
     check(q.to(dtype), k.to(dtype), v.to(dtype), None)
@@ -479,9 +481,17 @@ def test_softcap_sinks_alibi_and_bias_together(q_len: int, dtype: torch.dtype) -
     bias[..., 3:6] = -math.inf
     sinks, slopes = torch.randn(4), torch.rand(4)
     out = undivided.attention(
-        q, k, v, layout="bhsd", mask=masks.causal("bottom_right"), bias=bias, softcap=2.0, sinks=sinks,
-        alibi_slopes=slopes, backend="native",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        layout="bhsd",
+        mask=masks.causal("bottom_right"),
+        bias=bias,
+        softcap=2.0,
+        sinks=sinks,
+        alibi_slopes=slopes,
+        backend="native",
+    )
     i, j = torch.arange(q_len).unsqueeze(1), torch.arange(150)
     distance = (i + 150 - q_len - j).abs()
     allowed = (j <= i + 150 - q_len) & (bias != -math.inf)
@@ -505,19 +515,20 @@ DROPPED: dict[str, tuple[str, tuple[int, ...], int, Callable[[], Mask | None]]] 
     "full": ("bhsd", (2, 4, 45, 32), 150, lambda: None),
     "few-rows": ("bhsd", (2, 4, 1, 32), 150, lambda: None),
     "left-padded": (
-        "bhsd", (2, 4, 45, 32), 150, lambda: masks.lengths([140, 133], kv_start=[5, 17]) & masks.causal("bottom_right"),
+        "bhsd",
+        (2, 4, 45, 32),
+        150,
+        lambda: masks.lengths([140, 133], kv_start=[5, 17]) & masks.causal("bottom_right"),
     ),
     "documents": ("thd", (150, 4, 32), 150, lambda: masks.documents([0, 5, 12, 113, 150]) & masks.causal()),
     "blocks-of-rows": ("bhsd", (1, 4, 70, 32), 150, lambda: masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)),
-}  # fmt: skip
+}
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", DROPPED)
-def test_dropout_drops_what_the_reference_drops(
-    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_drops_what_the_reference_drops(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the unit matrix for values the output is the weights: zeros stand in the same places, the rest is close."""
     monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """The native kernel's gradients: every instruction set, every thread count, every feature at once, memory.
 
-What a gradient is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and blocks and odd sizes
-at their edges, units of keys that take turns, and sums whose order must not depend on threads.
+What a gradient is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and blocks and odd
+sizes at their edges, units of keys that take turns, and sums whose order must not depend on threads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ pytestmark = needs_library
 
 # Largest relative errors of the norm: fp32 some roundings, 16-bit types one of P and dS and one of the result.
 ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-DTYPES = pytest.mark.parametrize(
-    "dtype", ALLOWED, ids=[str(dtype).removeprefix("torch.") for dtype in ALLOWED]
-)
+DTYPES = pytest.mark.parametrize("dtype", ALLOWED, ids=[str(dtype).removeprefix("torch.") for dtype in ALLOWED])
 
 
 def gradients(
-    tensors: dict[str, Tensor], backend: str, grads: tuple[Tensor, Tensor], dtype: torch.dtype | None = None,
+    tensors: dict[str, Tensor],
+    backend: str,
+    grads: tuple[Tensor, Tensor],
+    dtype: torch.dtype | None = None,
     **arguments: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Gradients of every tensor that asks for one; dtype: of a copy that is computed with."""
     used = {}
     for name, t in tensors.items():
@@ -57,15 +58,14 @@ def check(tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor], **arguments:
     for name, x in got.items():
         assert x.dtype == tensors[name].dtype
         assert x.isfinite().all(), name
-        # what cancels (one key: all of dq) is measured by what it is the difference of: delta knows the rounded output alone
+        # what cancels (one key: all of dq) is measured by what it is the difference of: delta knows the rounded output
+        # alone
         error = float((x.double() - want[name]).norm()) / max(float(want[name].norm()), 0.3 * largest, 1e-30)
         allowed = max(ALLOWED[tensors[name].dtype], ALLOWED[tensors["q"].dtype])
         assert error < allowed, f"d{name}: {error:.1e}"
 
 
-def tensors_of(
-    size: str, dtype: torch.dtype, seed: int = 0
-) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+def tensors_of(size: str, dtype: torch.dtype, seed: int = 0) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     torch.manual_seed(seed)
     b, h, n, q_len, kv_len, dk, dv = SIZES[size]
     tensors = {
@@ -90,9 +90,13 @@ def everything(dtype: torch.dtype, bias: tuple[int, ...]) -> tuple[dict[str, Ten
     """Grouped heads with bias, sinks and slopes, all of which want gradients."""
     torch.manual_seed(0)
     tensors = {
-        "q": torch.randn(2, 4, 70, 24), "k": torch.randn(2, 2, 150, 24), "v": torch.randn(2, 2, 150, 40),
-        "bias": torch.randn(bias), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4),
-    }  # fmt: skip
+        "q": torch.randn(2, 4, 70, 24),
+        "k": torch.randn(2, 2, 150, 24),
+        "v": torch.randn(2, 2, 150, 40),
+        "bias": torch.randn(bias),
+        "sinks": torch.randn(4),
+        "alibi_slopes": torch.rand(4),
+    }
     for name in "qkv":
         tensors[name] = tensors[name].to(dtype)
     tensors["bias"][..., 3:6] = -torch.inf if bias[-1] > 1 else 0.5
@@ -113,13 +117,9 @@ BIASES = [
 
 @DTYPES
 @pytest.mark.parametrize("bias", BIASES, ids=lambda shape: "x".join(map(str, shape)))
-def test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(
-    bias: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors, grads = everything(dtype, bias)
-    check(
-        tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"), softcap=2.0, dropout_p=0.2, dropout_seed=9
-    )  # fmt: skip
+    check(tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"), softcap=2.0, dropout_p=0.2, dropout_seed=9)
 
 
 @DTYPES
@@ -140,16 +140,12 @@ def test_slopes_of_every_document_and_dropout_within_it(dtype: torch.dtype) -> N
 
 
 @DTYPES
-def test_a_mask_that_is_evaluated_in_blocks_of_rows(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_that_is_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv are then sums over several calls, in fp32."""
     monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
     tensors, grads = everything(dtype, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)
-    check(
-        tensors, grads, layout="bhsd", mask=mask & masks.causal("bottom_right"), dropout_p=0.2, dropout_seed=9
-    )
+    check(tensors, grads, layout="bhsd", mask=mask & masks.causal("bottom_right"), dropout_p=0.2, dropout_seed=9)
 
 
 @DTYPES
@@ -175,9 +171,7 @@ FEW = {
 
 @DTYPES
 @pytest.mark.parametrize("mask", FEW)
-@pytest.mark.parametrize(
-    ("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)]
-)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)])
 def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype) -> None:
     """Lanes are keys, in panels of them. Grouped heads, and widths that fill no group of columns."""
     torch.manual_seed(rows)
@@ -239,9 +233,12 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_rows_of_small_gradients_keep_their_bits(mask, -12)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        env=os.environ | {"UNDIVIDED_ISA": level},
+        capture_output=True,
+        text=True,
         cwd=os.path.dirname(os.path.dirname(__file__)),
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -257,7 +254,8 @@ def _some_heads(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Te
 
 
 def _long_values(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
-    """Gradients of scores that do not fit fp16 when scaled as those of usual values, in some rows of one of the heads."""
+    """Gradients of scores that do not fit fp16 when scaled as those of usual values, in some rows of one of the
+    heads."""
     tensors = {name: torch.randn(1, 2, 500, 64).to(dtype) for name in "qkv"}
     tensors["v"][:, 1, 300:] *= 4096
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -314,9 +312,7 @@ def test_long_values(dtype: torch.dtype, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_what_does_not_fit_is_computed_again_from_nothing(
-    in_parts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_computed_again_from_nothing(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of the first attempt, buffers of sums included, leave no trace, whichever of its calls fails."""
     if in_parts:
         monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
@@ -447,12 +443,8 @@ def test_rows_of_small_gradients_keep_their_bits(mask: str, bits: int) -> None:
     assert apart(got["q"][:, :, small], want["q"][:, :, small]) < ALLOWED[torch.float32]
 
 
-@pytest.mark.skipif(
-    getattr(cpu.load(), "level", None) != "amx", reason="without AMX-FP16 fp32 is not two fp16"
-)
-@pytest.mark.parametrize(
-    ("scale", "attempts"), [(1, [True]), (2**-12, [False, True]), (2**-90, [False, False, True])]
-)
+@pytest.mark.skipif(getattr(cpu.load(), "level", None) != "amx", reason="without AMX-FP16 fp32 is not two fp16")
+@pytest.mark.parametrize(("scale", "attempts"), [(1, [True]), (2**-12, [False, True]), (2**-90, [False, False, True])])
 def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
     scale: float, attempts: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,9 +585,7 @@ def test_anything_at_random(seed: int) -> None:
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
     if draw.random() < 0.3:
         full = (batch, heads, q_len, kv_len)
-        tensors["bias"] = torch.randn([draw.choice([1, size]) for size in full]).to(
-            draw.choice([dtype, torch.float32])
-        )
+        tensors["bias"] = torch.randn([draw.choice([1, size]) for size in full]).to(draw.choice([dtype, torch.float32]))
     if draw.random() < 0.3:
         tensors["sinks"] = torch.randn(heads)
     arguments: dict[str, Any] = {"layout": "bhsd", "mask": mask}

@@ -1,7 +1,7 @@
 """The native kernel over caches: pages read in place, few rows, unequal lengths, on every level and thread count.
 
-What a paged call means, `test_backends.py` asks of every backend. Here: nothing is copied, nothing but real keys is read,
-and neither pages, nor how the memory lies, nor threads change a bit of the result.
+What a paged call means, `test_backends.py` asks of every backend. Here: nothing is copied, nothing but real keys is
+read, and neither pages, nor how the memory lies, nor threads change a bit of the result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ pytestmark = needs_library
 GARBAGE = (-1, -(2**31), 2**31 - 1, 10**6)
 
 
-def cache(lengths: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, spare: int = 3,
-          seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(k, v contiguous [B, Sk, N, D]; pools of shuffled pages; block table). What no length reaches is NaN or garbage."""
+def cache(
+    lengths: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, spare: int = 3, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(k, v contiguous [B, Sk, N, D]; pools of shuffled pages; block table). What no length reaches is NaN or
+    garbage."""
     make = torch.Generator().manual_seed(seed)
     most = max(-(-n // page_size) for n in lengths) + 1
     shape = (len(lengths), most * page_size, heads, dim)
@@ -38,9 +40,7 @@ def cache(lengths: list[int], page_size: int, heads: int, dim: int, dtype: torch
     used = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(used) + spare, generator=make)
     pools = [torch.full((len(order), page_size, heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
-    table = (
-        torch.tensor(GARBAGE, dtype=torch.int32).repeat(most)[: len(lengths) * most].view(-1, most).clone()
-    )
+    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(most)[: len(lengths) * most].view(-1, most).clone()
     at = 0
     for b, count in enumerate(used):
         for page in range(count):
@@ -57,11 +57,10 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "fused": lambda x: torch.cat((x, torch.full_like(x, torch.nan)), -1)[..., : x.shape[-1]],
     "every-other-page": lambda x: torch.stack((x, torch.full_like(x, torch.nan)), 1)[:, 0],
-    "unaligned": lambda x: torch.cat((x.new_full((1,), torch.nan), x.flatten())).as_strided(
-        x.shape, x.stride(), 1
-    ),
+    "unaligned": lambda x: torch.cat((x.new_full((1,), torch.nan), x.flatten())).as_strided(x.shape, x.stride(), 1),
 }
-# (lengths, page size, query rows, H, N, D): one-token decoding, speculation, chunked prefill; odd pages; an empty sequence
+# (lengths, page size, query rows, H, N, D): one-token decoding, speculation, chunked prefill; odd pages; an empty
+# sequence
 CACHES: dict[str, tuple[list[int], int, int, int, int, int]] = {
     "page-of-one": ([5, 70], 1, 1, 4, 2, 64),
     "page-of-three": ([301, 64], 3, 1, 8, 2, 64),
@@ -103,9 +102,7 @@ def test_pages_change_nothing(size: str, mask: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "pools",
-    [*((pool, pool) for pool in POOLS), ("plain", "heads-first"), ("heads-first", "fused")],
-    ids="-".join,
+    "pools", [*((pool, pool) for pool in POOLS), ("plain", "heads-first"), ("heads-first", "fused")], ids="-".join
 )
 @pytest.mark.parametrize("size", ["page-of-three", "page-of-a-tile", "chunked-prefill", "prefill"])
 def test_pools_may_lie_in_memory_as_they_like(size: str, pools: tuple[str, str]) -> None:
@@ -115,17 +112,9 @@ def test_pools_may_lie_in_memory_as_they_like(size: str, pools: tuple[str, str])
     q = torch.randn(len(lengths), q_len, heads, dim).to(torch.bfloat16)
     mask = masks.lengths(torch.tensor(lengths))
     out = undivided.attention(
-        q,
-        POOLS[pools[0]](k_pool),
-        POOLS[pools[1]](v_pool),
-        layout="bshd",
-        mask=mask,
-        pages=table,
-        backend="native",
+        q, POOLS[pools[0]](k_pool), POOLS[pools[1]](v_pool), layout="bshd", mask=mask, pages=table, backend="native"
     )
-    want = undivided.attention(
-        q.double(), k.double(), v.double(), layout="bshd", mask=mask, backend="reference"
-    )
+    want = undivided.attention(q.double(), k.double(), v.double(), layout="bshd", mask=mask, backend="reference")
     assert apart(out, want) < ALLOWED[torch.bfloat16]
 
 
@@ -149,9 +138,13 @@ def test_bias_slopes_softcap_and_sinks_over_pages(q_len: int) -> None:
     k, v, k_pool, v_pool, table = cache(lengths, 5, 2, 64, torch.float32)
     q = torch.randn(2, q_len, 4, 64)
     asked = {
-        "layout": "bshd", "mask": masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right"),
-        "bias": torch.randn(1, 4, 1, k.shape[1]), "alibi_slopes": torch.rand(4), "softcap": 3.0, "sinks": torch.randn(4),
-    }  # fmt: skip
+        "layout": "bshd",
+        "mask": masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right"),
+        "bias": torch.randn(1, 4, 1, k.shape[1]),
+        "alibi_slopes": torch.rand(4),
+        "softcap": 3.0,
+        "sinks": torch.randn(4),
+    }
     out = undivided.attention(q, k_pool, v_pool, pages=table, backend="native", **asked)
     want = undivided.attention(q.double(), k.double(), v.double(), backend="reference", **asked)
     assert apart(out, want) < ALLOWED[torch.float32]
@@ -170,9 +163,7 @@ THREADED = {
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "paged"])
 @pytest.mark.parametrize("size", THREADED)
-def test_few_rows_over_unequal_lengths_on_any_number_of_threads(
-    size: str, layout: str, dtype: torch.dtype
-) -> None:
+def test_few_rows_over_unequal_lengths_on_any_number_of_threads(size: str, layout: str, dtype: torch.dtype) -> None:
     """The same bits, and right: with sinks, a log-sum-exp, a sequence that is almost empty and one that is."""
     q_len, heads, kv_heads, most = THREADED[size]
     lengths = [most, most // 3, 1, 0]
@@ -252,7 +243,10 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "    t.test_few_rows_over_unequal_lengths_on_any_number_of_threads(size, 'bshd', dtype)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        env=os.environ | {"UNDIVIDED_ISA": level},
+        capture_output=True,
+        text=True,
         cwd=os.path.dirname(os.path.dirname(__file__)),
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr

@@ -62,9 +62,7 @@ def test_documents_with_padding_and_unequal_queries_and_keys(align: Any, dtype: 
     found = []
     for filler in (0.0, math.nan):
         q[~real.any(1)], k[~real.any(0)], v[~real.any(0)] = filler, filler, filler
-        tensors = {
-            name: t.clone().to(dtype).requires_grad_() for name, t in zip("qkv", (q, k, v), strict=True)
-        }
+        tensors = {name: t.clone().to(dtype).requires_grad_() for name, t in zip("qkv", (q, k, v), strict=True)}
         if filler == 0:
             check(tensors, grads, layout="thd", mask=mask)
         found.append(gradients(tensors, "native", grads, layout="thd", mask=mask))
@@ -99,18 +97,13 @@ def test_documents_and_a_dense_mask(dtype: torch.dtype) -> None:
     tensors, grads = pack(lengths, 4, 2, dtype)
     torch.manual_seed(1)
     check(
-        tensors,
-        grads,
-        layout="thd",
-        mask=masks.documents(offsets(lengths)) & masks.dense(torch.rand(191, 191) > 0.3),
+        tensors, grads, layout="thd", mask=masks.documents(offsets(lengths)) & masks.dense(torch.rand(191, 191) > 0.3)
     )
 
 
 @DTYPES
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_gradients_of_documents_do_not_depend_on_the_number_of_threads(
-    lengths: str, dtype: torch.dtype
-) -> None:
+def test_gradients_of_documents_do_not_depend_on_the_number_of_threads(lengths: str, dtype: torch.dtype) -> None:
     """A document that is large for so many threads is shared by them, a small one goes to one."""
     tensors, grads = pack(LENGTHS[lengths], 4, 2, dtype, dim=64)
     mask = masks.documents(offsets(LENGTHS[lengths])) & masks.causal()

@@ -1,4 +1,5 @@
-"""The native library in its process: forks, the level that UNDIVIDED_ISA asks for, compilers, and a library that is missing."""
+"""The native library in its process: forks, the level that UNDIVIDED_ISA asks for, compilers, and a library that is
+missing."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 
 def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments], env=os.environ | environment, timeout=120,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        env=os.environ | environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
 
 
 # Forks
@@ -95,9 +99,7 @@ PARENTS = {
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_forked_child_has_threads(parent: str) -> None:
     """Every child was serial for ever, because one that waits for a team of its parent's never returns."""
-    done = python(
-        FORK.format(imported="import undivided", parent=PARENTS[parent], function="state", forked=True)
-    )
+    done = python(FORK.format(imported="import undivided", parent=PARENTS[parent], function="state", forked=True))
     assert done.returncode == 0, done.stderr
 
 
@@ -113,9 +115,7 @@ def test_a_child_that_imports_the_package_first_has_threads() -> None:
 @pytest.mark.parametrize("between", ["None", "attention()"])
 def test_a_child_of_a_forked_child_has_threads(between: str) -> None:
     function = f"lambda: ({between}, in_child(state))[1]"
-    done = python(
-        FORK.format(imported="import undivided", parent="attention()", function=function, forked=True)
-    )
+    done = python(FORK.format(imported="import undivided", parent="attention()", function=function, forked=True))
     assert done.returncode == 0, done.stderr
 
 
@@ -133,9 +133,7 @@ def test_threads_of_a_forked_child_call_at_the_same_time() -> None:
 @needs_library
 @needs_fork
 def test_a_pool_of_forked_processes_computes() -> None:
-    program = FORK.format(
-        imported="import undivided", parent="attention()", function="state", forked=True
-    ) + (
+    program = FORK.format(imported="import undivided", parent="attention()", function="state", forked=True) + (
         "import multiprocessing\n"
         "with multiprocessing.get_context('fork').Pool(2) as pool:\n"
         "    found = [pool.apply_async(state) for _ in range(4)]\n"
@@ -199,15 +197,7 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
     built = ["-DUNDIVIDED_X86"] * (platform.machine() in ("x86_64", "AMD64")) + [
         "-DUNDIVIDED_AMX"
     ] * sys.platform.startswith("linux")
-    options = [
-        *built,
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Wno-missing-field-initializers",
-        "-Werror",
-        f"-I{SOURCES}",
-    ]
+    options = [*built, "-std=c++17", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", f"-I{SOURCES}"]
     subprocess.run([compiler, *options, program, SOURCES / "level.cc", "-o", levels], check=True, timeout=120)
     found = subprocess.run([levels], capture_output=True, text=True, check=True).stdout.split()
     assert tuple(found) == LIBRARY.levels
@@ -281,10 +271,7 @@ def test_a_library_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pyte
 FOLDER = Path("/sources/a b").as_uri()
 ORIGINS = {
     "index": ("", "undivided==1.2 --no-binary undivided"),
-    "folder": (
-        json.dumps({"url": FOLDER, "dir_info": {}}),
-        f"'undivided @ {FOLDER}'",
-    ),
+    "folder": (json.dumps({"url": FOLDER, "dir_info": {}}), f"'undivided @ {FOLDER}'"),
     "git": (
         '{"url": "https://host/undivided", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
         "'undivided @ git+https://host/undivided@abc'",
@@ -293,9 +280,7 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_the_command_installs_what_was_installed(
-    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_installs_what_was_installed(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip answered the printed command with the wheel in its cache, which has no library."""
     url, requirement = ORIGINS[origin]
     info = tmp_path / "undivided-1.2.dist-info"

@@ -1,7 +1,8 @@
 """A call on a GPU waits for nothing: no value is read on the host, no tensor is copied from or to it.
 
-Without a GPU: the calls run on meta tensors, which have no values to read, kernels are stood in for, and every operation that
-would wait is written down. Inside a CUDA graph such an operation is an error; outside of one it empties the queue.
+Without a GPU: the calls run on meta tensors, which have no values to read, kernels are stood in for, and every
+operation that would wait is written down. Inside a CUDA graph such an operation is an error; outside of one it empties
+the queue.
 """
 
 from __future__ import annotations
@@ -83,11 +84,14 @@ MASKS: dict[str, Callable[[], Any]] = {
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "everything": lambda: {
-        "alibi_slopes": torch.ones(4, device="meta", requires_grad=True), "softcap": 20.0,
-        "sinks": torch.ones(4, device="meta", requires_grad=True), "dropout_p": 0.1, "dropout_seed": 7,
+        "alibi_slopes": torch.ones(4, device="meta", requires_grad=True),
+        "softcap": 20.0,
+        "sinks": torch.ones(4, device="meta", requires_grad=True),
+        "dropout_p": 0.1,
+        "dropout_seed": 7,
         "bias": torch.zeros(1, 4, 64, 64, device="meta", requires_grad=True),
     },
-}  # fmt: skip
+}
 
 
 def _asked(name: str, train: bool, kv_heads: int = 2, **options: Any) -> tuple[Any, Any]:
@@ -154,9 +158,7 @@ def test_the_padded_log_sum_exp_of_packed_documents(align: Any, monkeypatch: pyt
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
     forward = torch_efficient.OPS._efficient_attention_forward
-    fakes = types.SimpleNamespace(
-        _efficient_attention_forward=forward, _efficient_attention_backward=backward
-    )
+    fakes = types.SimpleNamespace(_efficient_attention_forward=forward, _efficient_attention_backward=backward)
     monkeypatch.setattr(torch_efficient, "OPS", fakes)
     mask = masks.documents(_int32(0, 3, 9), _int32(0, 3, 9), max_q=40, max_kv=40)
     mask = mask & masks.causal(align) if align else mask
@@ -183,9 +185,7 @@ def test_pytorchs_cudnn_with_documents(align: Any, monkeypatch: pytest.MonkeyPat
 CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "sinks": lambda: {"sinks": torch.ones(4, device="meta", requires_grad=True)},
-    "bias": lambda: {
-        "bias": torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    },
+    "bias": lambda: {"bias": torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)},
     "alibi": lambda: {"alibi_slopes": usual_slopes(4, "meta")},
 }
 
@@ -200,11 +200,7 @@ def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        (name, how)
-        for name in ("full", "causal", "window", "lengths", "documents")
-        for how in ("plain", "sinks")
-    ]
+    [(name, how) for name in ("full", "causal", "window", "lengths", "documents") for how in ("plain", "sinks")]
     + [("full", "bias"), ("causal", "bias"), ("causal", "alibi")],
 )
 def test_cudnn(name: str, options: str, cudnn_module: None) -> None:
@@ -213,9 +209,7 @@ def test_cudnn(name: str, options: str, cudnn_module: None) -> None:
 
 
 def test_cudnn_pages(cudnn_module: None) -> None:
-    q, pool = (
-        torch.zeros(*shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 1, 4, 64), (9, 16, 2, 64))
-    )
+    q, pool = (torch.zeros(*shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 1, 4, 64), (9, 16, 2, 64)))
     pages = torch.zeros(2, 3, dtype=torch.int32, device="meta")
     mask = masks.lengths(_int32(3, 40)) & masks.causal("bottom_right")
     problem, operands = _problem.normalise(q, pool, pool, layout="bshd", mask=mask, pages=pages)

@@ -46,10 +46,9 @@ def error(got: Tensor, want: Tensor, least: float = 1e-30) -> float:
 # ---- large scores
 
 
-def large(
-    dtype: torch.dtype, exponents: tuple[int, int], q_len: int, kv_len: int, heads: int = 2
-) -> list[Tensor]:
-    """q, k, v [1, H, S, D] whose scores are exact in fp32, in any order of summation, all different, and as large as can be."""
+def large(dtype: torch.dtype, exponents: tuple[int, int], q_len: int, kv_len: int, heads: int = 2) -> list[Tensor]:
+    """q, k, v [1, H, S, D] whose scores are exact in fp32, in any order of summation, all different, and as large as
+    can be."""
     torch.manual_seed(0)
     q = torch.randint(-3, 4, (1, heads, q_len, 32)).float()
     k = torch.randint(-3, 4, (1, 2, kv_len, 32)).float()
@@ -79,11 +78,12 @@ LARGE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "negative-scale-small": (16, 16, 2, {"scale": -0.1}),
     "negative-scale-decoding": (1, 200, 8, {"scale": -0.1}),
     "dropout": (70, 150, 2, {"dropout_p": 0.3, "dropout_seed": 5}),
-}  # fmt: skip
+}
 
 
 def exponents_of(dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Powers of two that q and k are multiplied by: scores of some 300 times 2^22 in fp16, 2^34 and up to 2^118 elsewhere."""
+    """Powers of two that q and k are multiplied by: scores of some 300 times 2^22 in fp16, 2^34 and up to 2^118
+    elsewhere."""
     return [(13, 9)] if dtype == torch.float16 else [(17, 17), (59, 59)]
 
 
@@ -91,7 +91,8 @@ def exponents_of(dtype: torch.dtype) -> list[tuple[int, int]]:
 @each_dtype
 @pytest.mark.parametrize("case", LARGE)
 def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run: str) -> None:
-    """Scores were multiplied by log2(e) and rounded before the largest was subtracted: half of the rows came out as NaN."""
+    """Scores were multiplied by log2(e) and rounded before the largest was subtracted: half of the rows came out as
+    NaN."""
     q_len, kv_len, heads, arguments = LARGE[case]
     for exponents in exponents_of(dtype):
         leaves = [t.requires_grad_() for t in large(dtype, exponents, q_len, kv_len, heads)]
@@ -99,10 +100,7 @@ def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run
         found, wanted = [], []
         with running(run) as backend:
             out = undivided.attention(*leaves, layout="bhsd", backend=backend, return_lse=True, **arguments)
-            found = [
-                *out,
-                *torch.autograd.grad(out, leaves, [g.to(o) for g, o in zip(grads, out, strict=True)]),
-            ]
+            found = [*out, *torch.autograd.grad(out, leaves, [g.to(o) for g, o in zip(grads, out, strict=True)])]
         exact = [t.detach().double().requires_grad_() for t in leaves]
         of_fp64 = {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()}
         out = undivided.attention(*exact, layout="bhsd", backend="reference", return_lse=True, **of_fp64)
@@ -121,8 +119,7 @@ def test_scores_beyond_fp32_are_nan_where_they_rise_and_weigh_nothing_where_they
     q_len: int, kv_len: int, dtype: torch.dtype, run: str
 ) -> None:
     q, k, v = (
-        t.to(dtype)
-        for t in (torch.zeros(1, 2, q_len, 32), torch.zeros(1, 2, kv_len, 32), torch.ones(1, 2, kv_len, 32))
+        t.to(dtype) for t in (torch.zeros(1, 2, q_len, 32), torch.zeros(1, 2, kv_len, 32), torch.ones(1, 2, kv_len, 32))
     )
     q[:, 0, :, 0], q[:, 1, :, 0] = 2.0**66, -(2.0**66)
     k[:, 0, :, 0] = 2.0**66  # the first head's scores are +inf, or of every third key 0
@@ -154,18 +151,12 @@ def test_a_sink_far_above_the_scores_leaves_the_gradient_through_lse(run: str) -
             )
             found.append(torch.autograd.grad(lse.sum() + out.sum(), leaves[:2]))
     for got, want in zip(*found, strict=True):
-        assert error(got, want) < 128 * 2**-24, (
-            "what the rounding of a log-sum-exp of some -100 makes of the weights"
-        )
+        assert error(got, want) < 128 * 2**-24, "what the rounding of a log-sum-exp of some -100 makes of the weights"
 
 
 # ---- documents
 
-LENGTHS = {
-    "short": [3, 1, 5, 2, 7, 1, 1, 4, 9, 6],
-    "one-token": [1] * 21,
-    "longer": [17, 40, 1, 33, 64, 5, 100],
-}
+LENGTHS = {"short": [3, 1, 5, 2, 7, 1, 1, 4, 9, 6], "one-token": [1] * 21, "longer": [17, 40, 1, 33, 64, 5, 100]}
 
 
 def document_mask(kind: str, lengths: list[int]) -> tuple[Mask, Tensor, Tensor]:
@@ -200,20 +191,15 @@ def with_gradients(backend: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor, gr
 @each_dtype
 @pytest.mark.parametrize("kind", ["documents", "causal", "cross", "ids", "ids-in-turns"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_what_is_not_finite_stays_in_its_document(
-    lengths: str, kind: str, dtype: torch.dtype, run: str
-) -> None:
-    """Documents that share a block met with weights of 0, and 0 * NaN is NaN: one document's reached the others' gradients."""
+def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype: torch.dtype, run: str) -> None:
+    """Documents that share a block met with weights of 0, and 0 * NaN is NaN: one document's reached the others'
+    gradients."""
     mask, of_q, of_k = document_mask(kind, LENGTHS[lengths])
     torch.manual_seed(0)
     q, k, v, grad = (
-        torch.randn(n, h, 32).to(dtype)
-        for n, h in zip(map(len, (of_q, of_k, of_k, of_q)), (4, 2, 2, 4), strict=True)
+        torch.randn(n, h, 32).to(dtype) for n, h in zip(map(len, (of_q, of_k, of_k, of_q)), (4, 2, 2, 4), strict=True)
     )
-    inputs, documents = (
-        {"q": q, "k": k, "v": v, "grad": grad},
-        {"q": of_q, "k": of_k, "v": of_k, "grad": of_q},
-    )
+    inputs, documents = ({"q": q, "k": k, "v": v, "grad": grad}, {"q": of_q, "k": of_k, "v": of_k, "grad": of_q})
     with running(run) as backend:
         clean = with_gradients(backend, mask, *inputs.values())
         largest = max(float(t.double().norm()) for t in clean)
@@ -230,11 +216,7 @@ def test_what_is_not_finite_stays_in_its_document(
                 assert got[others].isfinite().all(), (name, value, result)
                 assert error(got[others], want[others], 0.3 * largest) < ALLOWED[dtype], (name, value, result)
                 # on AMX other types than bf16 are computed again in vectors, all of the problem
-                if (
-                    result == "out"
-                    and backend == "native"
-                    and (dtype == torch.bfloat16 or not run.startswith("amx"))
-                ):
+                if result == "out" and backend == "native" and (dtype == torch.bfloat16 or not run.startswith("amx")):
                     assert torch.equal(got[others], want[others]), "a row takes nothing from rows beside it"
 
 
@@ -283,29 +265,34 @@ def test_gradients_pair_by_pair_are_those_of_blocks(dtype: torch.dtype, run: str
     tokens = len(ids)
     q, k, v = torch.randn(tokens, 4, 40), torch.randn(tokens, 2, 40), torch.randn(tokens, 2, 24)
     given = {
-        "q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "bias": torch.randn(1, 4, tokens, tokens),
-        "sinks": torch.randn(4), "alibi_slopes": torch.rand(len(lengths), 4),
-    }  # fmt: skip
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": v.to(dtype),
+        "bias": torch.randn(1, 4, tokens, tokens),
+        "sinks": torch.randn(4),
+        "alibi_slopes": torch.rand(len(lengths), 4),
+    }
     grads = torch.randn(tokens, 4, 24).to(dtype), torch.randn(4, tokens)
     found = []
     for backend_of, computed in ((run, None), ("reference", torch.float64)):
-        leaves = {
-            n: (t if computed is None else t.to(computed)).clone().requires_grad_() for n, t in given.items()
-        }
-        if (
-            computed is None
-        ):  # of the last document, so that what is summed over all rows is left out of the comparison
+        leaves = {n: (t if computed is None else t.to(computed)).clone().requires_grad_() for n, t in given.items()}
+        if computed is None:  # of the last document, so that what is summed over all rows is left out of the comparison
             with torch.no_grad():
                 leaves["v"][ids == 4] = math.nan
         with running(backend_of) as backend:
             out, lse = undivided.attention(
-                **leaves, layout="thd", mask=mask, softcap=3.0, dropout_p=0.2, dropout_seed=3, return_lse=True, backend=backend
-            )  # fmt: skip
+                **leaves,
+                layout="thd",
+                mask=mask,
+                softcap=3.0,
+                dropout_p=0.2,
+                dropout_seed=3,
+                return_lse=True,
+                backend=backend,
+            )
             returned = [grads[0].to(out), grads[1].to(lse)]
             found.append(
-                torch.autograd.grad(
-                    (out, lse), [leaves[n] for n in ("q", "k", "v", "bias", "alibi_slopes")], returned
-                )
+                torch.autograd.grad((out, lse), [leaves[n] for n in ("q", "k", "v", "bias", "alibi_slopes")], returned)
             )
     *of_rows, of_bias, of_slopes = zip(*found, strict=True)
     for got, want in of_rows:

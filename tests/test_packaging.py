@@ -1,4 +1,5 @@
-"""The package as a whole: what importing it costs, which way its imports run, what it exports, how its scripts start."""
+"""The package as a whole: what importing it costs, which way its imports run, what it exports, how its scripts
+start."""
 
 from __future__ import annotations
 
@@ -44,17 +45,15 @@ SLOW_PARTS_OF_TORCH = ("torch.distributed", "torch._dynamo", "torch._inductor", 
 
 
 def test_importing_the_package_imports_nothing_optional_and_nothing_slow() -> None:
-    code = "import sys, torch; before = set(sys.modules); import undivided; print(*(set(sys.modules) - before), sep='\\n')"
+    code = (
+        "import sys, torch; before = set(sys.modules); import undivided; print(*(set(sys.modules) - before), sep='\\n')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     beyond_torch = set(done.stdout.split())
     assert "undivided" in beyond_torch
     optional = {name for name in beyond_torch if name.split(".")[0] in OPTIONAL}
     assert not optional, "optional packages must be imported where they are first needed"
-    slow = {
-        name
-        for name in beyond_torch
-        if any(f"{name}.".startswith(f"{part}.") for part in SLOW_PARTS_OF_TORCH)
-    }
+    slow = {name for name in beyond_torch if any(f"{name}.".startswith(f"{part}.") for part in SLOW_PARTS_OF_TORCH)}
     assert not slow, "these parts of torch are imported by the function that uses them, or not at all"
 
 
@@ -227,34 +226,20 @@ def test_imports_run_one_way(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
+        pytest.param("undivided.backends.new", "from undivided.backends.reference import x", id="backend-to-backend"),
         pytest.param(
-            "undivided.backends.new", "from undivided.backends.reference import x", id="backend-to-backend"
-        ),
-        pytest.param(
-            "undivided.backends.new",
-            "from undivided.backends import reference",
-            id="backend-to-backend-by-package",
+            "undivided.backends.new", "from undivided.backends import reference", id="backend-to-backend-by-package"
         ),
         pytest.param("undivided.backends.new", "from . import reference", id="backend-to-backend-relative"),
-        pytest.param(
-            "undivided.backends.new", "from undivided import masks, attention", id="backend-to-surface"
-        ),
+        pytest.param("undivided.backends.new", "from undivided import masks, attention", id="backend-to-surface"),
         pytest.param("undivided.backends.new", "import undivided._selection", id="backend-to-selection"),
+        pytest.param("undivided.kernels.new", "from undivided._problem import Problem", id="kernel-to-problem"),
         pytest.param(
-            "undivided.kernels.new", "from undivided._problem import Problem", id="kernel-to-problem"
+            "undivided.masks", "def f():\n  from undivided.functional import attention", id="mask-to-functional-lazily"
         ),
-        pytest.param(
-            "undivided.masks",
-            "def f():\n  from undivided.functional import attention",
-            id="mask-to-functional-lazily",
-        ),
-        pytest.param(
-            "undivided.cache.new", "from undivided._selection import select", id="cache-to-selection"
-        ),
+        pytest.param("undivided.cache.new", "from undivided._selection import select", id="cache-to-selection"),
         pytest.param("undivided.functional", "import_module('undivided.nn')", id="functional-to-nn-by-name"),
-        pytest.param(
-            "undivided.functional", "import torch.distributed as dist", id="functional-to-distributed"
-        ),
+        pytest.param("undivided.functional", "import torch.distributed as dist", id="functional-to-distributed"),
         pytest.param("undivided._problem", "torch.distributed.get_rank()", id="problem-uses-distributed"),
         pytest.param("undivided.kernels.new", "from torch import distributed", id="kernel-to-distributed"),
     ],
@@ -266,15 +251,11 @@ def test_an_import_the_wrong_way_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param(
-            "undivided.backends.new", "from undivided.backends._base import Backend", id="backend-to-base"
-        ),
+        pytest.param("undivided.backends.new", "from undivided.backends._base import Backend", id="backend-to-base"),
         pytest.param("undivided.backends.new", "from undivided import _layout, masks", id="backend-to-masks"),
         pytest.param("undivided.nn.new", "from undivided.functional import attention", id="nn-to-functional"),
         pytest.param(
-            "undivided.context_parallel.new",
-            "import torch.distributed as dist",
-            id="context-parallel-to-distributed",
+            "undivided.context_parallel.new", "import torch.distributed as dist", id="context-parallel-to-distributed"
         ),
         pytest.param("undivided.errors", "if TYPE_CHECKING:\n  from undivided.nn import x", id="types-only"),
     ],
@@ -293,9 +274,7 @@ def test_all_is_what_the_package_reexports() -> None:
     }
     # submodules become attributes when anything imports them; they are public only where __init__ says so
     visible = {
-        name
-        for name in dir(undivided)
-        if name in imported or not isinstance(getattr(undivided, name), ModuleType)
+        name for name in dir(undivided) if name in imported or not isinstance(getattr(undivided, name), ModuleType)
     }
     public = {name for name in visible if not name.startswith("_")} - {"annotations"}
     assert set(undivided.__all__) == public
@@ -352,7 +331,7 @@ OF_ONE_MACHINE = re.compile(
     r"(?<![\w.:~$}/-])/(?:home|root|Users|work|opt|mnt)/\w"
     r"|(?:py" + r"pi|python" + r"hosted|download\.py" + r"torch)\.org"
     r"|file:" + r"///"
-)  # fmt: skip
+)
 
 
 def _tracked_files() -> list[Path]:

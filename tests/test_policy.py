@@ -60,9 +60,16 @@ def test_undivided_backends_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("reference,torch_flash", "reference"), ("torch_flash,reference", "torch_flash"), (" math , flash ", "reference"),
-     ("unfused", "reference"), ("flash", "torch_flash"), ("", DEFAULT), ("  ", DEFAULT)],
-)  # fmt: skip
+    [
+        ("reference,torch_flash", "reference"),
+        ("torch_flash,reference", "torch_flash"),
+        (" math , flash ", "reference"),
+        ("unfused", "reference"),
+        ("flash", "torch_flash"),
+        ("", DEFAULT),
+        ("  ", DEFAULT),
+    ],
+)
 def test_undivided_backends_is_an_order_of_names_and_families(
     monkeypatch: pytest.MonkeyPatch, text: str, want: str
 ) -> None:
@@ -81,9 +88,7 @@ def test_the_next_allowed_backend_runs_what_the_first_cannot(monkeypatch: pytest
 @pytest.mark.parametrize("text", ["flashattention", "reference,nope", "Reference"])
 def test_an_unknown_name_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("UNDIVIDED_BACKENDS", text)
-    with pytest.raises(
-        InputError, match=r"must be one of .*reference.*, got '(flashattention|nope|Reference)'"
-    ):
+    with pytest.raises(InputError, match=r"must be one of .*reference.*, got '(flashattention|nope|Reference)'"):
         undivided.attention(Q, Q, Q, layout="bshd")
 
 
@@ -113,9 +118,14 @@ def test_all_of_transformer_engines_switches_off_leave_no_backend(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("variable", "value", "want"),
-    [("UNDIVIDED_DETERMINISTIC", "1", True), ("UNDIVIDED_DETERMINISTIC", "0", False), ("UNDIVIDED_DETERMINISTIC", "", False),
-     ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", True), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False)],
-)  # fmt: skip
+    [
+        ("UNDIVIDED_DETERMINISTIC", "1", True),
+        ("UNDIVIDED_DETERMINISTIC", "0", False),
+        ("UNDIVIDED_DETERMINISTIC", "", False),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", True),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False),
+    ],
+)
 def test_determinism_is_asked_for_by_the_environment_unless_the_argument_says(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, want: bool
 ) -> None:
@@ -317,10 +327,7 @@ def test_a_switched_off_family_stays_off_in_a_context(monkeypatch: pytest.Monkey
 
 
 def test_an_argument_that_the_context_forbids_raises_rather_than_run() -> None:
-    with (
-        use_backends("torch_flash"),
-        pytest.raises(NoBackendError, match="not among use_backends=torch_flash"),
-    ):
+    with use_backends("torch_flash"), pytest.raises(NoBackendError, match="not among use_backends=torch_flash"):
         undivided.attention(Q, Q, Q, layout="bshd", backend="reference")
 
 
@@ -360,9 +367,7 @@ def test_info_prints_one_line_once_for_every_new_decision(
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
     for _ in range(3):
         run()
-    line = (
-        "undivided: torch_flash for q 1x8x2x16 (BxSxHxD), kv 1x8x2x16; float64 bshd on cpu; mask every pair\n"
-    )
+    line = "undivided: torch_flash for q 1x8x2x16 (BxSxHxD), kv 1x8x2x16; float64 bshd on cpu; mask every pair\n"
     assert logged.readouterr() == ("", line)
     run(mask=masks.causal())
     assert logged.readouterr().err.count("\n") == 1
@@ -374,9 +379,9 @@ def test_debug_adds_the_reasons(logged: pytest.CaptureFixture[str], monkeypatch:
     run(softcap=1.0)
     text = logged.readouterr().err
     assert text.startswith("undivided: reference runs\n")
-    assert text.count("no support for softcap") == str(
-        undivided.explain(Q, Q, Q, layout="bshd", softcap=1.0)
-    ).count("no support for softcap")
+    assert text.count("no support for softcap") == str(undivided.explain(Q, Q, Q, layout="bshd", softcap=1.0)).count(
+        "no support for softcap"
+    )
 
 
 def test_a_failure_is_logged_too(logged: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,9 +492,7 @@ def test_explain_and_a_refused_call_leave_the_last_decision_as_it_was() -> None:
 def test_every_way_to_call_sets_the_last_decision() -> None:
     calls: dict[str, Callable[[], object]] = {
         "sdpa": lambda: undivided.scaled_dot_product_attention(Q, Q, Q),
-        "layer": lambda: undivided.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="no_mask")(
-            Q, Q, Q
-        ),
+        "layer": lambda: undivided.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="no_mask")(Q, Q, Q),
         "cache": lambda: attend_in_a_cache(),
     }
     for name, call in calls.items():
@@ -532,9 +535,7 @@ def test_backends_that_name_none_are_an_error(monkeypatch: pytest.MonkeyPatch) -
         run()
 
 
-@pytest.mark.parametrize(
-    "variable", ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"]
-)
+@pytest.mark.parametrize("variable", ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"])
 def test_a_switch_of_transformer_engine_is_a_number(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """ "off" switched nothing off. TransformerEngine itself reads these with int()."""
     monkeypatch.setenv(variable, "off")

@@ -1,7 +1,8 @@
 """Predicates are evaluated for real tokens only: their tensors need not cover padding.
 
-Flamingo's text tokens attend to the images of their own chunk (Alayrac et al. 2022, arXiv:2204.14198): the predicate compares
-`text_time[q]` with `media_time[k]`, and these tensors are as long as the text and the images, not as the padded batch.
+Flamingo's text tokens attend to the images of their own chunk (Alayrac et al. 2022, arXiv:2204.14198): the predicate
+compares `text_time[q]` with `media_time[k]`, and these tensors are as long as the text and the images, not as the
+padded batch.
 """
 
 from __future__ import annotations
@@ -96,18 +97,14 @@ def test_padding_on_the_left() -> None:
     """Raw indices begin at the start of a sequence: a tensor that ends with it is enough."""
     start, real = torch.tensor([2, 0]), torch.tensor([3, 5])
     table = torch.tensor([1, 2, 0, 1, 2])
-    mask = masks.lengths(real, real, start, start) & masks.predicate(
-        lambda b, h, q, k: table[:5][q] >= table[:5][k]
-    )
+    mask = masks.lengths(real, real, start, start) & masks.predicate(lambda b, h, q, k: table[:5][q] >= table[:5][k])
     pairs = mask.to_dense(2, 1, 9, 9)
     assert torch.equal(pairs[0, 0, 2:5, 2:5], table[2:, None] >= table[2:])
     assert torch.equal(pairs[1, 0, :5, :5], table[:, None] >= table)
     assert int(pairs.sum()) == int(pairs[0, 0, 2:5, 2:5].sum() + pairs[1, 0, :5, :5].sum())
 
 
-@pytest.mark.parametrize(
-    "padded", [False, True], ids=["tokens-after-the-documents", "gaps-between-documents"]
-)
+@pytest.mark.parametrize("padded", [False, True], ids=["tokens-after-the-documents", "gaps-between-documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_in_thd(padded: bool, backend: str) -> None:
     """10 tokens, of which a tensor covers those up to the last real one."""
@@ -126,9 +123,7 @@ def test_documents_in_thd(padded: bool, backend: str) -> None:
     for rows in (real[:3], real[3:]):
         alone = [t[rows].transpose(0, 1) for t in (q, k, v)]
         pairs = table[rows, None] == table[rows]
-        wanted[rows] = torch.nn.functional.scaled_dot_product_attention(*alone, attn_mask=pairs).transpose(
-            0, 1
-        )
+        wanted[rows] = torch.nn.functional.scaled_dot_product_attention(*alone, attn_mask=pairs).transpose(0, 1)
     torch.testing.assert_close(found, wanted)
 
 
@@ -176,9 +171,7 @@ def test_sequences_without_any_token_are_not_evaluated(batch: int) -> None:
 
 def test_a_tensor_that_is_too_short_is_named() -> None:
     q, k, v = tensors(Q_LEN, KV_LEN, KV_LEN)
-    message = (
-        r"fn must be defined for every real query and key \(q_idx up to 8, kv_idx up to 7\), got IndexError"
-    )
+    message = r"fn must be defined for every real query and key \(q_idx up to 8, kv_idx up to 7\), got IndexError"
     with pytest.raises(InputError, match=message) as caught:
         undivided.attention(q, k, v, layout="bshd", mask=masks.predicate(flamingo))
     assert "masks.lengths(kv, q) & masks.predicate(fn)" in str(caught.value)

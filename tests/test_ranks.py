@@ -85,8 +85,14 @@ class TestOrder:
     def test_the_measured_trade_their_places_and_the_others_keep_theirs(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, flash_attn=5e14, triton=4e14))
         assert order(explain()) == [
-            "flash_attn", "torch_cudnn", "triton", "torch_flash", "torch_efficient", "cudnn", "reference",
-        ]  # fmt: skip
+            "flash_attn",
+            "torch_cudnn",
+            "triton",
+            "torch_flash",
+            "torch_efficient",
+            "cudnn",
+            "reference",
+        ]
 
     def test_one_measured_backend_changes_nothing(self, measured: Measured) -> None:
         measured(table(triton=9e14))
@@ -109,9 +115,7 @@ class TestOrder:
         measured(table(cudnn=3e14, somebody=9e15))
         assert order(explain()) == BELIEF
 
-    def test_the_callers_order_comes_first_and_a_family_is_ordered_by_measurement(
-        self, measured: Measured
-    ) -> None:
+    def test_the_callers_order_comes_first_and_a_family_is_ordered_by_measurement(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, torch_cudnn=4e14, flash_attn=5e14))
         with undivided.use_backends("cudnn", "flash_attn"):
             assert explain().backend.name == "cudnn"
@@ -119,9 +123,7 @@ class TestOrder:
             assert order(explain())[:3] == ["torch_cudnn", "cudnn", "flash_attn"]
         assert explain(backend="cudnn").backend.name == "cudnn"
 
-    def test_another_architecture_dtype_pass_head_size_or_mask_is_another_kind(
-        self, measured: Measured
-    ) -> None:
+    def test_another_architecture_dtype_pass_head_size_or_mask_is_another_kind(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, triton=5e14))
         assert explain().backend.name == "triton"
         assert explain(mask=None).backend.name == "cudnn"
@@ -138,17 +140,25 @@ class TestOrder:
         )
         trained = q().requires_grad_()
         assert (
-            undivided.explain(
-                trained, q(), q(), layout="bshd", mask=masks.causal(), machine=H100
-            ).backend.name
+            undivided.explain(trained, q(), q(), layout="bshd", mask=masks.causal(), machine=H100).backend.name
             == "cudnn"
         )
 
     @pytest.mark.parametrize(
         ("length", "batch", "near"),
-        [(1024, 64, False), (2048, 16, True), (2048, 4, True), (2050, 4, True), (4096, 1, True), (4096, 33, False),
-         (8192, 1, True), (8192, 4, True), (8192, 9, False), (16384, 1, False)],
-    )  # fmt: skip
+        [
+            (1024, 64, False),
+            (2048, 16, True),
+            (2048, 4, True),
+            (2050, 4, True),
+            (4096, 1, True),
+            (4096, 33, False),
+            (8192, 1, True),
+            (8192, 4, True),
+            (8192, 9, False),
+            (16384, 1, False),
+        ],
+    )
     def test_twice_the_keys_and_four_times_the_work_are_near(
         self, measured: Measured, length: int, batch: int, near: bool
     ) -> None:
@@ -157,12 +167,8 @@ class TestOrder:
         decision = undivided.explain(x, x, x, layout="bshd", mask=masks.causal(), machine=H100)
         assert (decision.backend.name == "triton") == near
 
-    @pytest.mark.parametrize(
-        ("length", "near"), [(8, False), (9, True), (16, True), (17, False), (32, False)]
-    )
-    def test_of_short_sequences_only_the_same_length_is_near(
-        self, measured: Measured, length: int, near: bool
-    ) -> None:
+    @pytest.mark.parametrize(("length", "near"), [(8, False), (9, True), (16, True), (17, False), (32, False)])
+    def test_of_short_sequences_only_the_same_length_is_near(self, measured: Measured, length: int, near: bool) -> None:
         """Of 16 keys torch_flash may be the fastest and of 8 it is not: measured, by up to 1.6 times."""
         measured(table(length=16, cudnn=3e14, triton=5e14))
         assert (explain(length).backend.name == "triton") == near
@@ -178,9 +184,7 @@ class TestOrder:
         monkeypatch.setattr(_measured, "tables", lambda: (users, ours))
         assert explain().backend.name == "cudnn", "near, in the user's table, before exact, in ours"
 
-    def test_another_flash_behind_pytorchs_operators_is_another_architecture(
-        self, measured: Measured
-    ) -> None:
+    def test_another_flash_behind_pytorchs_operators_is_another_architecture(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, torch_flash=5e14))
         assert explain().backend.name == "torch_flash"
         assert explain(machine=dataclasses.replace(H100, flash_impl="FA3")).backend.name == "cudnn"
@@ -200,8 +204,7 @@ class TestEstimates:
         lines = str(explain()).splitlines()
         assert "  triton           chosen (flash); est. 458 us, from bench 2027-01-02, NVIDIA H100" in lines
         assert (
-            "  cudnn            can run, ranked after triton; est. 916 us, from bench 2027-01-02, NVIDIA H100"
-            in lines
+            "  cudnn            can run, ranked after triton; est. 916 us, from bench 2027-01-02, NVIDIA H100" in lines
         )
         assert "  reference        can run, ranked after triton; default rank: not measured on sm90" in lines
 
@@ -215,9 +218,14 @@ class TestEstimates:
 
     @pytest.mark.parametrize(
         "mask",
-        [masks.causal("top_left"), masks.causal("bottom_right"), masks.window(3, 2, "bottom_right"),
-         masks.window(9, None, "top_left"), masks.window(None, 5, "bottom_right")],
-    )  # fmt: skip
+        [
+            masks.causal("top_left"),
+            masks.causal("bottom_right"),
+            masks.window(3, 2, "bottom_right"),
+            masks.window(9, None, "top_left"),
+            masks.window(None, 5, "bottom_right"),
+        ],
+    )
     @pytest.mark.parametrize("sizes", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1)])
     def test_the_pairs_of_a_band_are_counted(self, mask: masks.Mask, sizes: tuple[int, int]) -> None:
         x, kv = torch.empty(1, sizes[0], 1, 8), torch.empty(1, sizes[1], 1, 8)
@@ -225,10 +233,7 @@ class TestEstimates:
         assert _measured._pairs(problem, *sizes) == int(mask.to_dense(1, 1, *sizes).sum())
 
     def test_decoding_is_rated_by_bytes_and_a_causal_mask_of_its_last_query_is_none(self) -> None:
-        one, kv = (
-            torch.empty(2, 1, 8, 64, dtype=torch.float16),
-            torch.empty(2, 100, 2, 64, dtype=torch.float16),
-        )
+        one, kv = (torch.empty(2, 1, 8, 64, dtype=torch.float16), torch.empty(2, 100, 2, 64, dtype=torch.float16))
         problem = undivided.explain(one, kv, kv, layout="bshd", mask=masks.causal("bottom_right")).problem
         at = _measured.place(problem, Machine("cpu", isa="amx"))
         assert at is not None
@@ -237,9 +242,7 @@ class TestEstimates:
 
     def test_packed_documents_count_by_the_longest(self) -> None:
         x = torch.empty(100, 1, 8)
-        problem = undivided.explain(
-            x, x, x, layout="thd", mask=masks.documents([0, 50, 100]) & masks.causal()
-        ).problem
+        problem = undivided.explain(x, x, x, layout="thd", mask=masks.documents([0, 50, 100]) & masks.causal()).problem
         assert _measured.work(problem) == 2 * (50 * 51) * 16
         assert _measured._structure(problem) == "causal+documents"
 
@@ -275,9 +278,7 @@ class TestFiles:
     ) -> None:
         """A misspelt path was an empty table, and nobody heard of it."""
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "rank.json"))
-        with pytest.warns(
-            RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"
-        ):
+        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"):
             assert explain().backend is not None
         assert explain().backend is not None, "once is enough"
 
@@ -292,10 +293,8 @@ class TestFiles:
             ('{"schema": 1, "runs": {}, "rates": {"k": {"one": ["0", {}]}}}', "invalid literal"),
             ('{"schema": 1, "runs": {"0": {}}, "rates": {}}', "missing"),
         ],
-    )  # fmt: skip
-    def test_a_file_that_is_no_table_is_left_out_with_a_warning(
-        self, users: Path, text: str, said: str
-    ) -> None:
+    )
+    def test_a_file_that_is_no_table_is_left_out_with_a_warning(self, users: Path, text: str, said: str) -> None:
         users.parent.mkdir()
         users.write_text(text)
         with pytest.raises(InputError, match=said):
@@ -333,10 +332,13 @@ def case(
     ]
     kind = "sm90/bfloat16/training/128/full" if backward else "sm90/bfloat16/forward/128/full"
     return {
-        "name": name, "backward": backward, "problem": problem + ("; needs backward" if backward else ""), "entries": entries,
+        "name": name,
+        "backward": backward,
+        "problem": problem + ("; needs backward" if backward else ""),
+        "entries": entries,
         "rate": {"contended": contended},
         "place": Place(kind, 13, 40)._asdict() | {"operations_or_bytes": 3.5e12 if backward else 1e12},
-    }  # fmt: skip
+    }
 
 
 def report(*cases: dict[str, Any]) -> dict[str, Any]:
@@ -349,22 +351,34 @@ def command(*arguments: str) -> Any:
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run counts as disturbed, whatever else this machine does: neither the probes around a run nor a witness say so."""
+    """No run counts as disturbed, whatever else this machine does: neither the probes around a run nor a witness say
+    so."""
     monkeypatch.setattr(timing, "disturbance", lambda before, after, best: 0.0)
     monkeypatch.setattr(timing.Witness, "slowness", lambda witness: 1.0)
 
 
 class TestCommands:
     def test_from_a_run_to_explain(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Really timed, here: `bench` into a table and a report, the report into the user's table, `explain` reads it."""
+        """Really timed, here: `bench` into a table and a report, the report into the user's table, `explain` reads
+        it."""
         quiet(monkeypatch)
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "users.json"))
         _measured.tables.cache_clear()
         kept, into = tmp_path / "report.json", tmp_path / "ranks.json"
         done = command(
-            "bench", "--quick", "--suite", "small", "--filter", "small/fp32-b1-h8-100-d64", "--competitor", "sdpa",
-            "--json", str(kept), "--ranks", str(into),
-        )  # fmt: skip
+            "bench",
+            "--quick",
+            "--suite",
+            "small",
+            "--filter",
+            "small/fp32-b1-h8-100-d64",
+            "--competitor",
+            "sdpa",
+            "--json",
+            str(kept),
+            "--ranks",
+            str(into),
+        )
         assert done.exit_code == 0, done.output
         assert "2 places, 2 of them with two backends or more" in done.stderr
         assert {"native", "torch_flash"} <= {
@@ -376,9 +390,7 @@ class TestCommands:
         found = json.loads(command("explain", "--q", "1x100x8x64", "--json").stdout)
         estimates = {one["name"]: one["estimate"] for one in found["backends"] if one["estimate"]}
         assert set(estimates) == {"native", "torch_flash"}
-        assert estimates[found["chosen"]]["seconds"] <= 1.06 * min(
-            one["seconds"] for one in estimates.values()
-        )
+        assert estimates[found["chosen"]]["seconds"] <= 1.06 * min(one["seconds"] for one in estimates.values())
         assert estimates["native"]["run"]["report"] == "report.json"
         assert "est. " in command("explain", "--q", "1x100x8x64").stdout
         shown = command("ranks", "--filter", "float32/training/64").stdout
@@ -386,9 +398,7 @@ class TestCommands:
         assert "native" in shown
         _measured.tables.cache_clear()
 
-    def test_a_machine_with_torch_alone_writes_it_too(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_machine_with_torch_alone_writes_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """`python -m undivided.benchmarking`, as scripts/gpu-check runs it; here in one process."""
         quiet(monkeypatch)
 
@@ -396,23 +406,12 @@ class TestCommands:
             return (workers.Done(task, function(task)) for task in tasks)
 
         monkeypatch.setattr(plainly.workers, "work", here)
-        words = [
-            "--device",
-            "cpu",
-            "--suite",
-            "small",
-            "--filter",
-            "small/bf16-b1-h8-100-d64",
-            "--patience",
-            "0.01",
-        ]
+        words = ["--device", "cpu", "--suite", "small", "--filter", "small/bf16-b1-h8-100-d64", "--patience", "0.01"]
         files = ["--json", str(tmp_path / "report.json"), "--ranks", str(tmp_path / "ranks.json")]
         monkeypatch.setattr(sys, "argv", ["bench", *words, *files])
         assert plainly.main() == 0
         rates = [
-            entry.rates
-            for places in _measured.read(tmp_path / "ranks.json").values()
-            for entry in places.values()
+            entry.rates for places in _measured.read(tmp_path / "ranks.json").values() for entry in places.values()
         ]
         assert [set(one) for one in rates] == [{"native", "torch_flash"}] * 2
 
@@ -423,9 +422,7 @@ class TestCommands:
         seen: list[Any] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(bench, "rivals", lambda device: ("cudnn", "triton"))
-        monkeypatch.setattr(
-            bench, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings())
-        )
+        monkeypatch.setattr(bench, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings()))
         command("bench", "--device", "cuda", "--json", str(tmp_path / "h100.json"))
         assert _measured.read(tmp_path / "h100.ranks.json") == {}, "written, beside the report"
         assert {benchmark.suite for benchmark in seen[0].single} == set(GPU_SUITES)
@@ -440,9 +437,7 @@ class TestCommands:
             assert "must be" in done.stderr
         assert not (tmp_path / "ranks.json").exists()
 
-    def test_a_table_is_not_put_over_a_file_that_is_none(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_table_is_not_put_over_a_file_that_is_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kept, into = tmp_path / "report.json", tmp_path / "precious.txt"
         kept.write_text(json.dumps(report(case("a", cudnn=1.0))))
         into.write_text("a letter")
@@ -500,7 +495,7 @@ class TestReports:
 
     @pytest.mark.parametrize(
         "forward", [case("b", cudnn=1.0), case("a", contended=True, cudnn=1.0), case("a", problem="another", cudnn=1.0)]
-    )  # fmt: skip
+    )
     def test_a_backward_without_its_forward_is_left_out(self, forward: dict[str, Any]) -> None:
         found = made.ranks(report(forward, case("a-backward", True, cudnn=1.0)), "made.json")
         assert not any("/training/" in kind for kind in found.table)
@@ -515,10 +510,7 @@ class TestReports:
             {"name": "torch_flash", "label": "torch_flash", "ok": True},
         ]
         found = made.ranks(report(wrong, case("b", contended=True, cudnn=1.0, triton=1.0)), "made.json")
-        assert found.table["sm90/bfloat16/forward/128/full"][13, 40].rates == {
-            "cudnn": 1e15,
-            "flash_attn": 1e15,
-        }
+        assert found.table["sm90/bfloat16/forward/128/full"][13, 40].rates == {"cudnn": 1e15, "flash_attn": 1e15}
         assert found.left_out == {"disturbed": ("b",)}
 
     def test_a_backend_that_sat_out_a_case_of_its_place_is_left_out(self) -> None:
@@ -550,9 +542,7 @@ class TestReports:
         assert {v.backend.name: v.estimate.seconds for v in decision.verdicts if v.estimate} == pytest.approx(
             {"cudnn": 0.002, "triton": 0.001}, rel=1e-3
         )
-        made.add(
-            report(one | {"entries": case("a", cudnn=0.001, triton=0.002)["entries"]}), "again.json", path
-        )
+        made.add(report(one | {"entries": case("a", cudnn=0.001, triton=0.002)["entries"]}), "again.json", path)
         measured(_measured.read(path))
         assert explain().backend.name == "cudnn"
         assert "again.json" in path.read_text()
@@ -560,12 +550,7 @@ class TestReports:
 
 
 ALONE = {
-    "gpu": [
-        "bf16-prefix-lm-16384",
-        "bf16-prefix-lm-16384-backward",
-        "bf16-sinks-8192",
-        "bf16-sinks-8192-backward",
-    ],
+    "gpu": ["bf16-prefix-lm-16384", "bf16-prefix-lm-16384-backward", "bf16-sinks-8192", "bf16-sinks-8192-backward"],
     "gpu-decode": ["bf16-paged16-batch64-8192", "bf16-paged16-batch8-32768"],
 }
 """Cases that only our own kernel can run there: they are there for its goals."""
@@ -582,15 +567,23 @@ def test_every_case_for_a_gpu_has_rivals_there_and_a_place(suite: str) -> None:
         kv = (8, case.page_size) if case.page_size else (*lead, kv_len)
         shapes = (*lead, q_len, heads, qk_dim), (*kv, kv_heads, qk_dim), (*kv, kv_heads, v_dim)
         q, k, v = (
-            torch.empty(s, dtype=benchmark.dtype, device="meta", requires_grad=benchmark.backward)
-            for s in shapes
+            torch.empty(s, dtype=benchmark.dtype, device="meta", requires_grad=benchmark.backward) for s in shapes
         )
         per_head = torch.empty(heads, device="meta")
         decision = undivided.explain(
-            q, k, v, layout="thd" if case.layout == "thd" else "bshd", mask=case.mask and case.mask(), softcap=case.softcap,
-            alibi_slopes=per_head if case.alibi else None, sinks=per_head if case.sinks else None, machine=H100,
-            pages=torch.empty(batch, kv_len // case.page_size, dtype=torch.int32, device="meta") if case.page_size else None,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            layout="thd" if case.layout == "thd" else "bshd",
+            mask=case.mask and case.mask(),
+            softcap=case.softcap,
+            alibi_slopes=per_head if case.alibi else None,
+            sinks=per_head if case.sinks else None,
+            machine=H100,
+            pages=torch.empty(batch, kv_len // case.page_size, dtype=torch.int32, device="meta")
+            if case.page_size
+            else None,
+        )
         assert _measured.place(decision.problem, H100) is not None
         if len([name for name in order(decision) if name not in ("reference", "flex")]) < 2:
             alone.append(benchmark.name)

@@ -39,19 +39,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = self.qkv(x).split(
-            [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)], -1
-        )
+        q, k, v = self.qkv(x).split([n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
         q, k, v = (t.view(b, s, -1, self.head_size).transpose(1, 2) for t in (q, k, v))
         q, k = self.rotate(q), self.rotate(k)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=0.0,
-            enable_gqa=self.heads != self.kv_heads,
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=0.0, enable_gqa=self.heads != self.kv_heads
         )
         return self.project(out.transpose(1, 2).reshape(b, s, -1))
 
@@ -122,9 +114,14 @@ def test_a_model_of_the_transformers_library(padded: bool) -> None:
     """Random weights, nothing downloaded: a Llama as others wrote it, trained a step and generating."""
     transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(50, (2, 9))
     attend = torch.ones(2, 9, dtype=torch.long)
@@ -150,7 +147,8 @@ def test_a_model_of_the_transformers_library(padded: bool) -> None:
 
 
 class DiffusionBlock(nn.Module):
-    """As denoising networks are written: an image attends to itself, then to a text, with an additive mask for each head."""
+    """As denoising networks are written: an image attends to itself, then to a text, with an additive mask for each
+    head."""
 
     def __init__(self, channels: int, context: int, heads: int = 4) -> None:
         super().__init__()
@@ -204,7 +202,8 @@ class VisionBlock(nn.Module):
 
 
 class WindowedVisionBlock(nn.Module):
-    """As windowed image models are written: windows as batch, packed projections, a learned bias and a mask of windows."""
+    """As windowed image models are written: windows as batch, packed projections, a learned bias and a mask of
+    windows."""
 
     def __init__(self, size: int, heads: int = 4, window: int = 3) -> None:
         super().__init__()
@@ -233,13 +232,17 @@ def test_a_model_with_three_dimensions_and_a_learned_bias() -> None:
     assert_the_same(ImageBlock(), 1, torch.randn(4, 9, 8))
 
 
-@pytest.mark.parametrize("options", [
-    {},
-    {"key_padding_mask": padding(2, 7)},
-    {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
-    {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
-    {"attn_mask": torch.randn(8, 7, 7), "key_padding_mask": padding(2, 7)},
-], ids=["plain", "padding", "causal-mask", "causal-flag", "bias-of-heads-and-padding"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"key_padding_mask": padding(2, 7)},
+        {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
+        {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
+        {"attn_mask": torch.randn(8, 7, 7), "key_padding_mask": padding(2, 7)},
+    ],
+    ids=["plain", "padding", "causal-mask", "causal-flag", "bias-of-heads-and-padding"],
+)
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
 def test_multihead_attention(options: dict[str, Any]) -> None:
     module = nn.MultiheadAttention(16, 4, batch_first=True)
@@ -287,7 +290,8 @@ def test_transformer_encoder(options: dict[str, Any], training: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("options", ENCODER_MASKS.values(), ids=ENCODER_MASKS)
 def test_transformer_encoder_without_gradients_leaves_the_fast_path(options: dict[str, Any]) -> None:
-    """There PyTorch's C++ fast path would run, which makes no call; it zeroes padded outputs, so real rows are compared."""
+    """There PyTorch's C++ fast path would run, which makes no call; it zeroes padded outputs, so real rows are
+    compared."""
     module, x = encoder().eval(), torch.randn(2, 7, 16)
     real = ~options.get("src_key_padding_mask", torch.zeros(2, 7, dtype=torch.bool))
     with torch.inference_mode():
@@ -302,10 +306,14 @@ def test_transformer_decoder() -> None:
     layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     module = nn.TransformerDecoder(layer, 2)
     assert_the_same(
-        module, 4, torch.randn(2, 5, 16), torch.randn(2, 7, 16),
-        tgt_mask=nn.Transformer.generate_square_subsequent_mask(5), tgt_is_causal=True,
+        module,
+        4,
+        torch.randn(2, 5, 16),
+        torch.randn(2, 7, 16),
+        tgt_mask=nn.Transformer.generate_square_subsequent_mask(5),
+        tgt_is_causal=True,
         memory_key_padding_mask=padding(2, 7),
-    )  # fmt: skip
+    )
 
 
 def test_dropout_of_modules_is_ours_in_training_and_off_in_evaluation() -> None:
@@ -430,15 +438,10 @@ def recorded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize(
-    "record", [torch.jit.script, lambda m: torch.jit.trace(m, (q(),))], ids=["script", "trace"]
-)
+@pytest.mark.parametrize("record", [torch.jit.script, lambda m: torch.jit.trace(m, (q(),))], ids=["script", "trace"])
 def test_torchscript_holds_pytorchs_operator(record: Callable[[nn.Module], Any]) -> None:
     """A TorchScript program runs where this library is not installed, in C++ for one."""
-    module, x = (
-        Scaled(),
-        torch.randn(2, 3, 7, 8),
-    )  # another batch, other heads and another length than were traced
+    module, x = (Scaled(), torch.randn(2, 3, 7, 8))  # another batch, other heads and another length than were traced
     with undivided.replace_sdpa():
         program = record(module)
         found = program(x)
@@ -448,9 +451,11 @@ def test_torchscript_holds_pytorchs_operator(record: Callable[[nn.Module], Any])
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("make", [
-    lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True),
-], ids=["multihead-attention", "encoder-layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)],
+    ids=["multihead-attention", "encoder-layer"],
+)
 def test_pytorchs_modules_can_be_scripted(make: Callable[[], nn.Module]) -> None:
     module, x = make().eval(), torch.randn(2, 5, 8)
     with undivided.replace_sdpa():
@@ -465,10 +470,7 @@ def test_what_torchscript_knows_of_the_replacement_ends_with_it() -> None:
     before = dict(table)
     first, second = undivided.replace_sdpa(), undivided.replace_sdpa()
     first.restore()
-    assert (
-        torch.jit._builtins._find_builtin(F.scaled_dot_product_attention)
-        == "aten::scaled_dot_product_attention"
-    )
+    assert torch.jit._builtins._find_builtin(F.scaled_dot_product_attention) == "aten::scaled_dot_product_attention"
     second.restore()
     assert table == before
 
@@ -494,9 +496,7 @@ def test_torch_fx_traces_symbolically_and_the_graph_holds_ours() -> None:
 def test_torch_export_holds_ours_for_every_length(strict: bool, decomposed: bool) -> None:
     module = Scaled()
     with undivided.replace_sdpa() as replaced:
-        program = torch.export.export(
-            module, (q(),), dynamic_shapes=({2: torch.export.Dim("length")},), strict=strict
-        )
+        program = torch.export.export(module, (q(),), dynamic_shapes=({2: torch.export.Dim("length")},), strict=strict)
         assert replaced.calls > 0
     if decomposed:
         program = program.run_decompositions()
@@ -537,14 +537,14 @@ def test_a_default_device_does_not_change_the_call() -> None:
     torch.testing.assert_close(found, PYTORCHS(x, x, x))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: (encoder(), (torch.randn(2, 7, 16),)),
-    lambda: (LanguageModel(), (torch.randint(50, (2, 9)),)),
-], ids=["encoder", "language-model"])  # fmt: skip
-def test_compiled_models_follow_the_replacement(
-    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]],
-) -> None:
-    """Traced while active: ours is in the graph, and counted as it is traced. Afterwards PyTorch's own is traced again."""
+@pytest.mark.parametrize(
+    "make",
+    [lambda: (encoder(), (torch.randn(2, 7, 16),)), lambda: (LanguageModel(), (torch.randint(50, (2, 9)),))],
+    ids=["encoder", "language-model"],
+)
+def test_compiled_models_follow_the_replacement(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+    """Traced while active: ours is in the graph, and counted as it is traced. Afterwards PyTorch's own is traced
+    again."""
     torch._dynamo.reset()
     module, args = make()
     graphs: list[str] = []

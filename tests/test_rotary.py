@@ -1,4 +1,5 @@
-"""Rotary embeddings against complex numbers, against the transformers library, and against themselves in other formats."""
+"""Rotary embeddings against complex numbers, against the transformers library, and against themselves in other
+formats."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -13,12 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-)
-from transformers.models.llama.modeling_llama import (
-    apply_rotary_pos_emb as llama_rotary,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
 import undivided
 from undivided import InputError, RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -35,9 +32,7 @@ def as_channels(z: Tensor, interleaved: bool) -> Tensor:
     return (pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2)
 
 
-def oracle(
-    t: Tensor, positions: Tensor, size: int, interleaved: bool = False, base: float = 10000.0
-) -> Tensor:
+def oracle(t: Tensor, positions: Tensor, size: int, interleaved: bool = False, base: float = 10000.0) -> Tensor:
     """Each pair times exp(i p w): t [.., h, d], positions the axes of t before h."""
     frequency = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     turn = torch.polar(torch.ones(1, dtype=torch.float64), positions.double()[..., None, None] * frequency)
@@ -99,7 +94,13 @@ def test_a_score_depends_on_the_distance_alone() -> None:
     assert not torch.allclose(score(7, 3), score(7, 4), rtol=1e-3)
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -115,22 +116,21 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 
 @pytest.mark.parametrize("length", [64, 700], ids=["within-training", "beyond-training"])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_the_transformers_library_turns_them_the_same_way(
-    scaling: dict[str, Any] | None, length: int
-) -> None:
+def test_the_transformers_library_turns_them_the_same_way(scaling: dict[str, Any] | None, length: int) -> None:
     given = {"rope_type": "default"} if scaling is None else dict(scaling)
     config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, max_position_embeddings=256, rope_parameters=given | {"rope_theta": 20000.0}
-    )  # fmt: skip
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters=given | {"rope_theta": 20000.0},
+    )
     q, k = torch.randn(2, 4, length, 64), torch.randn(2, 2, length, 64)
     cos, sin = LlamaRotaryEmbedding(config)(q, torch.arange(length)[None])
     rope = RotaryPositionEmbedding(64, rotary_base=20000.0, scaling=scaling)
     for theirs, t in zip(llama_rotary(q, k, cos, sin), (q, k), strict=True):
         for freqs in (rope(length), rope.cos_sin(length)):
             ours = apply_rotary_pos_emb(t.transpose(1, 2), freqs, "bshd").transpose(1, 2)
-            rounding = (
-                4 * length * torch.finfo(torch.float32).eps
-            )  # of the last angle, times the largest entries
+            rounding = 4 * length * torch.finfo(torch.float32).eps  # of the last angle, times the largest entries
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=rounding)
     if length > 256 and scaling is not None:
         plain = apply_rotary_pos_emb(
@@ -194,8 +194,7 @@ def test_rows_may_be_each_sequences_own() -> None:
         apply_rotary_pos_emb(t, own, "bshd").double(), oracle(t, positions, 8), rtol=0, atol=1e-5
     )
     torch.testing.assert_close(
-        apply_rotary_pos_emb(t.transpose(0, 1), own, "sbhd"),
-        apply_rotary_pos_emb(t, own, "bshd").transpose(0, 1),
+        apply_rotary_pos_emb(t.transpose(0, 1), own, "sbhd"), apply_rotary_pos_emb(t, own, "bshd").transpose(0, 1)
     )
 
 
@@ -241,33 +240,75 @@ FREQS = RotaryPositionEmbedding(8)(5)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tensor_format": None}, "tensor_format must be given (there is no default), got None\n  HINT: 'sbhd' is [seq, batch, "),
+        (
+            {"tensor_format": None},
+            "tensor_format must be given (there is no default), got None\n  HINT: 'sbhd' is [seq, batch, ",
+        ),
         ({"tensor_format": "bhsd"}, "tensor_format must be one of 'sbhd', 'bshd', 'thd', got 'bhsd'"),
         ({"t": PACKED}, "t must have the axes [b, s, h, d] in tensor_format='bshd', got [7, 3, 8]"),
         ({"t": T.int()}, "t must be a floating-point tensor, got torch.int32"),
-        ({"freqs": FREQS[:, 0]}, "freqs must have the axes [s, 1, 1, d2], or [s, 1, 1, 2, d2 / 2] of cos_sin, got [5, 1, 8]"),
-        ({"freqs": FREQS[:4]}, "freqs must have a row for each of 5 positions, got 4\n  HINT: RotaryPositionEmbedding(...)(5)"),
-        ({"freqs": FREQS.bfloat16()}, "freqs must be float32, got torch.bfloat16\n  HINT: in a half type near positions"),
-        ({"freqs": RotaryPositionEmbedding(10)(5)}, "freqs must have an even number of channels, at most the head size of t (8), got 10"),
+        (
+            {"freqs": FREQS[:, 0]},
+            "freqs must have the axes [s, 1, 1, d2], or [s, 1, 1, 2, d2 / 2] of cos_sin, got [5, 1, 8]",
+        ),
+        (
+            {"freqs": FREQS[:4]},
+            "freqs must have a row for each of 5 positions, got 4\n  HINT: RotaryPositionEmbedding(...)(5)",
+        ),
+        (
+            {"freqs": FREQS.bfloat16()},
+            "freqs must be float32, got torch.bfloat16\n  HINT: in a half type near positions",
+        ),
+        (
+            {"freqs": RotaryPositionEmbedding(10)(5)},
+            "freqs must have an even number of channels, at most the head size of t (8), got 10",
+        ),
         ({"freqs": FREQS.expand(5, 3, 1, 8)}, "freqs must have 1 or batch (2) at axis 1, got 3 in [5, 3, 1, 8]"),
         ({"start_positions": torch.tensor([0, 1])}, "freqs must have a row for each of 6 positions, got 5"),
         ({"start_positions": torch.tensor([0, -1])}, "start_positions must be at least 0, got -1"),
-        ({"start_positions": torch.tensor([0])}, "start_positions must have one position for each of 2 sequences, got [1]"),
-        ({"start_positions": torch.tensor([0.0, 1])}, "start_positions must be an int32 or int64 tensor, got torch.float32"),
-        ({"start_positions": torch.tensor([0, 0]), "freqs": FREQS.expand(5, 2, 1, 8)}, "start_positions must be None where freqs have a batch axis"),
-        ({"interleaved": True}, "freqs must have one angle for both channels of a pair with interleaved=True, got two\n  HINT: RotaryPositionEmbedding(..., interleaved=True), or its cos_sin"),
+        (
+            {"start_positions": torch.tensor([0])},
+            "start_positions must have one position for each of 2 sequences, got [1]",
+        ),
+        (
+            {"start_positions": torch.tensor([0.0, 1])},
+            "start_positions must be an int32 or int64 tensor, got torch.float32",
+        ),
+        (
+            {"start_positions": torch.tensor([0, 0]), "freqs": FREQS.expand(5, 2, 1, 8)},
+            "start_positions must be None where freqs have a batch axis",
+        ),
+        (
+            {"interleaved": True},
+            "freqs must have one angle for both channels of a pair with interleaved=True, got two\n  HINT: RotaryPositionEmbedding(..., interleaved=True), or its cos_sin",
+        ),
         ({"interleaved": 1}, "interleaved must be True or False, got 1"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must be None in tensor_format='bshd', got a tensor"),
         ({"cp_size": 2}, "t must have an even number of tokens (two chunks) with cp_size above 1, got 5"),
         ({"cp_size": 2, "cp_rank": 2}, "cp_rank must be below cp_size (2), got 2"),
         ({"t": PACKED, "tensor_format": "thd"}, "cu_seqlens must be given in tensor_format='thd', got None"),
-        ({"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([1, 7])}, "cu_seqlens must start at 0 and never decrease"),
-        ({"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens must end at the tokens of t at most (7), got 9"),
-        ({"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0.0, 7])}, "cu_seqlens must be int32 or int64, got torch.float32"),
-        ({"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 7]), "cp_size": 2}, "cu_seqlens must hold lengths that 2 * cp_size (4) divides, got [7]"),
-        ({"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 7])}, "freqs must have a row for each of 7 positions, got 5"),
+        (
+            {"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([1, 7])},
+            "cu_seqlens must start at 0 and never decrease",
+        ),
+        (
+            {"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 9])},
+            "cu_seqlens must end at the tokens of t at most (7), got 9",
+        ),
+        (
+            {"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0.0, 7])},
+            "cu_seqlens must be int32 or int64, got torch.float32",
+        ),
+        (
+            {"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 7]), "cp_size": 2},
+            "cu_seqlens must hold lengths that 2 * cp_size (4) divides, got [7]",
+        ),
+        (
+            {"t": PACKED, "tensor_format": "thd", "cu_seqlens": torch.tensor([0, 7])},
+            "freqs must have a row for each of 7 positions, got 5",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         apply_rotary_pos_emb(**({"t": T, "freqs": FREQS, "tensor_format": "bshd"} | arguments))
@@ -281,16 +322,31 @@ def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> N
         ({"dim": 8, "rotary_percent": 0.4}, "dim must be an even number of channels that turn, got 8 * 0.4 = 3"),
         ({"rotary_percent": 1.5}, "rotary_percent must be a number above 0 and up to 1, got 1.5"),
         ({"rotary_base": 1.0}, "rotary_base must be a number above 1, got 1.0"),
-        ({"seq_len_interpolation_factor": 4}, "seq_len_interpolation_factor must come with pretrained_max_position_embeddings, got 4"),
-        ({"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8, "scaling": LLAMA3}, "seq_len_interpolation_factor must be None with scaling"),
+        (
+            {"seq_len_interpolation_factor": 4},
+            "seq_len_interpolation_factor must come with pretrained_max_position_embeddings, got 4",
+        ),
+        (
+            {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8, "scaling": LLAMA3},
+            "seq_len_interpolation_factor must be None with scaling",
+        ),
         ({"scaling": "yarn"}, "scaling must be a dictionary or None, got 'yarn'"),
-        ({"scaling": {"rope_type": "ntk"}}, "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', got 'ntk'"),
+        (
+            {"scaling": {"rope_type": "ntk"}},
+            "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', got 'ntk'",
+        ),
         ({"scaling": {"rope_type": "linear"}}, "scaling must have 'factor' with rope_type 'linear', got []"),
         ({"scaling": {"type": "linear", "factor": 0.5}}, "scaling['factor'] must be a number of at least 1, got 0.5"),
-        ({"scaling": YARN | {"beta": 3}}, "scaling must not have 'beta' with rope_type 'yarn', got 3\n  HINT: it knows factor, "),
-        ({"scaling": YARN | {"rope_theta": 5e5}}, "scaling must not have 'rope_theta' with rope_type 'yarn', got 500000.0\n  HINT: it is rotary_base=500000.0 at construction"),
+        (
+            {"scaling": YARN | {"beta": 3}},
+            "scaling must not have 'beta' with rope_type 'yarn', got 3\n  HINT: it knows factor, ",
+        ),
+        (
+            {"scaling": YARN | {"rope_theta": 5e5}},
+            "scaling must not have 'rope_theta' with rope_type 'yarn', got 500000.0\n  HINT: it is rotary_base=500000.0 at construction",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_of_a_wrong_construction(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         RotaryPositionEmbedding(**({"dim": 8} | arguments))

@@ -1,4 +1,5 @@
-"""`undivided.scaled_dot_product_attention` is PyTorch's: the same results and gradients, its switches, and clear errors."""
+"""`undivided.scaled_dot_product_attention` is PyTorch's: the same results and gradients, its switches, and clear
+errors."""
 
 from __future__ import annotations
 
@@ -139,19 +140,7 @@ def test_every_rank_and_broadcast(shape: Case, causal: bool, dtype: torch.dtype)
     assert_is_pytorchs(replace(shape, dtype=dtype, is_causal=causal))
 
 
-MASKS = [
-    (),
-    (7,),
-    (5, 7),
-    (1, 7),
-    (5, 1),
-    (1, 1),
-    (3, 5, 7),
-    (1, 5, 7),
-    (2, 3, 5, 7),
-    (2, 1, 5, 7),
-    (2, 1, 1, 7),
-]
+MASKS = [(), (7,), (5, 7), (1, 7), (5, 1), (1, 1), (3, 5, 7), (1, 5, 7), (2, 3, 5, 7), (2, 1, 5, 7), (2, 1, 1, 7)]
 
 
 @pytest.mark.parametrize("kind", ["bool", "with -inf", "added", "float32"])
@@ -160,16 +149,7 @@ def test_every_rank_of_mask(mask: tuple[int, ...], kind: str) -> None:
     assert_is_pytorchs(replace(SHAPES["4d"], mask=mask, mask_kind=kind))
 
 
-IN_FIVE = [
-    (2, 3, 2, 3, 5),
-    (1, 1, 2, 3, 5),
-    (2, 1, 1, 3, 5),
-    (1, 3, 2, 1, 5),
-    (3, 1, 3, 5),
-    (2, 3, 5),
-    (3, 5),
-    (5,),
-]
+IN_FIVE = [(2, 3, 2, 3, 5), (1, 1, 2, 3, 5), (2, 1, 1, 3, 5), (1, 3, 2, 1, 5), (3, 1, 3, 5), (2, 3, 5), (3, 5), (5,)]
 
 
 @pytest.mark.parametrize("kind", ["bool", "added"])
@@ -198,16 +178,12 @@ def test_a_mask_and_is_causal_both_apply(shape: str, mask: tuple[int, ...], kind
         fitting = fitting[-3:]
     # joining rounds the gradient of a float32 mask once more
     for dtype in (SINGLE, BFLOAT) if kind == "float32" else (SINGLE, BFLOAT, DOUBLE):
-        assert_is_pytorchs(
-            replace(case, mask=fitting, mask_kind=kind, dtype=dtype, is_causal=True), reference=joined
-        )
+        assert_is_pytorchs(replace(case, mask=fitting, mask_kind=kind, dtype=dtype, is_causal=True), reference=joined)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_mask_and_is_causal_are_what_pytorchs_own_kernel_makes_of_them(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_a_mask_and_is_causal_are_what_pytorchs_own_kernel_makes_of_them(kind: str, dtype: torch.dtype) -> None:
     q, k, v = qkv(grad=True, dtype=dtype)
     mask = torch.rand(3, 5) < 0.6
     mask[:, 0] = True
@@ -227,15 +203,14 @@ def test_a_mask_and_is_causal_are_an_error_where_only_the_math_kernel_is_allowed
     mask = torch.ones(3, 5, dtype=torch.bool)
     with sdpa_kernel(SDPBackend.MATH):
         for function in (F.scaled_dot_product_attention, ours):
-            with pytest.raises(
-                RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"
-            ):
+            with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
                 function(q, k, v, mask, is_causal=True)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any call that PyTorch's definition takes: shapes that broadcast, fewer heads, masks that broadcast, and the rest."""
+    """Any call that PyTorch's definition takes: shapes that broadcast, fewer heads, masks that broadcast, and the
+    rest."""
     common = draw(st.lists(st.integers(1, 3), max_size=3))
     q_len, kv_len, size, value_size = (draw(st.integers(1, most)) for most in (9, 11, 9, 9))
     grouped = draw(st.booleans()) and len(common) > 0
@@ -251,10 +226,13 @@ def cases(draw: st.DrawFn) -> Case:
     query, key, value = some(common), some(common), some(common)
     scores = [*torch.broadcast_shapes(query, key), *heads[0], q_len, kv_len]
     case = Case(
-        (*query, *heads[0], q_len, size), (*key, *heads[1], kv_len, size), (*value, *heads[1], kv_len, value_size),
+        (*query, *heads[0], q_len, size),
+        (*key, *heads[1], kv_len, size),
+        (*value, *heads[1], kv_len, value_size),
         dtype=draw(st.sampled_from([HALF, BFLOAT, SINGLE, DOUBLE])),
-        scale=draw(st.sampled_from([None, 0.3, -0.5])), enable_gqa=grouped,
-    )  # fmt: skip
+        scale=draw(st.sampled_from([None, 0.3, -0.5])),
+        enable_gqa=grouped,
+    )
     kind = draw(st.sampled_from(["none", "causal", "bool", "with -inf", "added", "float32"]))
     if kind in ("none", "causal"):
         return replace(case, is_causal=kind == "causal")
@@ -343,9 +321,7 @@ def test_dropout_follows_torchs_generator_and_is_always_applied() -> None:
 @pytest.mark.parametrize("mask_dtype", [None, SINGLE, HALF, BFLOAT], ids=str)
 def test_autocast_casts_as_pytorch_does(mask_dtype: torch.dtype | None) -> None:
     q, k, v = qkv(grad=True)
-    mask = (
-        None if mask_dtype is None else (1000 + 3 * torch.randn(3, 5)).to(mask_dtype)
-    )  # bfloat16 has steps of 4
+    mask = None if mask_dtype is None else (1000 + 3 * torch.randn(3, 5)).to(mask_dtype)  # bfloat16 has steps of 4
     with torch.autocast("cpu", dtype=BFLOAT):
         mine, theirs = ours(q, k.to(BFLOAT), v, mask), math(q, k.to(BFLOAT), v, mask)
     assert mine.dtype == theirs.dtype == BFLOAT
@@ -447,10 +423,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def switches() -> Iterator[None]:
     """Whatever a test switches is switched back."""
-    on = [
-        getattr(torch._C, f"_get_{name}_sdp_enabled")()
-        for name in ("flash", "mem_efficient", "cudnn", "math")
-    ]
+    on = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "cudnn", "math")]
     yield
     for set_to, was in zip(("flash", "mem_efficient", "cudnn", "math"), on, strict=True):
         getattr(torch.backends.cuda, f"enable_{set_to}_sdp")(was)
@@ -525,8 +498,12 @@ def test_attention_is_not_under_pytorchs_switches() -> None:
 
 
 def test_every_switch_alone_names_itself() -> None:
-    for letter, family, switch in (("f", "flash", "flash"), ("e", "efficient", "mem_efficient"),
-                                   ("c", "fused", "cudnn"), ("m", "math", "math")):  # fmt: skip
+    for letter, family, switch in (
+        ("f", "flash", "flash"),
+        ("e", "efficient", "mem_efficient"),
+        ("c", "fused", "cudnn"),
+        ("m", "math", "math"),
+    ):
         said = dict(policy(switches=f"{letter}:").disabled)
         assert f"enable_{switch}_sdp(False)" in said[family]
         assert len(said) == (2 if letter == "f" else 1)
@@ -535,13 +512,7 @@ def test_every_switch_alone_names_itself() -> None:
 
 @pytest.mark.parametrize(
     ("traced", "now", "both"),
-    [
-        ("", "", ""),
-        ("fm:", "", "fm:"),
-        ("", "c:", "c:"),
-        ("fm:", "cm:01234", "cfm:01234"),
-        ("f:", "f:", "f:"),
-    ],
+    [("", "", ""), ("fm:", "", "fm:"), ("", "c:", "c:"), ("fm:", "cm:01234", "cfm:01234"), ("f:", "f:", "f:")],
 )
 def test_switches_of_tracing_and_of_running_add_up(traced: str, now: str, both: str) -> None:
     assert _sdp_switches.combine(traced, now) == both
@@ -565,9 +536,7 @@ def test_switches_reach_a_compiled_call_from_inside_and_from_outside() -> None:
     torch.testing.assert_close(outside(q), ours(q, k, v))
 
 
-@pytest.mark.parametrize(
-    "name", ["4d", "3d", "2d", "5d", "6d", "one-key-head", "gqa", "key-batch-1", "one-query-head"]
-)
+@pytest.mark.parametrize("name", ["4d", "3d", "2d", "5d", "6d", "one-key-head", "gqa", "key-batch-1", "one-query-head"])
 def test_tensors_are_folded_by_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = SHAPES[name].inputs()
     mask = torch.ones(inputs[0].shape[-2], inputs[1].shape[-2], dtype=torch.bool)
@@ -597,21 +566,40 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "device": ((Q, K.to("meta"), K), {}, "key must be on the device of query .* got meta"),
     "head-size": ((Q, K[..., :7], K), {}, r"key must have the head size of query \(8\).* got 7"),
     "lengths": ((Q, K, K[:, :, :4]), {}, r"value must have the length of key \(5\), got 4"),
-    "fewer-heads": ((Q, K[:, :2], K[:, :2]), {}, r"key must broadcast to \[2, 4, '...'\].*\n.*\n  HINT: enable_gqa=True"),
+    "fewer-heads": (
+        (Q, K[:, :2], K[:, :2]),
+        {},
+        r"key must broadcast to \[2, 4, '...'\].*\n.*\n  HINT: enable_gqa=True",
+    ),
     "batches": ((Q, K[:1].expand(3, 4, 5, 8), K), {}, r"key must broadcast to \[2, 4, '...'\]"),
-    "heads-do-not-divide": ((Q, K[:, :3], K[:, :3]), {"enable_gqa": True},
-                            r"key must have a number of heads that divides query's \(4\), got 3"),
+    "heads-do-not-divide": (
+        (Q, K[:, :3], K[:, :3]),
+        {"enable_gqa": True},
+        r"key must have a number of heads that divides query's \(4\), got 3",
+    ),
     "value-heads-do-not-divide": ((Q, K, K[:, :3]), {"enable_gqa": True}, "value must have a number of heads"),
-    "causal-bias-and-causal": ((Q, K, K, causal_upper_left(3, 5)), {"is_causal": True},
-                               "attn_mask must be without is_causal=True, being a causal mask itself, got both"),
-    "mask-shape": ((Q, K, K, torch.ones(3, 4, dtype=torch.bool)), {},
-                   r"attn_mask must broadcast to .* = \[2, 4, 3, 5\], got \[3, 4\]"),
+    "causal-bias-and-causal": (
+        (Q, K, K, causal_upper_left(3, 5)),
+        {"is_causal": True},
+        "attn_mask must be without is_causal=True, being a causal mask itself, got both",
+    ),
+    "mask-shape": (
+        (Q, K, K, torch.ones(3, 4, dtype=torch.bool)),
+        {},
+        r"attn_mask must broadcast to .* = \[2, 4, 3, 5\], got \[3, 4\]",
+    ),
     "mask-of-too-many-axes": ((Q[0], K[0], K[0], torch.zeros(1, 4, 3, 5)), {}, r"attn_mask must broadcast to"),
     "mask-without-heads": ((Q, K, K, torch.zeros(2, 3, 5)), {}, r"attn_mask must broadcast to .*got \[2, 3, 5\]"),
-    "mask-integers": ((Q, K, K, torch.ones(3, 5).long()), {},
-                      r"attn_mask must be bool or float32, got torch.int64\n.*\n  HINT: attn_mask.bool\(\)"),
-    "mask-dtype": ((Q.half(), K.half(), K.half(), torch.ones(3, 5, dtype=BFLOAT)), {},
-                   "attn_mask must be bool or float32 or float16, got torch.bfloat16"),
+    "mask-integers": (
+        (Q, K, K, torch.ones(3, 5).long()),
+        {},
+        r"attn_mask must be bool or float32, got torch.int64\n.*\n  HINT: attn_mask.bool\(\)",
+    ),
+    "mask-dtype": (
+        (Q.half(), K.half(), K.half(), torch.ones(3, 5, dtype=BFLOAT)),
+        {},
+        "attn_mask must be bool or float32 or float16, got torch.bfloat16",
+    ),
     "mask-device": ((Q, K, K, torch.ones(3, 5, device="meta")), {}, "attn_mask must be on the device of query"),
     "dropout": ((Q, K, K), {"dropout_p": 2.0}, "dropout_p must be a number from 0 to 1, got 2.0"),
     "negative-dropout": ((Q, K, K), {"dropout_p": -0.1}, "dropout_p must be a number from 0 to 1, got -0.1"),
@@ -619,7 +607,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "causal": ((Q, K, K), {"is_causal": 1}, "is_causal must be True or False, got 1"),
     "scale-of-two": ((Q, K, K), {"scale": torch.ones(2)}, "scale must be a number, or a tensor that holds one"),
     "gqa": ((Q, K, K), {"enable_gqa": None}, "enable_gqa must be True or False, got None"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("args", "options", "message"), WRONG.values(), ids=WRONG)

@@ -1,4 +1,5 @@
-"""Odd input: `undivided.scaled_dot_product_attention` returns or raises what PyTorch returns or raises, case by case."""
+"""Odd input: `undivided.scaled_dot_product_attention` returns or raises what PyTorch returns or raises, case by
+case."""
 
 from __future__ import annotations
 
@@ -19,9 +20,17 @@ from undivided.errors import InputError
 ours = undivided.scaled_dot_product_attention
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool, torch.uint8,
-    torch.complex64, torch.float8_e4m3fn,
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,15 +128,17 @@ def of_kinds() -> Iterator[tuple[str, Call]]:
     yield "sparse", ((query().to_sparse(), key(), key()), {})
 
 
-CASES = dict(
-    itertools.chain(
-        of_few_axes(), of_size_zero(), of_dtypes(), of_shapes(), of_options(), of_kinds(),
-    )
-)  # fmt: skip
+CASES = dict(itertools.chain(of_few_axes(), of_size_zero(), of_dtypes(), of_shapes(), of_options(), of_kinds()))
 SAME_TEXT = (
-    "Expected query, key, and value", "Expected attn_mask dtype", "must be Tensor", "must be bool", "must be float",
-    "must match the size", "not implemented for", "Number of heads",
-)  # fmt: skip
+    "Expected query, key, and value",
+    "Expected attn_mask dtype",
+    "must be Tensor",
+    "must be bool",
+    "must be float",
+    "must match the size",
+    "not implemented for",
+    "Number of heads",
+)
 """What PyTorch's messages are found again by; the others differ between its CPU kernels and its meta tensors."""
 
 
@@ -154,26 +165,15 @@ def outcome(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Exception |
 
 
 def masks_of_every_shape() -> list[tuple[int, ...]]:
-    sizes = (
-        (),
-        (3,),
-        (5,),
-        (3, 4),
-        (3, 5),
-        (2, 3, 5),
-        (4, 3, 5),
-        (2, 2, 3, 5),
-        (2, 1, 4, 3, 5),
-        (0, 5),
-        (3, 0),
-    )
+    sizes = ((), (3,), (5,), (3, 4), (3, 5), (2, 3, 5), (4, 3, 5), (2, 2, 3, 5), (2, 1, 4, 3, 5), (0, 5), (3, 0))
     return list(sizes)
 
 
 @pytest.mark.parametrize("shape", masks_of_every_shape(), ids=str)
 @pytest.mark.parametrize("axes", [2, 3, 4])
 def test_a_mask_that_does_not_broadcast_is_a_runtime_error(shape: tuple[int, ...], axes: int) -> None:
-    """PyTorch's is an IndexError for one axis, which its CPU kernel does not take; here it is taken if it broadcasts."""
+    """PyTorch's is an IndexError for one axis, which its CPU kernel does not take; here it is taken if it
+    broadcasts."""
     tensors = [t[(0,) * (4 - axes)] for t in (query(), key(), key())]
     try:
         expected = F.scaled_dot_product_attention(*tensors, ones(*shape))
@@ -217,9 +217,7 @@ def test_an_error_is_both_kinds_says_both_texts_and_can_be_pickled() -> None:
 def test_where_no_kernel_may_run_pytorchs_words_are_found() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         for function in (F.scaled_dot_product_attention, ours):
-            with pytest.raises(
-                RuntimeError, match="No viable backend for scaled_dot_product_attention was found"
-            ):
+            with pytest.raises(RuntimeError, match="No viable backend for scaled_dot_product_attention was found"):
                 function(query(), key(), key())
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
         ours(query(), key(), key())
@@ -227,7 +225,5 @@ def test_where_no_kernel_may_run_pytorchs_words_are_found() -> None:
 
 def test_what_pytorch_cannot_be_asked_is_a_runtime_error_too() -> None:
     """It divides by the number of key heads, which ends the process where that is 0."""
-    with pytest.raises(
-        RuntimeError, match=r"key must have a number of heads that divides query's \(4\), got 0"
-    ):
+    with pytest.raises(RuntimeError, match=r"key must have a number of heads that divides query's \(4\), got 0"):
         ours(query(), ones(2, 0, 5, 8), ones(2, 0, 5, 8), enable_gqa=True)

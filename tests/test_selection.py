@@ -1,6 +1,7 @@
 """Selection: which backend runs what on which machine, and why not the others.
 
-`GOLDEN` is the one table that a new backend changes. Machines are described, tensors are on the meta device: nothing runs.
+`GOLDEN` is the one table that a new backend changes. Machines are described, tensors are on the meta device: nothing
+runs.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ def meta(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> torch.Te
 
 
 def case(
-    mask: masks.Mask | None = None, *, q_len: int = 1024, kv_len: int = 1024, heads: int = 16, kv_heads: int = 16,
-    dim: int = 128, v_dim: int | None = None, dtype: torch.dtype = BF16, grad: bool = False, layout: str = "bshd",
-    page_size: int | None = None, **features: Any,
-) -> dict[str, Any]:  # fmt: skip
+    mask: masks.Mask | None = None,
+    *,
+    q_len: int = 1024,
+    kv_len: int = 1024,
+    heads: int = 16,
+    kv_heads: int = 16,
+    dim: int = 128,
+    v_dim: int | None = None,
+    dtype: torch.dtype = BF16,
+    grad: bool = False,
+    layout: str = "bshd",
+    page_size: int | None = None,
+    **features: Any,
+) -> dict[str, Any]:
     """Arguments of `explain`."""
     lead = () if layout == "thd" else (2,)
     kv = (64, page_size, kv_heads) if page_size else (*lead, kv_len, kv_heads)
@@ -58,8 +69,10 @@ def case(
         "q": meta(*lead, q_len, heads, dim, dtype=dtype, grad=grad),
         "k": meta(*kv, dim, dtype=dtype, grad=grad),
         "v": meta(*kv, v_dim or dim, dtype=dtype, grad=grad),
-        "layout": layout, "mask": mask, **features,
-    }  # fmt: skip
+        "layout": layout,
+        "mask": mask,
+        **features,
+    }
     return arguments | ({"pages": torch.empty(2, 8, dtype=torch.int32, device="meta")} if page_size else {})
 
 
@@ -109,13 +122,20 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "no-keys": case(kv_len=0),
 }
 
-# One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn,
-# C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose; so does a measurement: of
-# these machines only `amx` was measured (benchmarks/*-ranks-*-amx.json).
+# One row a problem, one column a machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn, A flash_attn, C
+# cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose; so does a
+# measurement: of these machines only `amx` was measured (benchmarks/*-ranks-*-amx.json).
 NAMES = {
-    "R": "reference", "F": "torch_flash", "E": "torch_efficient", "T": "torch_cudnn", "A": "flash_attn", "C": "cudnn",
-    "X": "flex", "N": "native", "G": "triton",
-}  # fmt: skip
+    "R": "reference",
+    "F": "torch_flash",
+    "E": "torch_efficient",
+    "T": "torch_cudnn",
+    "A": "flash_attn",
+    "C": "cudnn",
+    "X": "flex",
+    "N": "native",
+    "G": "triton",
+}
 GOLDEN = """
                         cpu  amx  t4  a100-bare  a100  h100  b200  amd
 plain                   N    N    R   F          A     C     C     G
@@ -243,9 +263,14 @@ REASONS = {
     "alignment": ("prefill-top-left", "a100", "torch_flash", "top-left alignment, and the two differ here"),
     "mask": ("dense-mask", "a100", "torch_flash", "no support for a dense boolean mask"),
     "feature": ("train-softcap", "cpu", "torch_flash", "no support for softcap"),
-    "feature-with-note": ("train-dropout", "cpu", "torch_flash", "no support for dropout (PyTorch's CPU kernel has none)"),
+    "feature-with-note": (
+        "train-dropout",
+        "cpu",
+        "torch_flash",
+        "no support for dropout (PyTorch's CPU kernel has none)",
+    ),
     "rank": ("plain", "cpu", "reference", "can run, ranked after native"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -269,7 +294,8 @@ def test_a_decision_prints_as_a_table() -> None:
     lines = str(decision).splitlines()
     assert lines[:3] == [
         "no backend can run this problem",
-        "  problem: q 2x1024x16x128 (BxSxHxD), kv 2x1024x16x128; bfloat16 bshd on cpu; mask causal; needs backward, softcap",
+        "  problem: q 2x1024x16x128 (BxSxHxD), kv 2x1024x16x128; bfloat16 bshd on cpu; mask causal; "
+        "needs backward, softcap",
         "  machine: cpu, AVX512, torch 2.13.0",
     ]
     assert "  torch_flash      no support for softcap" in lines
@@ -277,9 +303,7 @@ def test_a_decision_prints_as_a_table() -> None:
     chosen = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])).splitlines()
     assert chosen[0] == "native runs"
     assert "  native           chosen (flash); default rank: not measured on avx512" in chosen
-    assert (
-        chosen[-1] == "  reference        can run, ranked after native; default rank: not measured on avx512"
-    )
+    assert chosen[-1] == "  reference        can run, ranked after native; default rank: not measured on avx512"
 
 
 # Meta tensors and described machines
@@ -300,9 +324,7 @@ def test_a_described_machine_replaces_the_tensors_device() -> None:
 
 
 def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
-    assert undivided.explain(
-        **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=True
-    ).problem.deterministic
+    assert undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=True).problem.deterministic
     assert not undivided.explain(
         **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=False
     ).problem.deterministic
@@ -315,9 +337,7 @@ def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """The problems that were really decided, with the caches emptied first."""
     for cache in (selection._decisions, selection._by_class):
-        monkeypatch.setattr(
-            selection, {id(selection._decisions): "_decisions"}.get(id(cache), "_by_class"), {}
-        )
+        monkeypatch.setattr(selection, {id(selection._decisions): "_decisions"}.get(id(cache), "_by_class"), {})
     seen: list[Problem] = []
     decide = selection.decide
 
@@ -341,14 +361,10 @@ def test_a_repeated_problem_is_decided_once(decided: list[Problem]) -> None:
 def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> None:
     q, kv = torch.randn(1, 1, 2, 8), torch.randn(1, 1024, 2, 8)
     for length in range(513, 1025):
-        out = undivided.attention(
-            q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right")
-        )
+        out = undivided.attention(q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right"))
         assert out.shape == q.shape
     assert len(decided) == 7  # one for every divisibility by 1, 2, ..., 64
-    select = selection.select(
-        normalise(q, kv[:, :700], kv[:, :700], layout="bshd")[0], Machine.this(), policy()
-    )
+    select = selection.select(normalise(q, kv[:, :700], kv[:, :700], layout="bshd")[0], Machine.this(), policy())
     assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
 
 
@@ -437,24 +453,31 @@ def problems_of_one_key(draw: st.DrawFn) -> tuple[Problem, Problem]:
     dims = draw(st.tuples(*[st.sampled_from([8, 40, 64, 96, 100, 128, 192, 200, 256, 320, 512])] * 2))
     features = draw(st.frozensets(st.sampled_from(sorted(reference.BACKEND.limits.features))))
     base = Problem(
-        device=draw(st.sampled_from(["cpu", "cuda"])), dtype=draw(st.sampled_from([BF16, torch.float16, FP32])),
-        layout="thd" if packed else "bshd", batch=1 if packed else draw(st.sampled_from([0, 1, 7])), heads=heads,
-        kv_heads=kv_heads, q_len=q[0], kv_len=kv[0], qk_dim=dims[0], v_dim=dims[1],
+        device=draw(st.sampled_from(["cpu", "cuda"])),
+        dtype=draw(st.sampled_from([BF16, torch.float16, FP32])),
+        layout="thd" if packed else "bshd",
+        batch=1 if packed else draw(st.sampled_from([0, 1, 7])),
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q[0],
+        kv_len=kv[0],
+        qk_dim=dims[0],
+        v_dim=dims[1],
         mask=draw(st.sampled_from([masks.FULL.structure, *STRUCTURES])),
-        align=draw(st.sampled_from([None, "both", "top_left", "bottom_right"])), features=features,
+        align=draw(st.sampled_from([None, "both", "top_left", "bottom_right"])),
+        features=features,
         bias=draw(st.sampled_from(["bhqk", "1h1k"])) if "bias" in features else None,
         documents=(count[0], most_q[0], most_kv[0]) if packed else None,
-        page_size=draw(st.sampled_from([16, 256])) if "paged" in features else None, deterministic=draw(st.booleans()),
-    )  # fmt: skip
+        page_size=draw(st.sampled_from([16, 256])) if "paged" in features else None,
+        deterministic=draw(st.booleans()),
+    )
     documents = (count[1], most_q[1], most_kv[1]) if packed else None
     return base, base._replace(q_len=q[1], kv_len=kv[1], documents=documents)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems_of_one_key(), st.sampled_from(sorted(MACHINES)))
-def test_problems_of_one_selection_key_are_the_same_to_every_backend(
-    pair: tuple[Problem, Problem], name: str
-) -> None:
+def test_problems_of_one_selection_key_are_the_same_to_every_backend(pair: tuple[Problem, Problem], name: str) -> None:
     one, other = pair
     if selection.selection_key(one) != selection.selection_key(other):
         return  # the two lengths compare differently
@@ -493,9 +516,7 @@ def test_this_machine_is_probed_once() -> None:
     assert Machine.this() is Machine.this("cpu")
     assert Machine.this().probed
     assert Machine.this().torch == torch.__version__
-    assert Machine.this().version("torch") == tuple(
-        int(n) for n in torch.__version__.split("+")[0].split(".")
-    )
+    assert Machine.this().version("torch") == tuple(int(n) for n in torch.__version__.split("+")[0].split("."))
 
 
 def test_an_unknown_machine_names_the_known_ones() -> None:

@@ -13,19 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import brute_force
-from tests.brute_force import (
-    Places,
-    Rule,
-    causal,
-    chunks,
-    either,
-    error,
-    packed,
-    padded,
-    prefix,
-    whole,
-    window,
-)
+from tests.brute_force import Places, Rule, causal, chunks, either, error, packed, padded, prefix, whole, window
 from torch import Tensor
 
 import undivided
@@ -42,15 +30,18 @@ FROM_LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
-    ).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
 
 
 def qkv(
-    batch: int = 2, heads: int = 2, q_len: int = 5, kv_len: int = 5, dim: int = 4, kv_heads: int | None = None,
+    batch: int = 2,
+    heads: int = 2,
+    q_len: int = 5,
+    kv_len: int = 5,
+    dim: int = 4,
+    kv_heads: int | None = None,
     v_dim: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as [B, H, S, D]."""
     kv_heads = kv_heads or heads
     return (
@@ -95,15 +86,20 @@ def assert_defined(
     extras = {named[name]: leaves[name] for name in named.keys() & features.keys()}
     renamed = {"dropout_seed": "seed"}
     want, want_lse = brute_force.attend(
-        leaves["q"], leaves["k"], leaves["v"], places, rules, condition=condition, align=align, **extras,
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        places,
+        rules,
+        condition=condition,
+        align=align,
+        **extras,
         **{renamed.get(name, name): value for name, value in fixed.items()},  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     with_lse = backend == "reference"  # the flash kernel has no gradient through it
     arguments = {**fixed, **{name: leaves[name] for name in named.keys() & features.keys()}}
     x = [in_layout(leaves[name], layout) for name in "qkv"]
-    found = undivided.attention(
-        *x, layout=layout, mask=mask, backend=backend, return_lse=with_lse, **arguments
-    )  # type: ignore[call-overload]
+    found = undivided.attention(*x, layout=layout, mask=mask, backend=backend, return_lse=with_lse, **arguments)  # type: ignore[call-overload]
     out, lse = found if with_lse else (found, None)
     out = heads_first(out, layout)
     assert error(out, want) < tolerance, "out"
@@ -112,8 +108,13 @@ def assert_defined(
     if lse is None:
         with torch.no_grad():
             _, alone = undivided.attention(
-                *x, layout=layout, mask=mask, backend=backend, return_lse=True, **arguments  # type: ignore[call-overload]
-            )  # fmt: skip
+                *x,
+                layout=layout,
+                mask=mask,
+                backend=backend,
+                return_lse=True,
+                **arguments,  # type: ignore[call-overload]
+            )
         assert error(alone.unsqueeze(0) if layout == "thd" else alone, want_lse) < tolerance, "lse"
     else:
         lse = lse.unsqueeze(0) if layout == "thd" else lse
@@ -132,17 +133,17 @@ def assert_defined(
 
 
 EXTRAS = {
-    "scale": 0.7, "softcap": 1.5, "bias": random(2, 2, 5, 5, seed=4), "alibi_slopes": random(2, seed=5).abs(),
-    "sinks": random(2, seed=6), "dropout": 0.3,
-}  # fmt: skip
+    "scale": 0.7,
+    "softcap": 1.5,
+    "bias": random(2, 2, 5, 5, seed=4),
+    "alibi_slopes": random(2, seed=5).abs(),
+    "sinks": random(2, seed=6),
+    "dropout": 0.3,
+}
 
 
-@pytest.mark.parametrize(
-    "left_out", [None, *EXTRAS], ids=lambda name: f"without-{name}" if name else "all-at-once"
-)
-def test_scores_are_scaled_capped_biased_masked_normalised_and_dropped_in_this_order(
-    left_out: str | None,
-) -> None:
+@pytest.mark.parametrize("left_out", [None, *EXTRAS], ids=lambda name: f"without-{name}" if name else "all-at-once")
+def test_scores_are_scaled_capped_biased_masked_normalised_and_dropped_in_this_order(left_out: str | None) -> None:
     features = {name: value for name, value in EXTRAS.items() if name != left_out}
     if "dropout" in features:
         del features["dropout"]
@@ -172,12 +173,8 @@ def test_bias_is_added_unscaled_wherever_it_is_broadcast(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_types_round_nothing_but_the_probabilities_and_the_result(
-    backend: str, dtype: torch.dtype
-) -> None:
-    x = [
-        random(1, 2, 70, 16, seed=s).mul(3 if s < 3 else 1).to(dtype) for s in (1, 2, 3)
-    ]  # sharp rows: scores near 40
+def test_half_types_round_nothing_but_the_probabilities_and_the_result(backend: str, dtype: torch.dtype) -> None:
+    x = [random(1, 2, 70, 16, seed=s).mul(3 if s < 3 else 1).to(dtype) for s in (1, 2, 3)]  # sharp rows: scores near 40
     q, k, v = (t.double() for t in x)
     weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1)
     exact = weights @ v
@@ -186,14 +183,10 @@ def test_half_types_round_nothing_but_the_probabilities_and_the_result(
     assert out.dtype == dtype
     assert error(out, exact) < 1.5 * permitted
     if backend == "reference":
-        assert error(out, exact) < 1.05 * error(exact.to(dtype), exact), (
-            "the reference rounds the result alone"
-        )
+        assert error(out, exact) < 1.05 * error(exact.to(dtype), exact), "the reference rounds the result alone"
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_reference_gradients_are_the_exact_ones_rounded_once(dtype: torch.dtype) -> None:
     x = [random(1, 4, 40, 16, seed=s).to(dtype).requires_grad_() for s in (1, 2, 3)]
     exact = [t.detach().double().requires_grad_() for t in x]
@@ -214,9 +207,7 @@ def test_fp64_is_computed_in_fp64_lse_included(backend: str) -> None:
     assert error(lse, brute_force.attend(*qkv())[1]) < EXACT
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lse_of_lower_precisions_is_fp32_and_unrounded(backend: str, dtype: torch.dtype) -> None:
     x = [t.to(dtype) for t in qkv(dim=16)]
@@ -242,11 +233,7 @@ def test_autocast_joins_dtypes_that_differ_and_gradients_come_back_in_their_own(
     with torch.autocast("cpu", torch.bfloat16):
         out = undivided.attention(q, k, v, layout="bhsd")
     out.float().sum().backward()
-    assert [t.grad.dtype for t in (q, k, v) if t.grad is not None] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-    ]
+    assert [t.grad.dtype for t in (q, k, v) if t.grad is not None] == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_dtypes_that_differ_are_an_error_without_autocast() -> None:
@@ -279,9 +266,14 @@ def test_a_row_without_keys_gives_zero_and_zero_gradients(backend: str) -> None:
 
 def test_empty_rows_stay_zero_with_sinks_bias_and_dropout() -> None:
     assert_defined(
-        qkv(q_len=3, kv_len=4), EMPTY_ROWS, condition=not_the_second, sinks=random(2, seed=6),
-        bias=random(3, 4, seed=4), dropout_p=0.5, dropout_seed=3,
-    )  # fmt: skip
+        qkv(q_len=3, kv_len=4),
+        EMPTY_ROWS,
+        condition=not_the_second,
+        sinks=random(2, seed=6),
+        bias=random(3, 4, seed=4),
+        dropout_p=0.5,
+        dropout_seed=3,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -339,9 +331,7 @@ def test_empty_sequences_are_rows_without_keys(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
-@pytest.mark.parametrize(
-    "sizes", [(3, 5), (5, 3), (1, 4), (4, 4)], ids=["3q-5k", "5q-3k", "decode", "square"]
-)
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 3), (1, 4), (4, 4)], ids=["3q-5k", "5q-3k", "decode", "square"])
 def test_causal_alignment_of_unequal_lengths(backend: str, align: str, sizes: tuple[int, int]) -> None:
     x = qkv(q_len=sizes[0], kv_len=sizes[1])
     assert_defined(x, masks.causal(align), None, [causal(align)], backend=backend)  # type: ignore[arg-type]
@@ -368,13 +358,20 @@ AMBIGUOUS = {
     "chunks": (4, 6, masks.chunks(2), "query length 4, key length 6", "write align='top_left'"),
     "padded-keys-only": (5, 5, masks.causal() & masks.lengths([5, 3]), "lengths with q=None", r"lengths\(n, n\)"),
     "unequal-real-lengths": (
-        5, 5, masks.causal() & masks.lengths([5, 3], [5, 2]), "lengths with q=other values than kv", "write align=",
-    ),
-    "unequal-documents": (
-        5, 5, masks.causal() & masks.documents([0, 2, 5], [0, 3, 5]), "cu_seqlens_q and cu_seqlens_kv are different",
+        5,
+        5,
+        masks.causal() & masks.lengths([5, 3], [5, 2]),
+        "lengths with q=other values than kv",
         "write align=",
     ),
-}  # fmt: skip
+    "unequal-documents": (
+        5,
+        5,
+        masks.causal() & masks.documents([0, 2, 5], [0, 3, 5]),
+        "cu_seqlens_q and cu_seqlens_kv are different",
+        "write align=",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
@@ -392,11 +389,7 @@ def test_alibi_needs_an_alignment_too() -> None:
 
 def test_where_the_two_alignments_agree_none_need_be_said() -> None:
     n = torch.tensor([5, 3])
-    for mask in (
-        masks.causal(),
-        masks.causal() & masks.lengths(n, n),
-        masks.causal() & masks.lengths([5, 3], [5, 3]),
-    ):
+    for mask in (masks.causal(), masks.causal() & masks.lengths(n, n), masks.causal() & masks.lengths([5, 3], [5, 3])):
         places = whole(2, 5, 5) if mask.kinds == {"causal"} else padded(2, 5, 5, [5, 3], [5, 3])
         assert_defined(qkv(), mask, places, [causal()])
 
@@ -407,9 +400,10 @@ def test_where_the_two_alignments_agree_none_need_be_said() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(
-    "sides", [(2, 1), (0, 0), (1, 0), (0, 2), (3, None), (None, 1), (None, None), (-1, 0), (2, -1)],
+    "sides",
+    [(2, 1), (0, 0), (1, 0), (0, 2), (3, None), (None, 1), (None, None), (-1, 0), (2, -1)],
     ids=lambda sides: f"left{sides[0]}-right{sides[1]}",
-)  # fmt: skip
+)
 def test_windows_include_both_ends(backend: str, align: str, sides: tuple[int | None, int | None]) -> None:
     left, right = (None if side == -1 else side for side in sides)
     mask = masks.window(*sides, align)  # type: ignore[arg-type]
@@ -431,9 +425,7 @@ def test_windows_and_chunks_are_aligned_by_real_lengths(backend: str, align: str
 def test_prefixes_join_causal_and_windows(backend: str) -> None:
     x = qkv(q_len=6, kv_len=6)
     assert_defined(x, masks.causal() | masks.prefix(2), None, [either(causal(), prefix(2))], backend=backend)
-    assert_defined(
-        x, masks.window(1, 0) | masks.prefix(2), None, [either(window(1, 0), prefix(2))], backend=backend
-    )
+    assert_defined(x, masks.window(1, 0) | masks.prefix(2), None, [either(window(1, 0), prefix(2))], backend=backend)
     assert_defined(x, masks.causal() & masks.prefix(2), None, [causal(), prefix(2)], backend=backend)
 
 
@@ -443,9 +435,7 @@ def test_prefixes_join_causal_and_windows(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["slopes-H", "slopes-BH"])
-def test_alibi_counts_the_distance_from_the_aligned_diagonal(
-    backend: str, align: str, per_sequence: bool
-) -> None:
+def test_alibi_counts_the_distance_from_the_aligned_diagonal(backend: str, align: str, per_sequence: bool) -> None:
     slopes = random(*((2, 2) if per_sequence else (2,)), seed=5).abs()
     x = qkv(q_len=4, kv_len=7)
     everything = masks.window(None, None, align)  # type: ignore[arg-type]
@@ -457,16 +447,20 @@ def test_alibi_counts_the_distance_from_the_aligned_diagonal(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["slopes-H", "slopes-NH"])
-def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(
-    backend: str, per_sequence: bool
-) -> None:
+def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(backend: str, per_sequence: bool) -> None:
     cu_q, cu_kv = [0, 2, 3, 6], [0, 4, 5, 9]
     slopes = random(*((3, 2) if per_sequence else (2,)), seed=5).abs()
     mask = masks.documents(cu_q, cu_kv) & masks.causal("bottom_right")
     assert_defined(
-        qkv(1, q_len=6, kv_len=9), mask, packed(cu_q, cu_kv), [causal("bottom_right")], align="bottom_right",
-        alibi_slopes=slopes, layout="thd", backend=backend,
-    )  # fmt: skip
+        qkv(1, q_len=6, kv_len=9),
+        mask,
+        packed(cu_q, cu_kv),
+        [causal("bottom_right")],
+        align="bottom_right",
+        alibi_slopes=slopes,
+        layout="thd",
+        backend=backend,
+    )
 
 
 # 7. sinks
@@ -477,10 +471,7 @@ def test_sinks_stand_in_the_denominator_only_and_off_by_one_is_a_sink_of_zero() 
     assert_defined(x, masks.causal(), None, [causal()], sinks=random(2, seed=6))
     scores = torch.exp(x[0] @ x[1].transpose(-1, -2) / 2)
     off_by_one = scores / (1 + scores.sum(-1, keepdim=True))
-    assert (
-        error(undivided.attention(*x, layout="bhsd", sinks=torch.zeros(2).double()), off_by_one @ x[2])
-        < EXACT
-    )
+    assert error(undivided.attention(*x, layout="bhsd", sinks=torch.zeros(2).double()), off_by_one @ x[2]) < EXACT
 
 
 @pytest.mark.parametrize("sink", [-10.0, 200.0])
@@ -505,14 +496,10 @@ def test_key_head_h_over_group_serves_query_head_h(backend: str, heads: tuple[in
     x = qkv(heads=heads[0], kv_heads=heads[1])
     assert_defined(x, masks.causal(), None, [causal()], backend=backend)
     of_heads = torch.rand(2, heads[0], 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
-    assert_defined(
-        x, masks.dense(of_heads), condition=lambda b, h, i, j: bool(of_heads[b, h, i, j]), backend=backend
-    )
+    assert_defined(x, masks.dense(of_heads), condition=lambda b, h, i, j: bool(of_heads[b, h, i, j]), backend=backend)
 
 
-@pytest.mark.parametrize(
-    "dims", [(4, 4), (3, 5), (7, 2), (1, 1), (33, 33)], ids=lambda d: f"qk{d[0]}-v{d[1]}"
-)
+@pytest.mark.parametrize("dims", [(4, 4), (3, 5), (7, 2), (1, 1), (33, 33)], ids=lambda d: f"qk{d[0]}-v{d[1]}")
 def test_any_head_sizes_run(dims: tuple[int, int]) -> None:
     assert_defined(qkv(dim=dims[0], v_dim=dims[1], kv_heads=1), masks.causal(), None, [causal()])
 
@@ -529,11 +516,7 @@ def test_dropout_drops_what_philox_says(seed: int) -> None:
 
 
 def poisoned(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: masks.Mask,
-    layout: str,
-    backend: str,
-    hidden: tuple[Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor], mask: masks.Mask, layout: str, backend: str, hidden: tuple[Tensor, Tensor]
 ) -> None:
     """NaN in the hidden rows and keys (bool [B, S]) changes no output, and no gradient; hidden gradients are 0."""
 
@@ -555,16 +538,15 @@ def poisoned(
 
 
 def outside(places: Places) -> tuple[Tensor, Tensor]:
-    return tuple(
-        torch.tensor([[p is None for p in line] for line in side]) for side in (places.rows, places.keys)
-    )  # type: ignore[return-value]
+    return tuple(torch.tensor([[p is None for p in line] for line in side]) for side in (places.rows, places.keys))  # type: ignore[return-value]
 
 
 POISON = {
     "lengths": (masks.lengths([6, 3], [4, 2]), padded(2, 4, 6, [6, 3], [4, 2])),
     "lengths-of-keys": (masks.lengths([6, 3]), padded(2, 4, 6, [6, 3])),
     "left-padding": (
-        masks.lengths([4, 3], [2, 3], kv_start=[2, 3], q_start=[2, 1]), padded(2, 4, 6, [4, 3], [2, 3], [2, 3], [2, 1]),
+        masks.lengths([4, 3], [2, 3], kv_start=[2, 3], q_start=[2, 1]),
+        padded(2, 4, 6, [4, 3], [2, 3], [2, 3], [2, 1]),
     ),
     "no-keys": (masks.lengths([0, 3], [4, 0]), padded(2, 4, 6, [0, 3], [4, 0])),
     "causal-lengths": (masks.causal("bottom_right") & masks.lengths([6, 3], [4, 2]), padded(2, 4, 6, [6, 3], [4, 2])),
@@ -576,7 +558,7 @@ POISON = {
         (masks.window(1, 0, "bottom_right") | masks.prefix(1)) & masks.lengths([6, 3], [4, 2]),
         padded(2, 4, 6, [6, 3], [4, 2]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -595,13 +577,7 @@ def test_padding_may_be_nan(name: str, layout: str, backend: str) -> None:
 def test_padding_between_and_after_documents_may_be_nan(backend: str, causally: bool) -> None:
     mask = masks.documents([0, 3, 5, 9], padded_q=[0, 4, 8, 13], total_q=15)
     places = packed([0, 3, 5, 9], slots_q=[0, 4, 8, 13], tokens_q=15, tokens_kv=15)
-    poisoned(
-        qkv(1, q_len=15, kv_len=15),
-        mask & masks.causal() if causally else mask,
-        "thd",
-        backend,
-        outside(places),
-    )
+    poisoned(qkv(1, q_len=15, kv_len=15), mask & masks.causal() if causally else mask, "thd", backend, outside(places))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -616,11 +592,7 @@ def test_keys_and_rows_that_a_dense_mask_hides_may_be_nan(backend: str, kind: st
     keys = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]])
     rows = torch.tensor([[True, True, False, True, True], [True, True, True, True, False]])
     tensor = (rows[:, :, None] & keys[:, None, :])[:, None]
-    mask = (
-        masks.dense(tensor)
-        if kind == "dense"
-        else masks.predicate(lambda b, h, i, j: rows[b, i] & keys[b, j])
-    )
+    mask = masks.dense(tensor) if kind == "dense" else masks.predicate(lambda b, h, i, j: rows[b, i] & keys[b, j])
     poisoned(qkv(), mask, "bhsd", backend, (~rows, ~keys))
 
 
@@ -631,9 +603,7 @@ def test_a_key_hidden_from_one_head_alone_is_clean_for_the_others(backend: str) 
     seen[:, 2:, :, 3] = False  # both query heads of key head 1
     clean = undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend)
     k[:, 1, 3], v[:, 1, 3] = NAN, NAN
-    assert torch.equal(
-        undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend), clean
-    )
+    assert torch.equal(undivided.attention(q, k, v, layout="bhsd", mask=masks.dense(seen), backend=backend), clean)
 
 
 def test_padding_stays_out_with_every_feature_on() -> None:
@@ -641,9 +611,13 @@ def test_padding_stays_out_with_every_feature_on() -> None:
     rows, keys = outside(places)
     q, k, v = qkv(q_len=4, kv_len=6)
     features = {
-        "alibi_slopes": random(2, 2, seed=5), "sinks": random(2, seed=6), "bias": random(2, 2, 4, 6, seed=4),
-        "softcap": 2.0, "dropout_p": 0.3, "dropout_seed": 5,
-    }  # fmt: skip
+        "alibi_slopes": random(2, 2, seed=5),
+        "sinks": random(2, seed=6),
+        "bias": random(2, 2, 4, 6, seed=4),
+        "softcap": 2.0,
+        "dropout_p": 0.3,
+        "dropout_seed": 5,
+    }
 
     def run() -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -672,10 +646,15 @@ GRADCHECKS = {
     "bias-alibi": {"mask": masks.causal("bottom_right"), "bias": (2, 1, 3, 4), "alibi_slopes": (2, 2)},
     "broadcast-bias": {"bias": (2, 1, 4), "v_dim": 2},
     "lengths-everything": {
-        "mask": masks.causal("bottom_right") & masks.lengths([4, 2], [3, 1]), "bias": (1, 2, 1, 4), "sinks": True,
-        "alibi_slopes": (2,), "softcap": 2.0, "dropout_p": 0.3, "dropout_seed": 11,
+        "mask": masks.causal("bottom_right") & masks.lengths([4, 2], [3, 1]),
+        "bias": (1, 2, 1, 4),
+        "sinks": True,
+        "alibi_slopes": (2,),
+        "softcap": 2.0,
+        "dropout_p": 0.3,
+        "dropout_seed": 11,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GRADCHECKS)
@@ -718,9 +697,7 @@ def test_the_backward_repeats_bit_for_bit_on_the_cpu(backend: str) -> None:
 def test_documents_attend_to_themselves_alone(backend: str, dtype: torch.dtype) -> None:
     cu = torch.tensor([0, 3, 3, 4, 9], dtype=dtype)
     mask = masks.documents(cu) & masks.causal()
-    assert_defined(
-        qkv(1, q_len=9, kv_len=9), mask, packed(cu.tolist()), [causal()], layout="thd", backend=backend
-    )
+    assert_defined(qkv(1, q_len=9, kv_len=9), mask, packed(cu.tolist()), [causal()], layout="thd", backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -744,12 +721,7 @@ def test_documents_of_unequal_queries_and_keys_with_slots_of_their_own(backend: 
     mask = masks.documents(cu_q, cu_kv, slots_q, slots_kv) & masks.causal(align)  # type: ignore[arg-type]
     places = packed(cu_q, cu_kv, slots_q, slots_kv)
     assert_defined(
-        qkv(1, q_len=8, kv_len=11, heads=4, kv_heads=2),
-        mask,
-        places,
-        [causal(align)],
-        layout="thd",
-        backend=backend,
+        qkv(1, q_len=8, kv_len=11, heads=4, kv_heads=2), mask, places, [causal(align)], layout="thd", backend=backend
     )
 
 
@@ -764,10 +736,18 @@ def test_every_feature_in_documents_is_the_definition() -> None:
     cu_q, cu_kv = [0, 2, 3, 6], [0, 4, 5, 9]
     assert_defined(
         qkv(1, heads=4, kv_heads=2, q_len=6, kv_len=9, v_dim=3),
-        masks.documents(cu_q, cu_kv) & masks.window(2, 1, "bottom_right"), packed(cu_q, cu_kv),
-        [window(2, 1, "bottom_right")], align="bottom_right", layout="thd", alibi_slopes=random(3, 4, seed=5),
-        sinks=random(4, seed=6), bias=random(4, 6, 9, seed=4), softcap=2.0, dropout_p=0.25, dropout_seed=13,
-    )  # fmt: skip
+        masks.documents(cu_q, cu_kv) & masks.window(2, 1, "bottom_right"),
+        packed(cu_q, cu_kv),
+        [window(2, 1, "bottom_right")],
+        align="bottom_right",
+        layout="thd",
+        alibi_slopes=random(3, 4, seed=5),
+        sinks=random(4, seed=6),
+        bias=random(4, 6, 9, seed=4),
+        softcap=2.0,
+        dropout_p=0.25,
+        dropout_seed=13,
+    )
 
 
 # Layouts and pages: the same answer from every way of storing the tensors
@@ -777,9 +757,7 @@ def test_every_feature_in_documents_is_the_definition() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_only_strides(layout: str, backend: str) -> None:
     x = qkv(heads=4, kv_heads=2, q_len=3, kv_len=5)
-    assert_defined(
-        x, masks.causal("bottom_right"), None, [causal("bottom_right")], layout=layout, backend=backend
-    )
+    assert_defined(x, masks.causal("bottom_right"), None, [causal("bottom_right")], layout=layout, backend=backend)
     out = undivided.attention(*(in_layout(t, layout) for t in x), layout=layout, backend=backend)  # type: ignore[call-overload]
     assert out.is_contiguous()
 
@@ -799,16 +777,19 @@ def test_paged_keys_and_values_equal_unpaged_ones(layout: str, page_size: int) -
     lengths = [7, 2]
     q, k, v = qkv(heads=4, kv_heads=2, q_len=2, kv_len=8)
     count = 8 // page_size
-    table = (
-        torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).view(2, count).to(torch.int32)
-    )
+    table = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).view(2, count).to(torch.int32)
     table[1, (2 + page_size - 1) // page_size :] = -1  # entries beyond the length are never followed
     mask = masks.causal("bottom_right") & masks.lengths(lengths)
     want, want_lse = brute_force.attend(q, k, v, padded(2, 2, 8, lengths), [causal("bottom_right")])
     pools = [paged(t, lengths, page_size, table) for t in (k, v)]
     out, lse = undivided.attention(
-        in_layout(q, layout), *pools, layout=layout, mask=mask, pages=table, return_lse=True  # type: ignore[call-overload]
-    )  # fmt: skip
+        in_layout(q, layout),
+        *pools,
+        layout=layout,
+        mask=mask,
+        pages=table,
+        return_lse=True,  # type: ignore[call-overload]
+    )
     assert error(heads_first(out, layout), want) < EXACT
     assert error(lse, want_lse) < EXACT
 
@@ -821,14 +802,10 @@ def test_paged_keys_and_values_of_packed_queries_equal_unpaged_ones() -> None:
     table = torch.tensor([[4, 0, 7], [2, 2, 2], [6, 1, 5]], dtype=torch.int32)
     pools = []
     for t in (k, v):
-        rows = torch.stack(
-            [F.pad(t[0, :, a:b], (0, 0, 0, 6 - (b - a))) for a, b in itertools.pairwise(cu_kv)]
-        )
+        rows = torch.stack([F.pad(t[0, :, a:b], (0, 0, 0, 6 - (b - a))) for a, b in itertools.pairwise(cu_kv)])
         pools.append(paged(rows, lengths, 2, table))
     mask = masks.documents(cu_q, cu_kv) & masks.causal("bottom_right")
-    out, lse = undivided.attention(
-        in_layout(q, "thd"), *pools, layout="thd", mask=mask, pages=table, return_lse=True
-    )
+    out, lse = undivided.attention(in_layout(q, "thd"), *pools, layout="thd", mask=mask, pages=table, return_lse=True)
     assert error(heads_first(out, "thd"), want) < EXACT
     assert error(lse.unsqueeze(0), want_lse) < EXACT
 

@@ -70,10 +70,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.masked.masked_tensor(x(), torch.ones(SHAPE, dtype=torch.bool)),
         "plain tensor, got a MaskedTensor\n  HINT: .*get_data",
     ),
-    "nested-strided": (
-        lambda: nested(torch.strided),
-        "dense .strided. tensor, got a nested tensor\n  HINT: ",
-    ),
+    "nested-strided": (lambda: nested(torch.strided), "dense .strided. tensor, got a nested tensor\n  HINT: "),
     "nested-jagged": (lambda: nested(torch.jagged), "dense .strided. tensor, got a nested tensor\n  HINT: "),
     "sparse": (lambda: x().to_sparse(), "dense .strided. tensor, got torch.sparse_coo"),
     "mkldnn": (lambda: x().to_mkldnn(), "dense .strided. tensor, got torch._mkldnn"),
@@ -160,9 +157,7 @@ def test_a_negated_view_is_read_with_its_sign(backend: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(
-    "mask", [None, masks.dense(torch.ones(4, 4, dtype=torch.bool))], ids=["plain", "dense"]
-)
+@pytest.mark.parametrize("mask", [None, masks.dense(torch.ones(4, 4, dtype=torch.bool))], ids=["plain", "dense"])
 def test_zeros_without_memory_are_zeros(mask: masks.Mask | None) -> None:
     zero, q = torch._efficientzerotensor(SHAPE), x(True)
     torch.testing.assert_close(att(zero, mask=mask), torch.zeros(SHAPE))
@@ -240,12 +235,7 @@ def test_under_a_fake_mode_all_that_a_model_makes_is_fake() -> None:
             torch.tensor(3),
         )
         out = att(
-            q,
-            mask=masks.causal() & masks.lengths(n, n),
-            bias=bias,
-            sinks=sinks,
-            dropout_p=0.1,
-            dropout_seed=seed,
+            q, mask=masks.causal() & masks.lengths(n, n), bias=bias, sinks=sinks, dropout_p=0.1, dropout_seed=seed
         )
         out.sum().backward()
         assert isinstance(q.grad, FakeTensor)
@@ -342,8 +332,11 @@ def test_selective_checkpointing_can_keep_the_result() -> None:
 
     with counted:
         checkpoint(
-            lambda q: att(q.sin()), q, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-        ).sum().backward()  # fmt: skip
+            lambda q: att(q.sin()),
+            q,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        ).sum().backward()
     assert counted.names.count("undivided.attention.default") == 1
     ours, q.grad = q.grad, None
     att(q.sin()).sum().backward()

@@ -24,8 +24,7 @@ from undivided.verification.cases import CASES, Case
 def are_aligned(*given: Tensor) -> bool:
     """Whether every row starts at 16 bytes, as cuDNN takes for granted."""
     return all(
-        t.data_ptr() % 16 == 0 and all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1])
-        for t in given
+        t.data_ptr() % 16 == 0 and all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1]) for t in given
     )
 
 
@@ -38,7 +37,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int], causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """[T, H, D] with offsets, top-left; statistics [T, H, 1]. Rows without keys and the tail are not written."""
     for t in (q, k, v):
         assert t.is_contiguous()
@@ -74,9 +73,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         order = torch.empty_like(q[..., :1]).expand_as(out) if out.shape != q.shape else q
         return torch.empty_like(order).copy_(out), lse.unsqueeze(-1), *(None,) * 7
 
-    def backward(
-        grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal, *, scale
-    ):
+    def backward(grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal, *, scale):
         assert cu_q is None, "it would take the head size for the longest document"
         assert grad.stride() == out.stride()
         assert are_aligned(q, k, v, grad, out)
@@ -105,7 +102,8 @@ def test_rows_that_do_not_start_at_16_bytes_are_copied(kernel: Recorder) -> None
 
 @pytest.mark.parametrize("stats", ["[T, H, 1]", "[H, T]"])
 def test_documents(kernel: Recorder, stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views of one projection, a document without keys, and NaN after the last document; PyTorch's layouts of statistics."""
+    """Views of one projection, a document without keys, and NaN after the last document; PyTorch's layouts of
+    statistics."""
     if stats == "[H, T]":
         token_major = torch_cudnn.OPS._cudnn_attention_forward
 
@@ -160,9 +158,15 @@ def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> No
 
 def test_the_catalogue_has_packed_documents() -> None:
     assert {case.name for case in CATALOGUE} >= {
-        "plain-bshd", "gqa-4", "every-second-row-bshd", "documents-thd-causal-forward", "documents-empty-ones-thd-forward",
-        "documents-cross-attention-thd-forward", "documents-queries-without-keys-thd-forward", "packed-qkv-thd-forward",
-    }  # fmt: skip
+        "plain-bshd",
+        "gqa-4",
+        "every-second-row-bshd",
+        "documents-thd-causal-forward",
+        "documents-empty-ones-thd-forward",
+        "documents-cross-attention-thd-forward",
+        "documents-queries-without-keys-thd-forward",
+        "packed-qkv-thd-forward",
+    }
 
 
 def test_documents_run_when_asked() -> None:
@@ -184,18 +188,10 @@ def test_documents_run_when_asked() -> None:
         ("rtx5090", "9.20.0", "2.13", 64, "packed documents on compute capability 12.0 (9.0 to 11.0)"),
         ("h100", "9.5.0", "2.13", 64, "packed documents (cuDNN 9.5.0"),
         ("h100", "9.20.0", "2.14", 64, "packed documents with torch 2.14 (its operator was read up to 2.13)"),
-        (
-            "h100",
-            "9.20.0",
-            "2.13",
-            1 << 24,
-            "query length 16777216 (max 4194304: PyTorch's offsets are int32)",
-        ),
+        ("h100", "9.20.0", "2.13", 1 << 24, "query length 16777216 (max 4194304: PyTorch's offsets are int32)"),
     ],
 )
-def test_documents_that_are_refused(
-    gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str
-) -> None:
+def test_documents_that_are_refused(gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str) -> None:
     q = torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.documents(torch.tensor([0, 24, 64]), total_q=tokens)
     problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")

@@ -46,20 +46,46 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return out, lse, None, None, 0, 0
 
     def backward(
-        grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed, offset, mask_type, wants_bias, *, scale,
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        lse,
+        dropout_p,
+        seed,
+        offset,
+        mask_type,
+        wants_bias,
+        *,
+        scale,
         num_splits_key,
-    ):  # fmt: skip
+    ):
         record.add("backward", lse=lse, splits=num_splits_key)
         check_packing(q, k, cu_q, cu_k, max_q, max_k)
         assert out.is_contiguous()  # its strides are not read
         return fake.efficient_gradients(
-            q, k, v, grad, lse, scale, mask_type, splits=num_splits_key, bias=bias, bias_grad=wants_bias, cu_q=cu_q, cu_k=cu_k,
+            q,
+            k,
+            v,
+            grad,
+            lse,
+            scale,
+            mask_type,
+            splits=num_splits_key,
+            bias=bias,
+            bias_grad=wants_bias,
+            cu_q=cu_q,
+            cu_k=cu_k,
             max_q=max_q,
-        )  # fmt: skip
+        )
 
-    fakes = types.SimpleNamespace(
-        _efficient_attention_forward=forward, _efficient_attention_backward=backward
-    )
+    fakes = types.SimpleNamespace(_efficient_attention_forward=forward, _efficient_attention_backward=backward)
     monkeypatch.setattr(torch_efficient, "OPS", fakes)
     return record
 
@@ -79,9 +105,7 @@ def test_dense(kernel: Recorder, bias_shape: tuple[int, ...] | None) -> None:
 def documents(q_len: int, kv_len: int, v_dim: int = 8) -> tuple[torch.Tensor, ...]:
     """q, k, v of four heads each, packed."""
     torch.manual_seed(q_len)
-    return tuple(
-        torch.randn(n, 4, d, dtype=torch.float64) for n, d in ((q_len, 8), (kv_len, 8), (kv_len, v_dim))
-    )
+    return tuple(torch.randn(n, 4, d, dtype=torch.float64) for n, d in ((q_len, 8), (kv_len, 8), (kv_len, v_dim)))
 
 
 def test_documents_with_a_tail(kernel: Recorder) -> None:
@@ -90,9 +114,7 @@ def test_documents_with_a_tail(kernel: Recorder) -> None:
     for t in (q, k, v):
         t[38:] = torch.nan
     cu = torch.tensor([0, 3, 3, 38])
-    check(
-        torch_efficient.BACKEND, q, k, v, layout="thd", mask=masks.documents(cu, total_q=40) & masks.causal()
-    )
+    check(torch_efficient.BACKEND, q, k, v, layout="thd", mask=masks.documents(cu, total_q=40) & masks.causal())
     call = kernel.last("forward")
     assert call["cu_q"].tolist() == call["cu_k"].tolist() == [0, 3, 3, 38]
     assert call["longest"] == (35, 35)
@@ -151,9 +173,7 @@ MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100"
 def allowed(case: Case) -> bool:
     """Whether the kernel may run the case on one of the machines, in fp32."""
     problem, *_ = asked(case)
-    problem = problem._replace(
-        dtype=torch.float32, bias_dtype=None if problem.bias_dtype is None else torch.float32
-    )
+    problem = problem._replace(dtype=torch.float32, bias_dtype=None if problem.bias_dtype is None else torch.float32)
     return any(not torch_efficient.BACKEND.reasons(problem, machine) for machine in MACHINES.values())
 
 
@@ -170,9 +190,14 @@ def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> No
 def test_the_catalogue_has_packed_documents() -> None:
     names = {case.name for case in CATALOGUE}
     assert names >= {
-        "plain-thd-one-document", "documents-thd-every-pair", "documents-empty-ones-thd", "documents-cross-attention-thd",
-        "documents-queries-without-keys-thd", "documents-chunked-prefill-thd", "value-head-narrower-thd",
-    }  # fmt: skip
+        "plain-thd-one-document",
+        "documents-thd-every-pair",
+        "documents-empty-ones-thd",
+        "documents-cross-attention-thd",
+        "documents-queries-without-keys-thd",
+        "documents-chunked-prefill-thd",
+        "value-head-narrower-thd",
+    }
     assert names >= {"bias-full", "bias-with-minus-infinity"}
 
 

@@ -9,19 +9,7 @@ import torch
 from torch import Tensor
 
 import plain_layer
-from layer_cases import (
-    ENCODER,
-    FORMATS,
-    HEADS,
-    HIDDEN,
-    LENGTHS,
-    OPTIONS,
-    PADDING,
-    cu,
-    laid_out,
-    layer,
-    taken_apart,
-)
+from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, LENGTHS, OPTIONS, PADDING, cu, laid_out, layer, taken_apart
 from undivided import RotaryPositionEmbedding
 from undivided.nn._mlp import ACTIVATIONS, Activation
 
@@ -31,17 +19,13 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def check(
-    format: str, options: dict[str, Any], rotary: bool = False, mask_type: str = "padding_causal"
-) -> None:
+def check(format: str, options: dict[str, Any], rotary: bool = False, mask_type: str = "padding_causal") -> None:
     """Outputs and all gradients of two sequences of unequal length, against each alone in plain operations."""
     module = layer(format, self_attn_mask_type=mask_type, **options)
     plain_layer.shaken(module)
     decoder = options.get("layer_type") == "decoder"
     xs = [torch.randn(n, HIDDEN, dtype=torch.float64, requires_grad=True) for n in LENGTHS]
-    encoders = (
-        [torch.randn(n, HIDDEN, dtype=torch.float64, requires_grad=True) for n in ENCODER] if decoder else []
-    )
+    encoders = [torch.randn(n, HIDDEN, dtype=torch.float64, requires_grad=True) for n in ENCODER] if decoder else []
     call: dict[str, Any] = {"cu_seqlens_q": cu(LENGTHS)}
     if decoder:
         call |= {
@@ -114,20 +98,14 @@ def test_rotary_embeddings_and_norms_in_either_order(before: bool, interleaved: 
 def test_norm_and_rotary_do_not_commute() -> None:
     """Else the order above would not be tested."""
     x, rope = torch.randn(1, 5, HIDDEN, dtype=torch.float64), RotaryPositionEmbedding(6)(5)
-    first, second = (
-        layer("bshd", qk_norm_type="LayerNorm", qk_norm_before_rope=before) for before in (True, False)
-    )
+    first, second = (layer("bshd", qk_norm_type="LayerNorm", qk_norm_before_rope=before) for before in (True, False))
     plain_layer.shaken(first), plain_layer.shaken(second)
     assert not torch.allclose(first(x, rotary_pos_emb=rope), second(x, rotary_pos_emb=rope), rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_is_its_formula(name: str) -> None:
-    x = (
-        torch.linspace(-9, 9, 400, dtype=torch.float64)
-        .reshape(20, 20)[:, torch.randperm(20)]
-        .requires_grad_()
-    )
+    x = torch.linspace(-9, 9, 400, dtype=torch.float64).reshape(20, 20)[:, torch.randperm(20)].requires_grad_()
     ours, wanted = Activation(name)(x), plain_layer.activation(name, x)
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(wanted)
@@ -143,10 +121,7 @@ def test_every_activation_in_a_layer(name: str) -> None:
 def test_the_numbers_of_clamped_swiglu() -> None:
     check(
         "thd",
-        {
-            "activation": "clamped_swiglu",
-            "activation_params": {"limit": 0.4, "alpha": 1.1, "glu_linear_offset": 0.3},
-        },
+        {"activation": "clamped_swiglu", "activation_params": {"limit": 0.4, "alpha": 1.1, "glu_linear_offset": 0.3}},
     )
 
 
@@ -160,9 +135,7 @@ def test_biases_slopes_and_masks_reach_the_attention() -> None:
     by_slopes = module(x, core_attention_bias_type="alibi", alibi_slopes=slopes)
     by_bias = module(x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
     torch.testing.assert_close(by_slopes, by_bias, rtol=1e-6, atol=1e-7)
-    before = module(
-        x, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias * (HIDDEN / HEADS) ** 0.5
-    )
+    before = module(x, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias * (HIDDEN / HEADS) ** 0.5)
     torch.testing.assert_close(before, by_bias)
     hidden = torch.rand(2, 1, 5, 5) < 0.3
     masked = module(x, hidden, self_attn_mask_type="arbitrary")

@@ -50,7 +50,8 @@ def gradients(loss: Tensor, network: nn.Module) -> list[Tensor]:
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Sums in another order, through two layers and a loss: a millionth of the largest value, and float32's own bound."""
+    """Sums in another order, through two layers and a loss: a millionth of the largest value, and float32's own
+    bound."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1.3e-6, atol=1e-6 + 5e-6 * float(other.abs().max()))
@@ -107,7 +108,8 @@ GENERATION: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
 @pytest.mark.parametrize("name", [*models.DECODERS, *models.SEQ2SEQ])
 def test_the_same_20_tokens(name: str, options: dict[str, Any]) -> None:
-    """Left-padded prompts; windows and chunks are shorter than prompt and answer, so that caches forget and roll over."""
+    """Left-padded prompts; windows and chunks are shorter than prompt and answer, so that caches forget and roll
+    over."""
     inputs = inputs_of(name)
     if name in models.DECODERS:
         inputs = {"input_ids": models.tokens(), "attention_mask": models.real_tokens("left")}
@@ -140,9 +142,7 @@ def test_a_prompt_in_pieces_and_answers_of_several_tokens(name: str) -> None:
     def logits(network: Any) -> Tensor:
         past, found = None, []
         for start, stop in ((0, 4), (4, 9), (9, 11)):
-            out = network(
-                text[:, start:stop], attention_mask=real[:, :stop], past_key_values=past, use_cache=True
-            )
+            out = network(text[:, start:stop], attention_mask=real[:, :stop], past_key_values=past, use_cache=True)
             past = out.past_key_values
             found.append(out.logits)
         return torch.cat(found, 1)[real.bool()]
@@ -172,8 +172,8 @@ def test_packed_documents_by_their_positions(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 def test_packed_documents_by_cumulative_lengths(name: str) -> None:
-    """What a collator for flash attention gives. It holds where transformers does not look at positions: with a cache, and
-    in models that do not pass them on to their masks (GPT-OSS)."""
+    """What a collator for flash attention gives. It holds where transformers does not look at positions: with a cache,
+    and in models that do not pass them on to their masks (GPT-OSS)."""
     text, cu = models.tokens(1), torch.tensor([0, 4, 11], dtype=torch.int32)
     _, ours = pair(name)
     lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
@@ -246,9 +246,7 @@ def test_models_in_bfloat16(name: str) -> None:
     eager, ours = pair(name)
     text, real = models.tokens(), models.real_tokens("left")
     exact = eager(text, attention_mask=real).logits[real.bool()]
-    low = [
-        network.bfloat16()(text, attention_mask=real).logits[real.bool()].float() for network in (eager, ours)
-    ]
+    low = [network.bfloat16()(text, attention_mask=real).logits[real.bool()].float() for network in (eager, ours)]
     assert (low[1] - exact).norm() <= 2 * (low[0] - exact).norm()
 
 
@@ -260,9 +258,7 @@ def test_the_weights_on_request(name: str) -> None:
         inputs["decoder_input_ids"] = models.tokens(length=5)
     eager, ours = (network(**inputs, output_attentions=True) for network in pair(name))
     names = [
-        key
-        for key in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
-        if key in ours
+        key for key in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions") if key in ours
     ]
     assert names
     for key in names:
@@ -273,13 +269,11 @@ def test_the_weights_on_request(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-2", "clipseg"])
 def test_the_weights_of_layers_that_are_not_told(name: str) -> None:
-    """OPT, GPT-2, SigLIP, DPT, YOLOS and others collect weights by hooks and do not hand ``output_attentions`` to their layers.
-    CLIPSeg's layers are told."""
+    """OPT, GPT-2, SigLIP, DPT, YOLOS and others collect weights by hooks and do not hand ``output_attentions`` to their
+    layers. CLIPSeg's layers are told."""
     kind = {"gpt-2": "gpt2", "clipseg": "clipseg_vision_model"}[name]
     eager, ours = (tiny(kind, implementation) for implementation in ("eager", "undivided"))
-    inputs = (
-        {"input_ids": models.tokens()} if name == "gpt-2" else {"pixel_values": torch.randn(2, 3, 32, 32)}
-    )
+    inputs = {"input_ids": models.tokens()} if name == "gpt-2" else {"pixel_values": torch.randn(2, 3, 32, 32)}
     found, expected = (network(**inputs, output_attentions=True).attentions for network in (ours, eager))
     assert_close(list(found), list(expected))
     assert len(found) == 2
@@ -317,18 +311,13 @@ def tiny(kind: str, implementation: str, network_class: Any = None, changes: Any
     return network
 
 
-HEADS = [
-    "OPTForQuestionAnswering",
-    "GPTNeoXForTokenClassification",
-    "DiffLlamaForTokenClassification",
-    "CLIPTextModel",
-]
+HEADS = ["OPTForQuestionAnswering", "GPTNeoXForTokenClassification", "DiffLlamaForTokenClassification", "CLIPTextModel"]
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_only_rows_of_padding_differ_from_eager(name: str) -> None:
-    """Padding on the left attends to nothing: 0 here and with `sdpa`, the mean of all values with `eager`. A head that reads
-    such a row (a score for every position; CLIP without an end of text) shows it; real rows are equal."""
+    """Padding on the left attends to nothing: 0 here and with `sdpa`, the mean of all values with `eager`. A head that
+    reads such a row (a score for every position; CLIP without an end of text) shows it; real rows are equal."""
     kinds = dict(zip(HEADS, ("opt", "gpt_neox", "diffllama", "clip_text_model"), strict=True))
     networks = [tiny(kinds[name], way, getattr(transformers, name)) for way in ("eager", "undivided", "sdpa")]
     real = models.real_tokens("left").bool()
@@ -364,20 +353,7 @@ def test_compiled_models_leave_their_graph_for_masks_alone() -> None:
 
 def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """No figure where a result is wrong; otherwise a row for each kind of work and dtype."""
-    small = [
-        "--turns",
-        "1",
-        "--layers",
-        "1",
-        "--hidden",
-        "64",
-        "--heads",
-        "4",
-        "--prefill",
-        "32",
-        "--cached",
-        "32",
-    ]
+    small = ["--turns", "1", "--layers", "1", "--hidden", "64", "--heads", "4", "--prefill", "32", "--cached", "32"]
     small += ["--steps", "2", "--training", "32", "--processor-time"]
     speed.main(small)
     rows = capsys.readouterr().out.strip().splitlines()[4:]

@@ -1,4 +1,5 @@
-"""What a mask of transformers becomes: the same pairs as the library's own dense mask, and structure wherever it is known."""
+"""What a mask of transformers becomes: the same pairs as the library's own dense mask, and structure wherever it is
+known."""
 
 from __future__ import annotations
 
@@ -15,9 +16,7 @@ from undivided.errors import InputError
 from undivided.integrations.transformers import _patterns, attention, model_mask, register
 from undivided.integrations.transformers._masks import within_documents
 
-masking_utils = pytest.importorskip(
-    "transformers.masking_utils", reason="the transformers library is not installed"
-)
+masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
 transformers = pytest.importorskip("transformers")
 register()
 
@@ -82,8 +81,8 @@ def test_the_same_pairs_as_the_dense_mask_of_transformers(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_known_masks_stay_structure(function: str, call: str, padding: str) -> None:
-    """Ranges alone, never a tensor with an entry for each pair. (A window that looks ahead into an unfilled static cache is
-    the one that lengths cannot say.)"""
+    """Ranges alone, never a tensor with an entry for each pair. (A window that looks ahead into an unfilled static
+    cache is the one that lengths cannot say.)"""
     given = PADDING[padding]
     seen = CALLS[call]["q_length"] + CALLS[call].get("q_offset", 0)
     real = None if given is None else torch.tensor(given, dtype=torch.bool)[:, :seen]
@@ -114,23 +113,19 @@ def test_a_long_mask_costs_memory_in_proportion_to_its_length() -> None:
     assert mask.intervals(length, length)[0, -1].tolist() == [length - 4096, length]
 
 
-IDS = {
-    "one-row": [[0, 0, 0, 1, 2, 2, 2, 2, 2]],
-    "two-rows": [[0, 0, 0, 1, 2, 2, 2, 2, 2], [0] * 5 + [1] * 4],
-}
+IDS = {"one-row": [[0, 0, 0, 1, 2, 2, 2, 2, 2]], "two-rows": [[0, 0, 0, 1, 2, 2, 2, 2, 2], [0] * 5 + [1] * 4]}
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if not name.startswith("bidirectional")])
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) -> None:
-    """From position_ids that begin again; a first document may begin late, and chunks count from its first position 0."""
+    """From position_ids that begin again; a first document may begin late, and chunks count from its first position
+    0."""
     document = torch.tensor(ids)
     positions = torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in document])
     positions[:, :3] += 2
     made = masking_utils.packed_sequence_compatibility_function(
-        FUNCTIONS[function](no_padding(len(ids))),
-        positions,
-        masking_utils.find_packed_sequence_indices(positions),
+        FUNCTIONS[function](no_padding(len(ids))), positions, masking_utils.find_packed_sequence_indices(positions)
     )
     expected = masking_utils.sdpa_mask(len(ids), 9, 9, mask_function=made, allow_is_causal_skip=False)
     found = model_mask(len(ids), 9, 9, mask_function=made)
@@ -141,16 +136,13 @@ def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) ->
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_packed_documents_among_other_conditions(swapped: bool) -> None:
-    """Padding is a map of keys; chunks of the row, which do not begin with the documents, and other documents are asked."""
-    positions, others = (
-        torch.tensor([row]) for row in ([0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2, 3])
-    )
+    """Padding is a map of keys; chunks of the row, which do not begin with the documents, and other documents are
+    asked."""
+    positions, others = (torch.tensor([row]) for row in ([0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2, 3]))
 
     def packed(at: Tensor) -> Any:
         ids = masking_utils.find_packed_sequence_indices(at)
-        return masking_utils.packed_sequence_compatibility_function(
-            masking_utils.causal_mask_function, at, ids
-        )
+        return masking_utils.packed_sequence_compatibility_function(masking_utils.causal_mask_function, at, ids)
 
     real = torch.tensor([[True] * 4 + [False] + [True] * 4])
     beside = {
@@ -189,20 +181,14 @@ def test_functions_of_single_positions_are_vmapped() -> None:
         return (table[q] == table[k]) & (q >= 0)
 
     made = masking_utils.and_masks(masking_utils.causal_mask_function, mine)
-    options = {
-        "batch_size": 2,
-        "q_length": 4,
-        "kv_length": 9,
-        "q_offset": 5,
-        "mask_function": made,
-        "use_vmap": True,
-    }
+    options = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5, "mask_function": made, "use_vmap": True}
     found = model_mask(**options)
     assert torch.equal(found.to_dense(), masking_utils.sdpa_mask(**options, allow_is_causal_skip=False))
 
 
 def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later version of transformers may count a window differently: then the function itself is asked, not our reading."""
+    """A later version of transformers may count a window differently: then the function itself is asked, not our
+    reading."""
 
     def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
         def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -264,11 +250,9 @@ OF_BOOLEANS = {"joined", "joined-right", "inverted", "where", "masked-fill"}
     ("name", "booleans"),
     [(name, True) for name in COMPUTED] + [(name, False) for name in COMPUTED if name not in OF_BOOLEANS],
 )
-def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(
-    name: str, booleans: bool
-) -> None:
-    """Gemma 4 slices its mask, LightGlue reshapes it, PP-DocLayout's reading order adds it to scores: each as with the mask
-    of "sdpa", or of "eager" if the model supports nothing else."""
+def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(name: str, booleans: bool) -> None:
+    """Gemma 4 slices its mask, LightGlue reshapes it, PP-DocLayout's reading order adds it to scores: each as with the
+    mask of "sdpa", or of "eager" if the model supports nothing else."""
     made = masking_utils.causal_mask_function
     real = torch.tensor([[True, True, True], [False, True, True]])
     options = {"batch_size": 2, "q_length": 3, "kv_length": 3, "mask_function": made, "attention_mask": real}
@@ -277,23 +261,25 @@ def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(
     dense = library(**options, dtype=torch.float32, allow_is_causal_skip=False)
     mask: Any = model_mask(**options, config=model.config_class(), dtype=torch.float32)
     assert (mask.dtype, mask.shape, mask.device) == (dense.dtype, dense.shape, dense.device)
-    with (
-        nullcontext() if booleans else pytest.warns(UserWarning, match="as with attn_implementation='eager'")
-    ):
+    with nullcontext() if booleans else pytest.warns(UserWarning, match="as with attn_implementation='eager'"):
         found = COMPUTED[name](mask)
     expected = COMPUTED[name](dense)
     assert torch.equal(found, expected)
     assert found.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("passed_on", [
-    lambda mask: mask[:, :, :, :3],
-    lambda mask: mask[:],
-    lambda mask: mask.to("cpu"),
-    lambda mask: mask.to(torch.device("cpu"), non_blocking=True),
-    lambda mask: mask.to(dtype=torch.bool),
-    lambda mask: mask.contiguous().detach(),
-], ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"])  # fmt: skip
+@pytest.mark.parametrize(
+    "passed_on",
+    [
+        lambda mask: mask[:, :, :, :3],
+        lambda mask: mask[:],
+        lambda mask: mask.to("cpu"),
+        lambda mask: mask.to(torch.device("cpu"), non_blocking=True),
+        lambda mask: mask.to(dtype=torch.bool),
+        lambda mask: mask.contiguous().detach(),
+    ],
+    ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"],
+)
 def test_what_leaves_the_mask_as_it_is_keeps_its_structure(passed_on: Callable[[Any], Any]) -> None:
     mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
     assert passed_on(mask) is mask
@@ -344,9 +330,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor) -> tu
 
 def test_sinks_of_single_tokens() -> None:
     """Inkling's: a logit for each query and head."""
-    tensors = [torch.randn(2, 4, 6, 8).requires_grad_() for _ in range(3)] + [
-        torch.randn(2, 4, 6, 1).requires_grad_()
-    ]
+    tensors = [torch.randn(2, 4, 6, 8).requires_grad_() for _ in range(3)] + [torch.randn(2, 4, 6, 1).requires_grad_()]
     mask: Any = model_mask(2, 6, 6, mask_function=masking_utils.causal_mask_function)
     found = attention(Layer(), *tensors[:3], mask, sinks=tensors[3], output_attentions=True)
     expected = eager(*tensors[:3], mask.to_dense(), tensors[3])
@@ -408,9 +392,7 @@ def test_masks_of_the_users_own(numbers: bool) -> None:
     mask = torch.rand(2, 1, 3, 8) > 0.3
     mask[..., 0] = True
     given = torch.zeros(2, 1, 3, 8).masked_fill(~mask, torch.finfo(torch.float32).min) if numbers else mask
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given[..., :5]).transpose(
-        1, 2
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given[..., :5]).transpose(1, 2)
     torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected)
 
 
@@ -430,7 +412,8 @@ def test_the_weights_are_those_of_the_output() -> None:
 
 
 def test_documents_from_cumulative_lengths() -> None:
-    """``cu_seq_lens_q`` in the attention's keywords, as flash attention's collator makes them: documents within the pattern."""
+    """``cu_seq_lens_q`` in the attention's keywords, as flash attention's collator makes them: documents within the
+    pattern."""
     q = torch.randn(1, 2, 9, 4)
     cu = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     made = masking_utils.sliding_window_causal_mask_function(2)

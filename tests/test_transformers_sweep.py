@@ -11,15 +11,7 @@ import pytest
 import torch
 
 from undivided.integrations.transformers import _attention, register
-from undivided.integrations.transformers.sweep import (
-    Outcome,
-    __main__,
-    _compare,
-    _inputs,
-    _models,
-    _table,
-    compare,
-)
+from undivided.integrations.transformers.sweep import Outcome, __main__, _compare, _inputs, _models, _table, compare
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
@@ -33,9 +25,7 @@ COMPUTING = (
     "siglip2_vision_model bigbird_pegasus"
 ).split()
 """They slice, reshape, join or add their mask, or choose keys."""
-OTHERS = (
-    "vit clip clipseg aimv2 siglip dinov2 swin whisper wav2vec2 qwen2_vl gemma4_vision mobilebert".split()
-)
+OTHERS = "vit clip clipseg aimv2 siglip dinov2 swin whisper wav2vec2 qwen2_vl gemma4_vision mobilebert".split()
 EXPECTED = {"granite_swa": {"weights": "differs"}}
 
 
@@ -61,9 +51,7 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("of its norm" in outcome.detail for outcome in found.values())
     monkeypatch.setattr(_attention, "attend", ours)
     monkeypatch.setattr(_attention, "_collects_weights", lambda: False)
-    assert compare("gpt2")["weights"] == Outcome(
-        "differs", "other results: ['attentions[0]', 'attentions[1]']"
-    )
+    assert compare("gpt2")["weights"] == Outcome("differs", "other results: ['attentions[0]', 'attentions[1]']")
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise ValueError("not today")
@@ -108,10 +96,7 @@ def test_the_page_counts_and_explains(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "| not equal in some case | 2 |" in text
     assert "Cases that ran on Undivided: 15, of which 9 are equal." in text
     assert "| `granite_swa` | weights: `eager` returns the weights before the sinks take their share" in text
-    assert (
-        "| `git` | none, right, left, packed, weights: transformers picks its attention class from a table"
-        in text
-    )
+    assert "| `git` | none, right, left, packed, weights: transformers picks its attention class from a table" in text
     assert "| `layoutxlm` | there is no module modeling_layoutxlm |" in text
     assert "## Not running on Undivided" in text
     printed = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The `triton` backend beyond the contract suite, which runs it too, both under Triton's interpreter: its tables, decoding,
-pages, head sizes in steps, rows in parts; and that every kernel compiles for GPUs that are not there."""
+"""The `triton` backend beyond the contract suite, which runs it too, both under Triton's interpreter: its tables,
+decoding, pages, head sizes in steps, rows in parts; and that every kernel compiles for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from undivided.kernels.triton import config
 from undivided.verification import contract
 from undivided.verification.cases import CASES
 
-SHARED = {
-    "sm80": 163 * 1024, "sm89": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "sm120": 99 * 1024,
-}  # fmt: skip
+SHARED = {"sm80": 163 * 1024, "sm89": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "sm120": 99 * 1024}
 """Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
 
 SPILLED = {
-    ("sm90", "keys_kernel", "plain-bf16-128"): 32, ("sm90", "keys_kernel", "plain-bf16-256"): 84,
-    ("sm80", "rows_kernel", "everything-fp16-64"): 32, ("sm80", "keys_kernel", "everything-fp16-64"): 24,
-}  # fmt: skip
-"""Bytes a thread that a kernel may spill, on Hopper all in its loop over tiles at the edge of a mask; all others spill none."""
+    ("sm90", "keys_kernel", "plain-bf16-128"): 32,
+    ("sm90", "keys_kernel", "plain-bf16-256"): 84,
+    ("sm80", "rows_kernel", "everything-fp16-64"): 32,
+    ("sm80", "keys_kernel", "everything-fp16-64"): 24,
+}
+"""Bytes a thread that a kernel may spill, on Hopper all in its loop over tiles at the edge of a mask; all others spill
+none."""
 
 PASSES = ["forward", "rows", "keys", "decode"]
 
@@ -67,9 +68,7 @@ def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
     q_len, kv_len = 75, 75
     form = MASKS[name].normal_form(2, 1, q_len, kv_len, "cpu")
     rows = tables.of(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
-    dense = form.allowed(slice(0, 2), slice(0, q_len), slice(0, kv_len), slice(0, 1)).expand(2, 1, -1, -1)[
-        :, 0
-    ]
+    dense = form.allowed(slice(0, 2), slice(0, q_len), slice(0, kv_len), slice(0, 1)).expand(2, 1, -1, -1)[:, 0]
     dense = dense.repeat_interleave(group, 1)
     for b in range(2):
         for block, run in enumerate(rows[min(b, rows.shape[0] - 1)].tolist()):
@@ -91,10 +90,7 @@ def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
     [
         pytest.param(([0, 5, 5, 12], [0, 7, 15, 20]), None, slice(7, 15), id="no-queries"),
         pytest.param(
-            ([0, 5, 7, 12], [0, 7, 27, 34]),
-            masks.window(2, 0, "bottom_right"),
-            slice(7, 23),
-            id="before-a-window",
+            ([0, 5, 7, 12], [0, 7, 27, 34]), masks.window(2, 0, "bottom_right"), slice(7, 23), id="before-a-window"
         ),
         pytest.param(
             ([0, 5, 7, 12], [0, 7, 27, 34]), masks.causal("top_left"), slice(9, 27), id="after-the-last-query"
@@ -126,9 +122,7 @@ def test_a_window_visits_its_tiles_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "global", "chunks"])
-def test_columns_name_every_block_of_rows_that_needs_a_tile(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_name_every_block_of_rows_that_needs_a_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PAIRS_AT_ONCE", 10)  # several chunks
     form = MASKS[name].normal_form(1, 1, 75, 75, "cpu")
     found = tables.of(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
@@ -141,9 +135,7 @@ def test_columns_name_every_block_of_rows_that_needs_a_tile(
             assert is_full or not is_needed or part <= block < part_end
 
 
-def _decode(
-    pages: bool, q_len: int, dim: int, **options: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _decode(pages: bool, q_len: int, dim: int, **options: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(triton, reference) of a few rows over unequal caches; unused memory and table entries are garbage."""
     torch.manual_seed(0)
     lengths, page = torch.tensor([700, 5, 64], dtype=torch.int32), 16
@@ -159,23 +151,14 @@ def _decode(
         index = table.clamp(0, 119).long()
         k, v = k[index].flatten(1, 2), v[index].flatten(1, 2)
     mask = masks.lengths(lengths) & masks.causal("bottom_right")
-    given: dict[str, Any] = {
-        "layout": "bshd",
-        "mask": mask,
-        "pages": table if pages else None,
-        "return_lse": True,
-    }
-    answers = [
-        undivided.attention(q, k, v, backend=name, **given, **options) for name in ("triton", "reference")
-    ]
+    given: dict[str, Any] = {"layout": "bshd", "mask": mask, "pages": table if pages else None, "return_lse": True}
+    answers = [undivided.attention(q, k, v, backend=name, **given, **options) for name in ("triton", "reference")]
     return answers[0], answers[1]
 
 
 @pytest.mark.parametrize("memory", ["contiguous", "described", "paged"])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_decoding_splits_the_keys_and_merges_them(
-    memory: str, q_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_splits_the_keys_and_merges_them(memory: str, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Described: by tensor descriptors, as Hopper's copy engine reads them, which see the NaN beyond the lengths."""
     cut = []
     splits = backend._splits
@@ -210,11 +193,9 @@ def test_head_sizes_in_steps(qk_dim: int, v_dim: int) -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("name", ["full", "causal", "lengths"])
-def test_keys_and_values_by_tensor_descriptors(
-    name: str, layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths; and the
-    two passes of the backward, which leave the NaN where nothing may read it."""
+def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths;
+    and the two passes of the backward, which leave the NaN where nothing may read it."""
     torch.manual_seed(0)
     used: list[bool] = []
     described = _triton_inputs.Inputs.described
@@ -226,11 +207,7 @@ def test_keys_and_values_by_tensor_descriptors(
 
     monkeypatch.setattr(_triton_inputs.Inputs, "described", watched)
     lengths = [37, 3]
-    mask = {
-        "full": None,
-        "causal": masks.causal("bottom_right"),
-        "lengths": masks.lengths(lengths, q=lengths),
-    }[name]
+    mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths, q=lengths)}[name]
     draw = {"bshd": (2, 41, 0), "sbhd": (41, 2, 0), "bhsd": (2, 0, 41)}[layout]
     q, k, v, g = (torch.randn([n or heads for n in draw] + [16]) for heads in (2, 1, 1, 2))
     if name == "lengths":
@@ -245,9 +222,7 @@ def test_keys_and_values_by_tensor_descriptors(
             trials.enter_context(config.trial(one, tile))
         for backend_name in ("triton", "reference"):
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-            out, lse = undivided.attention(
-                *leaves, layout=layout, mask=mask, return_lse=True, backend=backend_name
-            )
+            out, lse = undivided.attention(*leaves, layout=layout, mask=mask, return_lse=True, backend=backend_name)
             found.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, g)))
     assert used == [True, True, True]
     for ours, theirs in zip(*found, strict=True):
@@ -327,9 +302,7 @@ def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_tuned_tiles_are_read_back_and_others_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuned_tiles_are_read_back_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "deep" / "tiles.json"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     before = config.config("forward", 2, 128, "sm90")
@@ -354,8 +327,10 @@ def test_tune_measures_right_candidates_alone_and_remembers(
     monkeypatch.setattr(tuning.tune, "__kwdefaults__", tuning.tune.__kwdefaults__ | {"candidates": (right,)})
     from undivided.cli._app import app
 
-    app(["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "20", "--turns", "1", "--json"],
-        standalone_mode=False)  # fmt: skip
+    app(
+        ["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "20", "--turns", "1", "--json"],
+        standalone_mode=False,
+    )
     printed = json.loads(capsys.readouterr().out)
     written = json.loads((tmp_path / "tiles.json").read_text())["tiles"]
     assert [row["pass"] for row in printed["tiles"]] == PASSES
@@ -389,12 +364,11 @@ def test_a_wrong_kernel_is_a_line_of_the_contract(monkeypatch: pytest.MonkeyPatc
 def test_without_interpreter_or_gpu_it_says_so() -> None:
     program = (
         "import torch, undivided; q = torch.zeros(1, 4, 2, 16); "
-        "print(undivided.explain(q, q, q, layout='bshd').reasons['triton']); import sys; assert 'triton' not in sys.modules"
+        "print(undivided.explain(q, q, q, layout='bshd').reasons['triton']); import sys; assert "
+        "'triton' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert "only under Triton's interpreter: TRITON_INTERPRET=1" in done.stdout
 
 
@@ -421,8 +395,12 @@ def _compiled(folder: Path, architecture: str, *problems: str) -> list[dict[str,
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there(architecture: str, tmp_path: Path) -> None:
     compiled = _compiled(tmp_path, architecture)
     assert {row["kernel"] for row in compiled} == {
-        "forward_kernel", "combine_kernel", "rows_kernel", "keys_kernel", "pairs_kernel",
-    }  # fmt: skip
+        "forward_kernel",
+        "combine_kernel",
+        "rows_kernel",
+        "keys_kernel",
+        "pairs_kernel",
+    }
     hopper = architecture == "sm90"
     for row in compiled:
         if row["problem"].startswith(("plain", "everything")):
@@ -434,9 +412,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(architecture: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "problem"), [("sm100", "plain-bf16-128"), ("sm120", "plain-bf16-256")]
-)
+@pytest.mark.parametrize(("architecture", "problem"), [("sm100", "plain-bf16-128"), ("sm120", "plain-bf16-256")])
 def test_blackwell_and_small_shared_memory(architecture: str, problem: str, tmp_path: Path) -> None:
     """The pass over keys took 112 KiB at head size 256, and so ran on no GPU with 99, which Ada has too."""
     compiled = _compiled(tmp_path, architecture, problem)

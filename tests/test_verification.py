@@ -61,8 +61,14 @@ def test_case_makes_a_problem_of_its_sizes(case: Case) -> None:
     problem, operands, _ = _request(case, case.dtypes[0])
     assert case.name == case.name.lower()
     assert case.sizes == (
-        problem.batch, problem.q_len, problem.kv_len, problem.heads, problem.kv_heads, problem.qk_dim, problem.v_dim
-    )  # fmt: skip
+        problem.batch,
+        problem.q_len,
+        problem.kv_len,
+        problem.heads,
+        problem.kv_heads,
+        problem.qk_dim,
+        problem.v_dim,
+    )
     needed = dict(zip(oracle.NAMES, operands.needs, strict=True))
     assert case.needs is None or {name for name, need in needed.items() if need} == set(case.needs)
 
@@ -76,14 +82,9 @@ def test_memory_is_what_the_case_says(memory: Any) -> None:
         assert all(torch.equal(plain[name], laid[name]) for name in "qkv")
 
 
-@pytest.mark.parametrize(
-    "name", ["lengths-left-padding-causal", "documents-padded-offsets-thd", "paged-decode"]
-)
+@pytest.mark.parametrize("name", ["lengths-left-padding-causal", "documents-padded-offsets-thd", "paged-decode"])
 def test_poison_stands_outside_the_real_lengths(name: str) -> None:
-    clean, poisoned = (
-        inputs.build(cases.get(name)).arguments,
-        inputs.build(cases.get(name), poison=True).arguments,
-    )
+    clean, poisoned = (inputs.build(cases.get(name)).arguments, inputs.build(cases.get(name), poison=True).arguments)
     assert not any(clean[x].isnan().any() for x in "qkv")
     assert poisoned["k"].isnan().any()
     if "pages" in poisoned:
@@ -107,9 +108,7 @@ def test_a_case_or_tag_that_does_not_exist_is_named() -> None:
 )
 def test_the_oracle_is_the_definition(name: str) -> None:
     """Against loops over pairs that share nothing with it, gradients by torch's autograd through the loops."""
-    case = dataclasses.replace(
-        CASES[name], layout="bhsd", q_len=5, kv_len=7, return_lse=True, mask=None, sinks=True
-    )
+    case = dataclasses.replace(CASES[name], layout="bhsd", q_len=5, kv_len=7, return_lse=True, mask=None, sinks=True)
     problem, operands, upstream = _request(case, torch.float64)
     q, k, v = (x.detach().requires_grad_() for x in operands.heads_first())
     extras = {name: getattr(operands, name) for name in ("scale", "softcap", "bias", "sinks")}
@@ -144,15 +143,9 @@ def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
 )
 def test_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, operands, upstream = _request(CASES[name], torch.float64)
-    whole = (
-        oracle.oracle(problem, operands, upstream),
-        oracle.plain(problem, operands, upstream, torch.float64, 2),
-    )
+    whole = (oracle.oracle(problem, operands, upstream), oracle.plain(problem, operands, upstream, torch.float64, 2))
     monkeypatch.setattr(oracle, "PAIRS", 3 * problem.kv_len)
-    pieces = (
-        oracle.oracle(problem, operands, upstream),
-        oracle.plain(problem, operands, upstream, torch.float64, 2),
-    )
+    pieces = (oracle.oracle(problem, operands, upstream), oracle.plain(problem, operands, upstream, torch.float64, 2))
     for one, other in zip(whole, pieces, strict=True):
         assert all(distance(other[x], one[x]) < 1e-11 for x in one)
 
@@ -196,31 +189,20 @@ SABOTAGE: dict[str, tuple[Sabotage, str]] = {
         lambda p, o, run: run(p, dataclasses.replace(o, mask=masks.window(4, 0), _normal_form=None)),
         "out",
     ),
-    "mask-forgotten": (
-        lambda p, o, run: run(p, dataclasses.replace(o, mask=masks.FULL, _normal_form=None)),
-        "out",
-    ),
-    "keys-of-the-wrong-group": (
-        lambda p, o, run: run(p, dataclasses.replace(o, k=o.k.flip(2), v=o.v.flip(2))),
-        "out",
-    ),
+    "mask-forgotten": (lambda p, o, run: run(p, dataclasses.replace(o, mask=masks.FULL, _normal_form=None)), "out"),
+    "keys-of-the-wrong-group": (lambda p, o, run: run(p, dataclasses.replace(o, k=o.k.flip(2), v=o.v.flip(2))), "out"),
     "one-row-wrong": (
         lambda p, o, run: Result(run(p, o).out.index_fill(1, torch.tensor([7]), 0.1), run(p, o).lse),
         "out",
     ),
     "lse-in-base-2": (lambda p, o, run: Result(run(p, o).out, run(p, o).lse / math.log(2)), "lse"),
-    "nan": (
-        lambda p, o, run: Result(run(p, o).out.index_fill(1, torch.tensor([7]), math.nan), run(p, o).lse),
-        "out",
-    ),
+    "nan": (lambda p, o, run: Result(run(p, o).out.index_fill(1, torch.tensor([7]), math.nan), run(p, o).lse), "out"),
     "another-dtype": (lambda p, o, run: Result(run(p, o).out.double(), run(p, o).lse), "out"),
 }
 
 
 def _window(dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    built = inputs.build(
-        Case("window", q_len=40, heads=8, kv_heads=2, mask=lambda: masks.window(3, 0)), dtype
-    )
+    built = inputs.build(Case("window", q_len=40, heads=8, kv_heads=2, mask=lambda: masks.window(3, 0)), dtype)
     arguments = dict(built.arguments)
     del arguments["return_lse"]
     return (arguments.pop("q"), arguments.pop("k"), arguments.pop("v")), arguments
@@ -243,10 +225,7 @@ BACKWARD: dict[str, tuple[Callable[[list[Any]], list[Any]], set[str]]] = {
     "zeros": (lambda g: [torch.zeros_like(g[0]), *g[1:]], {"dq"}),
     "dk-and-dv-exchanged": (lambda g: [g[0], g[2], g[1], *g[3:]], {"dk", "dv"}),
     "twice-too-large": (lambda g: [g[0], g[1] * 2, *g[2:]], {"dk"}),
-    "one-percent-off-in-one-head": (
-        lambda g: [g[0] * torch.tensor([1.2] + [1.0] * 7)[:, None], *g[1:]],
-        {"dq"},
-    ),
+    "one-percent-off-in-one-head": (lambda g: [g[0] * torch.tensor([1.2] + [1.0] * 7)[:, None], *g[1:]], {"dq"}),
     "missing": (lambda g: [g[0], g[1], None, *g[3:]], {"dv"}),
 }
 
@@ -312,10 +291,7 @@ def test_a_backend_without_one_gradient_is_asked_for_the_others() -> None:
 
 def test_gradients_can_be_left_out() -> None:
     tensors, arguments = _window()
-    assert set(verify(*tensors, **arguments, backend="reference", gradients=False).of("reference")) == {
-        "out",
-        "lse",
-    }
+    assert set(verify(*tensors, **arguments, backend="reference", gradients=False).of("reference")) == {"out", "lse"}
 
 
 @pytest.mark.parametrize(
@@ -382,9 +358,7 @@ def test_bad_arguments_raise_as_in_attention() -> None:
     empty = torch.empty(2, 5, 2, 8, device="meta")
     with pytest.raises(InputError, match=r"q must hold values.*got a meta tensor\n  HINT: undivided.explain"):
         verify(empty, empty, empty, layout="bshd")
-    with pytest.raises(
-        InputError, match=r"finite where the mask lets them be seen(.|\n)*HINT: say with masks.lengths"
-    ):
+    with pytest.raises(InputError, match=r"finite where the mask lets them be seen(.|\n)*HINT: say with masks.lengths"):
         verify(q.masked_fill(q > 1, math.nan), q, q, layout="bshd")
 
 
@@ -398,10 +372,7 @@ def test_the_report_is_a_table_and_json() -> None:
         Row("reference", "out", math.inf, 1e-7, "NaN"),
     )
     report = Report(
-        "a problem",
-        rows,
-        {"cudnn": ("device=cpu (runs on cuda)", "no wheel")},
-        {"flash": ("lse: not returned",)},
+        "a problem", rows, {"cudnn": ("device=cpu (runs on cuda)", "no wheel")}, {"flash": ("lse: not returned",)}
     )
     assert str(report).splitlines() == [
         "2 backends WRONG, 1 refused: a problem",

@@ -1,4 +1,5 @@
-"""Sequences of different lengths as plain lists of tensors, and as one tensor in a layout: what the caches' tests share."""
+"""Sequences of different lengths as plain lists of tensors, and as one tensor in a layout: what the caches' tests
+share."""
 
 from __future__ import annotations
 

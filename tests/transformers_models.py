@@ -1,6 +1,7 @@
 """Tiny models of the transformers library, built from configurations with random weights: nothing is downloaded.
 
-Each is as small as its architecture allows, with windows and chunks shorter than the texts, so that every kind of mask counts.
+Each is as small as its architecture allows, with windows and chunks shorter than the texts, so that every kind of mask
+counts.
 """
 
 from __future__ import annotations
@@ -14,59 +15,85 @@ from torch import Tensor, nn
 
 Make = Callable[[str], nn.Module]
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 LM = {**SIZES, **IDS, "num_key_value_heads": 2}
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 WHISPER = {
-    "vocab_size": 50, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
-    "max_source_positions": 20, "max_target_positions": 40, "max_length": None,
-}  # fmt: skip
+    "vocab_size": 50,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 40,
+    "max_length": None,
+}
 LLAMA_4 = {
-    "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 6,
-    "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
-}  # fmt: skip
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "attention_chunk_size": 6,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
 
 DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", LM),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**LM, "sliding_window": 5}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {
-        **LM, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
-    }),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {**LM, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LM, "head_dim": 8}),
-    "gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", {
-        **LM, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0,
-    }),
-    "gemma-3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {
-        **LM, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {
-        **LM, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1,
-    }),
+    "gemma-2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**LM, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma-3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**LM, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**LM, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
     "phi-3": ("Phi3ForCausalLM", "Phi3Config", {**LM, "sliding_window": 7}),
     "llama-4": ("Llama4ForCausalLM", "Llama4TextConfig", {**LM, **LLAMA_4}),
-    "gpt-2": ("GPT2LMHeadModel", "GPT2Config", {
-        **IDS, "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-    }),
-}  # fmt: skip
+    "gpt-2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**IDS, "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    ),
+}
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", {**SIZES, "pad_token_id": 0, "max_position_embeddings": 64}),
-    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", {
-        **SIZES, **IDS, "cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3, "local_attention": 6,
-        "global_attn_every_n_layers": 3,
-    }),
-}  # fmt: skip
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {
+            **SIZES,
+            **IDS,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "num_hidden_layers": 3,
+            "local_attention": 6,
+            "global_attn_every_n_layers": 3,
+        },
+    ),
+}
 SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "decoder_start_token_id": 0}),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {**WHISPER, **IDS, "decoder_start_token_id": 1}),
-}  # fmt: skip
+}
 ALL = DECODERS | ENCODERS | SEQ2SEQ
 
 

@@ -1,8 +1,10 @@
-"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90 [PROBLEM]``.
+"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90
+[PROBLEM]``.
 
-The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its name, the
-problem, and what the assembler that comes with Triton says it takes: registers of a thread, bytes that spill, bytes of shared
-memory, and which of the architecture's instructions it has. Run as a program of its own, without Triton's interpreter.
+The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its
+name, the problem, and what the assembler that comes with Triton says it takes: registers of a thread, bytes that spill,
+bytes of shared memory, and which of the architecture's instructions it has. Run as a program of its own, without
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from undivided import _problem, masks
 from undivided.backends import _triton_inputs, get
 
 POINTERS = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
-}  # fmt: skip
+}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -81,29 +87,26 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
     assert registers is not None, said
     assert stores is not None, said
     return {
-        "registers": int(registers[1]), "spilled": int(stores[1]), "shared": compiled.metadata.shared,
-        "wgmma": ptx.count("wgmma.mma_async"), "tcgen05": ptx.count("tcgen05.mma"), "mma": ptx.count("mma.sync"),
-        "descriptor_loads": ptx.count("cp.async.bulk.tensor"), "async_copies": ptx.count("cp.async.c"),
+        "registers": int(registers[1]),
+        "spilled": int(stores[1]),
+        "shared": compiled.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "tcgen05": ptx.count("tcgen05.mma"),
+        "mma": ptx.count("mma.sync"),
+        "descriptor_loads": ptx.count("cp.async.bulk.tensor"),
+        "async_copies": ptx.count("cp.async.c"),
         "setmaxnreg": ptx.count("setmaxnreg"),
-    }  # fmt: skip
+    }
 
 
 def problems() -> Iterator[tuple[str, Any]]:
-    """(name, what `_problem.normalise` gives): plain at the table's widths, everything at once, heads in steps, decoding."""
+    """(name, what `_problem.normalise` gives): plain at the table's widths, everything at once, heads in steps,
+    decoding."""
 
     def made(
-        dtype: torch.dtype,
-        q_len: int,
-        kv_len: int,
-        heads: int,
-        dims: tuple[int, int],
-        grad: bool,
-        **rest: Any,
+        dtype: torch.dtype, q_len: int, kv_len: int, heads: int, dims: tuple[int, int], grad: bool, **rest: Any
     ) -> Any:
-        q, k = (
-            torch.zeros(1, q_len, heads, dims[0], dtype=dtype),
-            torch.zeros(1, kv_len, 2, dims[0], dtype=dtype),
-        )
+        q, k = (torch.zeros(1, q_len, heads, dims[0], dtype=dtype), torch.zeros(1, kv_len, 2, dims[0], dtype=dtype))
         leaves = [t.requires_grad_(grad) for t in (q, k, torch.zeros(1, kv_len, 2, dims[1], dtype=dtype))]
         return _problem.normalise(*leaves, layout="bshd", **rest)
 
@@ -111,10 +114,24 @@ def problems() -> Iterator[tuple[str, Any]]:
     for dim in (64, 128, 256):
         yield f"plain-bf16-{dim}", made(torch.bfloat16, 512, 512, 2, (dim, dim), True, mask=masks.causal())
     yield "forward-bf16-64", made(torch.bfloat16, 512, 512, 2, (64, 64), False, mask=masks.causal())
-    yield "everything-fp16-64", made(
-        torch.float16, 256, 256, 4, (64, 64), True, mask=masks.window(64, 0) | masks.prefix(4), softcap=30.0, sinks=leaf(4),
-        alibi_slopes=leaf(4), bias=leaf(1, 4, 256, 256), dropout_p=0.1, dropout_seed=1,
-    )  # fmt: skip
+    yield (
+        "everything-fp16-64",
+        made(
+            torch.float16,
+            256,
+            256,
+            4,
+            (64, 64),
+            True,
+            mask=masks.window(64, 0) | masks.prefix(4),
+            softcap=30.0,
+            sinks=leaf(4),
+            alibi_slopes=leaf(4),
+            bias=leaf(1, 4, 256, 256),
+            dropout_p=0.1,
+            dropout_seed=1,
+        ),
+    )
     yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
 
@@ -127,10 +144,7 @@ def main(architecture: str, *only: str) -> None:
             continue
 
         def told(kernel: str, compiled: Any, name: str = name) -> None:
-            print(
-                json.dumps({"kernel": kernel, "problem": name} | resources(compiled, architecture)),
-                flush=True,
-            )
+            print(json.dumps({"kernel": kernel, "problem": name} | resources(compiled, architecture)), flush=True)
 
         JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
         with torch.no_grad():

@@ -26,9 +26,7 @@ def check_tensor(name: str, value: object) -> None:
         raise InputError(name, "be a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
-        hint = (
-            "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
-        )
+        hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
         raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
     if torch.compiler.is_compiling():
         return
@@ -36,13 +34,11 @@ def check_tensor(name: str, value: object) -> None:
         if (hint := _ELSEWHERE.get(base.__name__)) is not None:
             raise InputError(name, "be a plain tensor", f"a {base.__name__}", hint=hint.format(name=name))
     if type(value).__name__ == "FunctionalTensor" and not functional_mode():
-        raise InputError(
-            name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it"
-        )
+        raise InputError(name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it")
     if torch.nn.parameter.is_lazy(value):
         raise InputError(
             name, "be initialized", type(value).__name__, "run the lazy module once before its parameters are used"
-        )  # fmt: skip
+        )
     check_memory(name, value)
 
 
@@ -55,15 +51,20 @@ def check_memory(name: str, tensor: Tensor) -> None:
     if not torch._C._has_storage(tensor):
         if torch._C._functorch.peek_interpreter_stack() is None:
             raise InputError(
-                name, "have memory of its own", "a tensor without storage", "a tensor must not outlive its torch.func transform"
-            )  # fmt: skip
+                name,
+                "have memory of its own",
+                "a tensor without storage",
+                "a tensor must not outlive its torch.func transform",
+            )
         return
     if (short := missing_memory(tensor)) is not None:
         need, have = short
         raise InputError(
-            name, f"have its {need} bytes in memory", f"a storage of {have} bytes",
+            name,
+            f"have its {need} bytes in memory",
+            f"a storage of {have} bytes",
             hint="the storage was resized, as FSDP does with parameters outside of their module's forward",
-        )  # fmt: skip
+        )
 
 
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
@@ -119,6 +120,4 @@ def check_offsets(argument: str, offsets: Tensor) -> None:
     if int(offsets[0]) != 0:
         raise InputError(argument, "start at 0", int(offsets[0]), hint)
     if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
-        raise InputError(
-            argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint
-        )
+        raise InputError(argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint)

@@ -49,12 +49,10 @@ def run(backend: Backend, problem: Problem, operands: Operands) -> Tensor | tupl
 
 
 def _derivable_twice(out_BHSD: Tensor, backend: Backend, problem: Problem, operands: Operands) -> Tensor:
-    """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one may be
-    asked for, those of `_AttentionBackward` take their place."""
+    """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one
+    may be asked for, those of `_AttentionBackward` take their place."""
     assert out_BHSD.grad_fn is not None
-    out_BHSD.grad_fn.register_hook(
-        functools.partial(_exchange_gradients, backend, problem, operands.release())
-    )
+    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, problem, operands.release()))
     return _layout.from_heads_first(out_BHSD, problem.layout).contiguous()
 
 
@@ -69,9 +67,7 @@ def _exchange_gradients(
     if not torch.is_grad_enabled() or (grad := grad_outputs[0]) is None:
         return None
     node = torch._C._current_autograd_node()
-    q, k, v, out, lse = (
-        getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp")
-    )
+    q, k, v, out, lse = (getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp"))
     operands = dataclasses.replace(operands, layout="bhsd")
     arguments = (backend, problem._replace(layout="bhsd"), operands, out, lse, grad, None, q, k, v)
     found = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
@@ -90,9 +86,7 @@ def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
     """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
     if operands.q.is_meta:
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        lse = operands.q.new_empty(
-            (problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype)
-        )
+        lse = operands.q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype))
         return Result(_layout.empty(problem.layout, shape, operands.q), lse)
     if _any_autocast():
         with torch.autocast(operands.q.device.type, enabled=False):
@@ -101,12 +95,7 @@ def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
 
 
 def backward(
-    backend: Backend,
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    backend: Backend, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Run a backend's backward with autocast off."""
     if operands.q.is_meta:
@@ -144,9 +133,7 @@ def _is_transformed(operands: Operands) -> bool:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(
-        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable
-    )
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable)
 
 
 def restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -170,9 +157,7 @@ class _Attention(torch.autograd.Function):
         return (out, lse) if "lse" in problem.features else out
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         count = len(inputs)
         if grad_out is None and grad_lse is None:
@@ -187,7 +172,8 @@ class _Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without its questions about torch.func, which `run` has answered: they cost as much as the rest."""
+"""`_Attention.apply` without its questions about torch.func, which `run` has answered: they cost as much as the
+rest."""
 
 
 def _state(operands: Operands) -> object:
@@ -219,9 +205,7 @@ def gradients(
         if grad is not None:
             check_tensor(name, grad)
     if is_observed(grad_out, grad_lse, None):
-        backend = (
-            reference.BACKEND
-        )  # in plain operations, that a mode can see and a wrapped gradient can pass
+        backend = reference.BACKEND  # in plain operations, that a mode can see and a wrapped gradient can pass
     if problem.packed:
         lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
     operands = operands.with_differentiable(inputs)
@@ -279,22 +263,18 @@ class _DoubleBackward(torch.autograd.Function):
         return vmap_rule(_DoubleBackward, info, axes, arguments)
 
 
-def differentiated(
-    problem: Problem, operands: Operands, *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and the
-    gradients of the backward's own results."""
+def differentiated(problem: Problem, operands: Operands, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and
+    the gradients of the backward's own results."""
     assert tensors[0] is not None
     call = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
     with torch.autocast(tensors[0].device.type, enabled=False):
         return over_hidden_batch(call, problem, operands, *tensors)
 
 
-def _double_backward(
-    problem: Problem, operands: Operands, *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward` saves
-    and the gradients of what it returns."""
+def _double_backward(problem: Problem, operands: Operands, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward`
+    saves and the gradients of what it returns."""
     (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
     if grad_lse is not None and problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
@@ -322,7 +302,5 @@ def _recorded_double_backward(
         for g, o in zip(first, grad_gradients, strict=True)
         if g is not None and g.requires_grad and o is not None
     ]
-    found = gradients_of(
-        [g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True
-    )
+    found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True)
     return tuple(found)

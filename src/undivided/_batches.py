@@ -1,7 +1,7 @@
 """Batched gradients: a backward that is called for a batch of incoming gradients runs once per element.
 
-PyTorch has two kinds of batch. `torch.vmap` and torch.func call the `vmap` method of an autograd.Function. The older kind, of
-``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.functional.jacobian(vectorize=True)`` and
+PyTorch has two kinds of batch. `torch.vmap` and torch.func call the `vmap` method of an autograd.Function. The older
+kind, of ``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.functional.jacobian(vectorize=True)`` and
 ``gradcheck(check_batched_grad=True)``, calls no method: its tensors arrive in the backward and hide their batch axis.
 """
 
@@ -42,9 +42,7 @@ def over_hidden_batch(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
 
 
-def one_by_one(
-    call: Call, size: int, axes: Sequence[Any], arguments: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
+def one_by_one(call: Call, size: int, axes: Sequence[Any], arguments: Sequence[Any]) -> tuple[Tensor | None, ...]:
     """The results of `call` for each of `size` elements, stacked along a new first axis.
 
     Args:
@@ -72,7 +70,8 @@ def vmap_rule(
 
 
 def _level(tensor: Tensor) -> int:
-    """The level of a batch of the older kind: found by trying, for the backward may run on a thread that knows no level."""
+    """The level of a batch of the older kind: found by trying, for the backward may run on a thread that knows no
+    level."""
     for level in range(1, _LEVELS + 1):
         if not _is_hidden(torch._remove_batch_dim(tensor, level, 1, 0)):
             return level

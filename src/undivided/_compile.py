@@ -1,4 +1,5 @@
-"""`attention` as one opaque operator and its backward: under torch.compile, and wherever else somebody must see the call.
+"""`attention` as one opaque operator and its backward: under torch.compile, and wherever else somebody must see the
+call.
 
     undivided::attention            (tensors, the mask's tensors, a spec) -> (out, lse)
     undivided::attention_backward   the same, with out, lse and their gradients -> gradients
@@ -8,9 +9,9 @@ TorchDispatchMode (fake tensors, make_fx, AOT and torch.export, selective checkp
 ``torch.jit.trace``, and for tensors whose class has ``__torch_dispatch__``: these see one operator, as of PyTorch's own
 attention, and fake tensors get shapes.
 
-The graph holds the operator; validation and selection run inside it, at run time, on the real tensors. So new lengths do
-not recompile, a change of policy is seen, and a wrong argument raises the same `InputError` as in eager mode. What is
-static (layout, the mask's structure, which inputs need gradients) travels in the spec, a constant string.
+The graph holds the operator; validation and selection run inside it, at run time, on the real tensors. So new lengths
+do not recompile, a change of policy is seen, and a wrong argument raises the same `InputError` as in eager mode. What
+is static (layout, the mask's structure, which inputs need gradients) travels in the spec, a constant string.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ def attention(
     switches: str = "-",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as one operator."""
-    if not (
-        torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    ):  # whose sizes are tensors
+    if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):  # whose sizes are tensors
         _check(q, k, v, **arguments)
     mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
     mask_text, mask_tensors = checked_mask(mask).flatten()
@@ -87,13 +86,9 @@ def attention(
         check_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at
     if arguments["dropout_p"] and not isinstance(seed, Tensor):
         # an int seed is a constant of the graph; None is drawn inside the graph at every call
-        seed = (
-            torch.randint(2**62, (), device=q.device) if seed is None else torch.tensor(seed, device=q.device)
-        )
+        seed = torch.randint(2**62, (), device=q.device) if seed is None else torch.tensor(seed, device=q.device)
     grad = torch.is_grad_enabled()
-    needs = [
-        "y" if grad and t is not None and t.requires_grad else "n" for t in (q, k, v, bias, sinks, slopes)
-    ]
+    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in (q, k, v, bias, sinks, slopes)]
     return_lse = arguments["return_lse"]
     spec = "|".join(
         (
@@ -107,9 +102,20 @@ def attention(
         )
     )
     call = (
-        q, k, v, bias, sinks, slopes, mask_tensors, seed if arguments["dropout_p"] else None, arguments["pages"], spec,
-        arguments["scale"], arguments["softcap"], float(arguments["dropout_p"]),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        bias,
+        sinks,
+        slopes,
+        mask_tensors,
+        seed if arguments["dropout_p"] else None,
+        arguments["pages"],
+        spec,
+        arguments["scale"],
+        arguments["softcap"],
+        float(arguments["dropout_p"]),
+    )
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*call)
     else:
@@ -125,17 +131,31 @@ def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
         kinds = sorted({type(t).__name__ for t in (*call[:6], *call[6], *call[7:9]) if isinstance(t, Tensor)})
         raise InputError(
-            "q, k, v and the other tensors", "be of classes that take undivided::attention together", ", ".join(kinds),
+            "q, k, v and the other tensors",
+            "be of classes that take undivided::attention together",
+            ", ".join(kinds),
             hint="under a FakeTensorMode every tensor is a fake one: mode.from_tensor(x)",
-        ) from error  # fmt: skip
+        ) from error
     return out, lse
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None, bias: Tensor | None, scale: float | None,
-    softcap: float | None, alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_p: float,
-    dropout_seed: int | Tensor | None, return_lse: bool, pages: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask | None,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    return_lse: bool,
+    pages: Tensor | None,
+) -> None:
     """InputError for what is wrong in kinds and sizes: a fake tensor has no run time at which it would be found."""
     check_layout(layout)
     if scale is not None:
@@ -149,20 +169,40 @@ def _check(
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
-    mask_tensors: list[Tensor], dropout_seed: Tensor | None, pages: Tensor | None, spec_text: str, scale: float | None,
-    softcap: float | None, dropout_p: float,
-) -> tuple[Backend, Problem, Operands]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask_tensors: list[Tensor],
+    dropout_seed: Tensor | None,
+    pages: Tensor | None,
+    spec_text: str,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Backend, Problem, Operands]:
     """Normalise and select, on the real tensors of this call."""
     spec = _Spec.read(spec_text)
     problem, operands = _problem.normalise(
-        q, k, v, layout=cast(Layout, spec.layout), mask=Mask.unflatten(spec.mask, mask_tensors), bias=bias, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
-        return_lse=spec.return_lse == "y", pages=pages, needs=spec.needed,
-    )  # fmt: skip
-    deterministic: Any = {"None": None, "True": True, "False": False}.get(
-        spec.deterministic, spec.deterministic
+        q,
+        k,
+        v,
+        layout=cast(Layout, spec.layout),
+        mask=Mask.unflatten(spec.mask, mask_tensors),
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        return_lse=spec.return_lse == "y",
+        pages=pages,
+        needs=spec.needed,
     )
+    deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
     switches = ""
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
@@ -230,9 +270,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         assert out is not None
         grad_out = torch.zeros_like(out)
     found = iter(
-        torch.ops.undivided.attention_backward(
-            *inputs, mask, seed, pages, *ctx.rest, out, lse, grad_out, grad_lse
-        )
+        torch.ops.undivided.attention_backward(*inputs, mask, seed, pages, *ctx.rest, out, lse, grad_out, grad_lse)
     )
     needed = _Spec.read(ctx.rest[0]).needed
     gradients = [next(found) if n else None for n in needed]
@@ -243,10 +281,7 @@ torch.library.register_autograd("undivided::attention", _differentiate, setup_co
 
 
 def _shaped(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if g is None or t is None else g.reshape(t.shape)
-        for g, t in zip(gradients, tensors, strict=True)
-    ]
+    return [None if g is None or t is None else g.reshape(t.shape) for g, t in zip(gradients, tensors, strict=True)]
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

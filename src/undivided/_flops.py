@@ -1,6 +1,8 @@
-"""What PyTorch's FlopCounterMode counts for the operator: products of all pairs, whatever the mask, as for its own attention.
+"""What PyTorch's FlopCounterMode counts for the operator: products of all pairs, whatever the mask, as for its own
+attention.
 
-Source: the formulas of scaled_dot_product_attention in torch/utils/flop_counter.py (2.13): two products forward, five backward.
+Source: the formulas of scaled_dot_product_attention in torch/utils/flop_counter.py (2.13): two products forward, five
+    backward.
 """
 
 from __future__ import annotations
@@ -40,9 +42,7 @@ def _registered() -> dict[Any, Any]:
     operators = torch.ops.undivided
     register_flop_formula(operators.attention)(_forward)
     register_flop_formula(operators.attention_backward)(_backward)
-    return {
-        operator: flop_registry[operator] for operator in (operators.attention, operators.attention_backward)
-    }
+    return {operator: flop_registry[operator] for operator in (operators.attention, operators.attention_backward)}
 
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:

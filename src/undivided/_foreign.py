@@ -13,25 +13,46 @@ _PACKED = 'layout="thd" and mask=masks.documents(cu_seqlens_q, cu_seqlens_k)'
 _WINDOW = "mask=masks.window(left, right)"
 
 _WRITTEN = {
-    "is_causal": _CAUSAL, "causal": _CAUSAL,
-    "attn_mask": _DENSE, "attention_mask": _DENSE,
-    "key_padding_mask": "mask=masks.lengths(lengths)", "seqlens_k": "mask=masks.lengths(lengths)",
-    "cu_seqlens": _PACKED, "cu_seqlens_q": _PACKED, "cu_seqlens_k": _PACKED, "cu_seqlens_kv": _PACKED,
-    "max_seqlen_q": _PACKED, "max_seqlen_k": _PACKED, "max_seqlen_kv": _PACKED,
-    "window_size": _WINDOW, "sliding_window": _WINDOW,
-    "softmax_scale": "scale=", "sm_scale": "scale=", "scaling": "scale=",
-    "dropout": "dropout_p=", "p": "dropout_p=", "attention_dropout": "dropout_p=",
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "attn_mask": _DENSE,
+    "attention_mask": _DENSE,
+    "key_padding_mask": "mask=masks.lengths(lengths)",
+    "seqlens_k": "mask=masks.lengths(lengths)",
+    "cu_seqlens": _PACKED,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "cu_seqlens_kv": _PACKED,
+    "max_seqlen_q": _PACKED,
+    "max_seqlen_k": _PACKED,
+    "max_seqlen_kv": _PACKED,
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "scaling": "scale=",
+    "dropout": "dropout_p=",
+    "p": "dropout_p=",
+    "attention_dropout": "dropout_p=",
     "enable_gqa": "leave it out: fewer key heads than query heads are taken as they are",
-    "logit_cap": "softcap=", "logits_soft_cap": "softcap=",
+    "logit_cap": "softcap=",
+    "logits_soft_cap": "softcap=",
     "return_attn_probs": "return_lse=True gives the log-sum-exp; no backend makes the probabilities",
     "return_softmax_lse": "return_lse=True",
     "attn_bias": "bias=tensor for numbers that are added to the scores, mask= for a structured mask",
-    "mask_mod": "mask=masks.predicate(mask_mod)", "block_mask": "mask=masks.predicate(block_mask.mask_mod)",
-    "s_aux": "sinks=", "softmax_offset": "sinks=",
-    "block_table": "pages=", "block_tables": "pages=",
-    "qkv_format": "layout=", "qkv_layout": "layout=", "tensor_format": "layout=", "input_layout": "layout=",
-}  # fmt: skip
-"""Keywords of PyTorch's SDPA and FlexAttention, flash-attn, TransformerEngine, xFormers and Hugging Face, and what to write."""
+    "mask_mod": "mask=masks.predicate(mask_mod)",
+    "block_mask": "mask=masks.predicate(block_mask.mask_mod)",
+    "s_aux": "sinks=",
+    "softmax_offset": "sinks=",
+    "block_table": "pages=",
+    "block_tables": "pages=",
+    "qkv_format": "layout=",
+    "qkv_layout": "layout=",
+    "tensor_format": "layout=",
+    "input_layout": "layout=",
+}
+"""Keywords of PyTorch's SDPA and FlexAttention, flash-attn, TransformerEngine, xFormers and Hugging Face, and what to
+write."""
 
 
 def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
@@ -50,9 +71,7 @@ def mask_hint(mask: object) -> str | None:
     name = mask if isinstance(mask, str) else getattr(mask, "__name__", "")
     if name in _constructors() and (isinstance(mask, str) or getattr(masks, name) is mask):
         call = f"mask=masks.{name}({'' if name == 'causal' else '...'})"
-        return (
-            f"a mask is built by a call: {call}" if isinstance(mask, str) else f"add the parentheses: {call}"
-        )
+        return f"a mask is built by a call: {call}" if isinstance(mask, str) else f"add the parentheses: {call}"
     if isinstance(mask, str):
         return "a mask is built by a call, such as mask=masks.causal() or mask=masks.window(256, 0)"
     return "mask=masks.causal(), or None for every pair" if isinstance(mask, bool) else None

@@ -32,9 +32,20 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 KNOWN_GPUS: dict[str, tuple[int, int]] = {
-    "v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a10": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "l40s": (8, 9),
-    "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "b300": (10, 3), "rtx5090": (12, 0),
-}  # fmt: skip
+    "v100": (7, 0),
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "b300": (10, 3),
+    "rtx5090": (12, 0),
+}
 """Compute capability by name (NVIDIA's CUDA GPU list), for describing a machine in a word."""
 
 
@@ -65,8 +76,8 @@ class Machine:
         torch: PyTorch's version; this one's if not said.
         isa: the CPU's instruction set as PyTorch names it ("AVX2", "AVX512", "DEFAULT", ...).
         hip: an AMD GPU (ROCm) behind torch's "cuda" device.
-        flash_impl: what ``torch.nn.attention.activate_flash_attention_impl`` has put in the place of PyTorch's own flash
-            kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
+        flash_impl: what ``torch.nn.attention.activate_flash_attention_impl`` has put in the place of PyTorch's own
+            flash kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
         probed: True where `Machine.this` filled it in.
 
     >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
@@ -90,9 +101,11 @@ class Machine:
             raise InputError("Machine.device", "be 'cpu', 'cuda' or None", repr(self.device))
         if self.device == "cuda" and self.compute_capability is None and not self.hip:
             raise InputError(
-                "Machine.compute_capability", "be given for a CUDA device", None,
+                "Machine.compute_capability",
+                "be given for a CUDA device",
+                None,
                 hint="for example (8, 0) for an A100, (9, 0) for an H100",
-            )  # fmt: skip
+            )
         if self.compute_capability is not None:
             object.__setattr__(self, "compute_capability", _capability(self.compute_capability))
         if not isinstance(self.packages, Mapping):
@@ -111,9 +124,7 @@ class Machine:
             raise InputError("Machine.flash_impl", "be a name such as 'FA3', or None", repr(self.flash_impl))
 
     def __hash__(self) -> int:
-        return hash(
-            (self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch)
-        )
+        return hash((self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch))
 
     def version(self, package: str) -> Version | None:
         """Version of a package, of "torch" or of "cudnn"; None where it is not installed."""
@@ -160,9 +171,11 @@ def _capability(value: object) -> tuple[int, int]:
     pair = tuple(value) if isinstance(value, tuple | list) else ()
     if len(pair) != 2 or not all(type(part) is int for part in pair):
         raise InputError(
-            "Machine.compute_capability", "be two ints", repr(value),
+            "Machine.compute_capability",
+            "be two ints",
+            repr(value),
             hint="for example (8, 0) for an A100, (9, 0) for an H100",
-        )  # fmt: skip
+        )
     return pair
 
 

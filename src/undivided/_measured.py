@@ -1,9 +1,10 @@
 """What backends were measured at, and the estimates by which selection orders them.
 
-A table holds, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on pairs, or
-bytes read in decoding. Figures are compared with those of their own run only, so each entry has one run. The package's table
-is ``measured.json``, made from reports in ``benchmarks/``; a user's own comes before it, from UNDIVIDED_RANKS or a file in the
-cache folder. Both are read once, when first something is selected; `undivided ranks` writes them.
+A table holds, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on
+pairs, or bytes read in decoding. Figures are compared with those of their own run only, so each entry has one run. The
+package's table is ``measured.json``, made from reports in ``benchmarks/``; a user's own comes before it, from
+UNDIVIDED_RANKS or a file in the cache folder. Both are read once, when first something is selected; `undivided ranks`
+writes them.
 
 Only what selection may look at counts: lengths are rounded up to powers of two (see `_selection.selection_key`).
 """
@@ -27,11 +28,11 @@ from undivided.kernels import cpu
 
 SCHEMA = 1
 NEAR = (1, 2)
-"""Powers of two that a measured problem may differ from the one asked about, in key length and in work: the suites step both by
-four, so that everything between is covered."""
+"""Powers of two that a measured problem may differ from the one asked about, in key length and in work: the suites step
+both by four, so that everything between is covered."""
 SHORT = 16
-"""Up to so many keys only the same number counts, rounded up: with twice as many another kernel may be the fastest (measured:
-`docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
+"""Up to so many keys only the same number counts, rounded up: with twice as many another kernel may be the fastest
+(measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
 TIE = 0.05
 """Rates so close are equal: a run repeats to a few hundredths."""
 
@@ -77,7 +78,8 @@ Table = Mapping[str, Mapping[tuple[int, int], Entry]]
 class Estimate(NamedTuple):
     """What a problem may take with a backend: its work over the rate that was measured nearest to it.
 
-    seconds: forward, and backward where gradients are wanted. rate: a second. unit: of the work, "FLOP" or "B". run: whose.
+    seconds: forward, and backward where gradients are wanted. rate: a second. unit: of the work, "FLOP" or "B". run:
+        whose.
     """
 
     seconds: float
@@ -95,7 +97,8 @@ class Estimate(NamedTuple):
 def architecture(device: str, machine: Machine) -> str | None:
     """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None where it is not known.
 
-    "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the other's.
+    "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the
+    other's.
 
     >>> architecture("cuda", Machine.named("h200"))
     'sm90'
@@ -104,9 +107,7 @@ def architecture(device: str, machine: Machine) -> str | None:
         library = cpu.load() if machine.probed else ""
         return machine.isa.lower() or None if isinstance(library, str) else library.level
     if device == "cuda" and machine.compute_capability is not None and not machine.hip:
-        return "sm{}{}".format(*machine.compute_capability) + (
-            f"+{machine.flash_impl}" if machine.flash_impl else ""
-        )
+        return "sm{}{}".format(*machine.compute_capability) + (f"+{machine.flash_impl}" if machine.flash_impl else "")
     return None
 
 
@@ -153,7 +154,8 @@ def _longest(problem: Problem) -> tuple[int, int]:
 
 
 def work(problem: Problem) -> float:
-    """Operations of the pairs of its band, or bytes of keys and values in decoding. What depends on values counts whole.
+    """Operations of the pairs of its band, or bytes of keys and values in decoding. What depends on values counts
+    whole.
 
     >>> import torch, undivided
     >>> q = torch.empty(1, 4, 2, 8, device="meta")
@@ -301,11 +303,7 @@ def write(path: Path, table: Table) -> None:
         ]
         kinds.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n  }")
     listed = ",\n".join(f"  {json.dumps(names[run])}: {json.dumps(run._asdict())}" for run in runs)
-    text = (
-        f'{{\n "schema": {SCHEMA},\n "runs": {{\n{listed}\n }},\n "rates": {{\n'
-        + ",\n".join(kinds)
-        + "\n }\n}\n"
-    )
+    text = f'{{\n "schema": {SCHEMA},\n "runs": {{\n{listed}\n }},\n "rates": {{\n' + ",\n".join(kinds) + "\n }\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Which backends the caller allows: argument > context manager > `set_backends` > environment.
 
-All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for it.
+All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for
+it.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def _current_switch() -> _Switch:
 def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
-    It replaces what an earlier call set; with no arguments every backend is allowed again. A `use_backends` block narrows
-    it further.
+    It replaces what an earlier call set; with no arguments every backend is allowed again. A `use_backends` block
+    narrows it further.
 
     Args:
-        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none for all.
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
+            for all.
         disable: backends or families that must not run, str.
 
     Raises:
@@ -89,11 +91,12 @@ def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
 class use_backends:
     """Allow only these backends or families, in this order, in a ``with`` block.
 
-    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others. The block holds
-    in its own thread or task; `set_backends` is for the whole process.
+    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others. The block
+    holds in its own thread or task; `set_backends` is for the whole process.
 
     Args:
-        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none for all.
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
+            for all.
 
     Returns:
         A context manager, which may be entered any number of times.
@@ -161,12 +164,19 @@ def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     return tuple(names)
 
 
-# The variables, as the process' environment stores them. os.environ.get encodes and decodes on every call (1 us each, and
-# nine of them are read); its inner dictionary is looked up instead, with the plain way as the fallback.
+# The variables, as the process' environment stores them. os.environ.get encodes and decodes on every call (1 us each,
+# and nine of them are read); its inner dictionary is looked up instead, with the plain way as the fallback.
 _VARIABLES = (
-    "UNDIVIDED_BACKENDS", "UNDIVIDED_DETERMINISTIC", "UNDIVIDED_LOG", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL",
-)  # fmt: skip
+    "UNDIVIDED_BACKENDS",
+    "UNDIVIDED_DETERMINISTIC",
+    "UNDIVIDED_LOG",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_DEBUG",
+    "NVTE_DEBUG_LEVEL",
+)
 _inner = getattr(os.environ, "_data", None)
 _ENCODED = tuple(os.fsencode(name) if os.name == "posix" else name for name in _VARIABLES)
 
@@ -202,9 +212,7 @@ _policies: dict[object, Policy] = {}
 _MOST_POLICIES = 256
 
 
-def _read_policy(
-    backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = ""
-) -> Policy:
+def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = "") -> Policy:
     if backend is not None:
         _known((backend,))
     disabled = list(switch.disabled)

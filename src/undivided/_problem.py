@@ -47,12 +47,14 @@ class Problem(NamedTuple):
     device: "cpu", "cuda", ... where it is to run.
     dtype: of q, k, v and the result.
     layout: of q, k, v and the result.
-    batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all documents.
+    batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
+        documents.
     mask: the mask's structure; mask.kinds names its parts.
     align: "both" where top-left and bottom-right agree, "top_left", "bottom_right", or None where it does not matter.
     features: what the problem needs of a backend beyond plain attention; see `FEATURES`.
     bias: which axes of the bias are broadcast, as "bhqk" with 1 for a broadcast axis, e.g. "1h1k"; None without a bias.
-    documents: (number, longest query, longest key length) of packed documents; lengths are None where only the device knows.
+    documents: (number, longest query, longest key length) of packed documents; lengths are None where only the device
+        knows.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must repeat bit for bit.
     bias_dtype: of the bias, which need not be that of q; None without one.
@@ -94,10 +96,7 @@ class Problem(NamedTuple):
         kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
-        parts = [
-            f"{q} (BxSxHxD), {kv}",
-            f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}",
-        ]
+        parts = [f"{q} (BxSxHxD), {kv}", f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}"]
         parts.append(f"mask {masks.describe(self.mask)}")
         if self.align in ("top_left", "bottom_right"):
             parts.append(self.align.replace("_", "-"))
@@ -212,9 +211,22 @@ class Operands:
         q, k, v, bias, sinks, slopes = tensors
         assert q is not None and k is not None and v is not None
         return Operands(
-            q, k, v, self.layout, self.mask, self.scale, self.softcap, bias, slopes, sinks,
-            self.dropout_p, self.dropout_seed, self.pages, self.needs, self.bound,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.layout,
+            self.mask,
+            self.scale,
+            self.softcap,
+            bias,
+            slopes,
+            sinks,
+            self.dropout_p,
+            self.dropout_seed,
+            self.pages,
+            self.needs,
+            self.bound,
+        )
 
     def release(self) -> Operands:
         """Let go of the differentiable tensors; what remains is kept until the backward."""
@@ -257,8 +269,21 @@ def normalise(
         scale = checked_scale(scale)
     flipped = scale is not None and scale <= 0
     request = (
-        q, k, v, bias, sinks, alibi_slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        bias,
+        sinks,
+        alibi_slopes,
+        pages,
+        layout,
+        softcap,
+        dropout_p,
+        return_lse,
+        device,
+        flipped,
+        needs,
+    )
     key = _signature(request)
     try:
         found = _problems.get(key)
@@ -292,9 +317,22 @@ def normalise(
     scale = known.qk_dim**-0.5 if scale is None else scale
     softcap = None if softcap is None else float(softcap)
     operands = Operands(
-        q, k, v, layout, mask or masks.FULL, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages,
-        needs, bound,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        layout,
+        mask or masks.FULL,
+        scale,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        dropout_p,
+        dropout_seed,
+        pages,
+        needs,
+        bound,
+    )
     return known, operands
 
 
@@ -369,22 +407,33 @@ class _Request(NamedTuple):
 
 
 def _signature(request: tuple[Any, ...]) -> object:
-    """Everything that `build` looks at in the fields of a `_Request`, so that a repeated call is a dictionary look-up."""
-    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs = (
-        request
-    )
+    """Everything that `build` looks at in the fields of a `_Request`, so that a repeated call is a dictionary
+    look-up."""
+    q, k, v, bias, sinks, slopes, pages, layout, softcap, dropout_p, return_lse, device, flipped, needs = request
     try:
         key: tuple[object, ...] = (
-            layout, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.stride(), k.stride(), v.stride(), return_lse, device, flipped, needs,
-        )  # fmt: skip
+            layout,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            return_lse,
+            device,
+            flipped,
+            needs,
+        )
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
             return key
         check_scalars(softcap, dropout_p, return_lse)  # now, for the key keeps only whether they are there
-        kinds = [
-            None if t is None else (t.shape, t.dtype, t.device, t.layout)
-            for t in (bias, sinks, slopes, pages)
-        ]
+        kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)
         return (*key, *kinds, usual, softcap is None, bool(dropout_p))
     except (AttributeError, TypeError, RuntimeError):
@@ -416,12 +465,24 @@ def build(*fields: Any) -> Problem:
         kv_len, kv_heads, page_size = check_pages(q, k, v, layout, pages, gradients=needs[1] or needs[2])
     check_extras(q, bias, sinks, slopes, heads)
     return Problem(
-        device=device or q.device.type, dtype=q.dtype, layout=layout, batch=batch, heads=heads, kv_heads=kv_heads,
-        q_len=q_len, kv_len=kv_len, qk_dim=qk_dim, v_dim=v.shape[-1], mask=masks.FULL.structure, align=None,
-        features=_features(request, heads != kv_heads), page_size=page_size,
+        device=device or q.device.type,
+        dtype=q.dtype,
+        layout=layout,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        qk_dim=qk_dim,
+        v_dim=v.shape[-1],
+        mask=masks.FULL.structure,
+        align=None,
+        features=_features(request, heads != kv_heads),
+        page_size=page_size,
         bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
-        bias_dtype=None if bias is None else bias.dtype, usual_slopes=slopes is not None and are_usual(slopes),
-    )  # fmt: skip
+        bias_dtype=None if bias is None else bias.dtype,
+        usual_slopes=slopes is not None and are_usual(slopes),
+    )
 
 
 def _features(request: _Request, grouped: bool) -> frozenset[str]:
@@ -454,14 +515,14 @@ def _with_mask(
     mask = mask or masks.FULL
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
-            "mask", "say where the documents are in layout 'thd'", masks.describe(mask.structure),
+            "mask",
+            "say where the documents are in layout 'thd'",
+            masks.describe(mask.structure),
             hint="mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
-        )  # fmt: skip
+        )
     if pages is not None:
         mask = _paged_mask(mask, problem, pages)
-    mask.check(
-        problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device
-    )
+    mask.check(problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device)
     align = mask.resolved_align(problem.batch, problem.q_len, problem.kv_len, needed=slopes is not None)
     documents = mask.document_sizes
     if slopes is not None:
@@ -473,9 +534,11 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     """With pages the mask carries the lengths; in thd each sequence's keys start at its own first page."""
     if not mask.kinds & {"lengths", "documents"}:
         raise InputError(
-            "mask", "carry the keys' lengths when pages is given", masks.describe(mask.structure),
+            "mask",
+            "carry the keys' lengths when pages is given",
+            masks.describe(mask.structure),
             hint="mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
-        )  # fmt: skip
+        )
     if problem.layout != "thd":
         return mask
     assert problem.page_size is not None

@@ -36,11 +36,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None = None,
-    *,
-    layout: Layout | None = None,
+    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None, *, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
@@ -97,7 +93,8 @@ def merge(
 def merge_into(total: Result, part: Result) -> None:
     """`merge` of two, in place: ``total`` (in the precision of the softmax) becomes attention over the keys of both.
 
-    Takes little memory besides, where `merge` takes several outputs: an eighth of one, where the part is of a half type.
+    Takes little memory besides, where `merge` takes several outputs: an eighth of one, where the part is of a half
+    type.
 
     >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
     >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
@@ -109,9 +106,7 @@ def merge_into(total: Result, part: Result) -> None:
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
     rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
-    for out, of_part, *weights in zip(
-        *(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True
-    ):
+    for out, of_part, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
         out.mul_(weights[0]).addcmul_(of_part.to(out.dtype), weights[1])
     total.lse.copy_(lse)
 
@@ -133,13 +128,9 @@ def _listed(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
         raise InputError(name, "be a sequence of tensors", type(parts).__name__) from None
 
 
-def _check_parts(
-    outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None
-) -> Layout:
+def _check_parts(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None) -> Layout:
     if not outs or len(outs) != len(lses):
-        raise InputError(
-            "lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs"
-        )
+        raise InputError("lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs")
     for name, parts in (("outs", outs), ("lses", lses)):
         for part in parts:
             if not isinstance(part, Tensor) or not part.is_floating_point():
@@ -169,15 +160,18 @@ def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
         return layout
     if not fitting or layout is not None:
         raise InputError(
-            "lses", f"be [B, H, Sq] for outs in {layout or 'bshd, sbhd or bhsd'}, [H, T] in thd",
+            "lses",
+            f"be [B, H, Sq] for outs in {layout or 'bshd, sbhd or bhsd'}, [H, T] in thd",
             f"{list(lse.shape)} for outs of {list(out.shape)}",
             hint=f"these shapes would fit layout={fitting[0]!r}" if len(fitting) == 1 else None,
-        )  # fmt: skip
+        )
     if len(fitting) > 1:
         raise InputError(
-            "layout", f"be said, as {list(out.shape)} fits {' and '.join(fitting)}", "None",
+            "layout",
+            f"be said, as {list(out.shape)} fits {' and '.join(fitting)}",
+            "None",
             hint=f"merge(outs, lses, layout={fitting[0]!r})",
-        )  # fmt: skip
+        )
     return fitting[0]
 
 

@@ -3,9 +3,9 @@
     torch.backends.cuda.enable_flash_sdp, enable_mem_efficient_sdp, enable_cudnn_sdp, enable_math_sdp
     torch.nn.attention.sdpa_kernel([...], set_priority=False)
 
-They name PyTorch's kernels; each stands for the families of the same kind here. Their state travels as a short string, so
-that it can be a key and a constant of a compiled graph: a letter for each switch that is off, and after a colon the order
-that set_priority gave. "" is PyTorch's default.
+They name PyTorch's kernels; each stands for the families of the same kind here. Their state travels as a short string,
+so that it can be a key and a constant of a compiled graph: a letter for each switch that is off, and after a colon the
+order that set_priority gave. "" is PyTorch's default.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ _DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
 
 def read() -> str:
     """The switches as they are now. Inside torch.compile: as they are while it traces."""
-    on = (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
+    on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
     order = torch._C._get_sdp_priority_order()
     if all(on) and order in _DEFAULT_ORDERS:
         return ""

@@ -41,17 +41,19 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
 
-    ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is 0,
-    what a boolean mask hides never reaches a result, and of a mask together with is_causal both apply.
+    ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is
+    0, what a boolean mask hides never reaches a result, and of a mask together with is_causal both apply.
 
     Args:
         query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
         key: [..., H, S, E]; axes before S broadcast against query's and value's.
         value: [..., H, S, Ev].
-        attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's dtype
-            or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as structure.
+        attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's
+            dtype or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as
+            structure.
         dropout_p: probability of dropping a weight; applied whenever it is above 0, for there is no training flag.
-        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ; attn_mask, if given, applies too.
+        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ; attn_mask, if given, applies
+            too.
         scale: of the scores; 1/sqrt(E) if None.
         enable_gqa: key and value may have fewer heads; their number divides query's.
 
@@ -59,10 +61,11 @@ def scaled_dot_product_attention(
         [..., H, L, Ev] in query's dtype.
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is of the type that
-            PyTorch raises as well (RuntimeError, TypeError, ...) and carries PyTorch's message.
-        NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``), which are
-            honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every backend's reasons.
+        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is of the type
+            that PyTorch raises as well (RuntimeError, TypeError, ...) and carries PyTorch's message.
+        NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``),
+            which are honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every
+            backend's reasons.
 
     Source: PyTorch's documentation of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -90,8 +93,12 @@ def scaled_dot_product_attention(
         if isinstance(scale, Tensor):
             scale = _number(scale)
         arguments: dict[str, Any] = {
-            "layout": "bhsd", "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p,
-        }  # fmt: skip
+            "layout": "bhsd",
+            "mask": mask,
+            "bias": bias,
+            "scale": scale,
+            "dropout_p": dropout_p,
+        }
         out = _attend(q, k, v, arguments)
     except InputError as error:
         if torch.compiler.is_compiling():
@@ -110,8 +117,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tenso
     if torch.compiler.is_compiling() or is_observed(q, k, v, arguments["mask"], arguments["bias"]):
         absent = dict.fromkeys(("softcap", "alibi_slopes", "sinks", "dropout_seed", "pages"))
         return cast(
-            Tensor,
-            _compile.attention(q, k, v, {**absent, "return_lse": False, **arguments}, None, None, switches),
+            Tensor, _compile.attention(q, k, v, {**absent, "return_lse": False, **arguments}, None, None, switches)
         )
     problem, operands = _problem.normalise(q, k, v, **arguments)
     decision = select(problem, Machine.this(q.device), policy(switches=switches))
@@ -162,9 +168,7 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         if tensor.dim() < fewest:
             axes = "heads, length, head size" if enable_gqa else "length, head size"
             hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and fewest == 2 else None
-            raise InputError(
-                name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape), hint=hint
-            )
+            raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape), hint=hint)
     _check_kinds(named)
     if key.shape[-1] != query.shape[-1]:
         wanted = f"have the head size of query ({query.shape[-1]})"
@@ -189,9 +193,7 @@ def _check_kinds(named: dict[str, Tensor]) -> None:
             raise InputError(name, f"have the dtype of query ({query.dtype})", str(tensor.dtype), hint=hint)
         if tensor.device != query.device:
             hint = f"{name}.to(query.device)"
-            raise InputError(
-                name, f"be on the device of query ({query.device})", str(tensor.device), hint=hint
-            )
+            raise InputError(name, f"be on the device of query ({query.device})", str(tensor.device), hint=hint)
 
 
 def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
@@ -205,9 +207,8 @@ def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
                 if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
                     hint = "enable_gqa=True, if these are fewer key and value heads"
                 raise InputError(
-                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape),
-                    hint=hint,
-                )  # fmt: skip
+                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape), hint=hint
+                )
             common[axis] = size if common[axis] == 1 else common[axis]
     return tuple(common)
 
@@ -227,12 +228,8 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], ena
     heads = shape[-3] if len(shape) > 2 else 1
     tensors = [t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value)]
     kv_heads = tensors[1].shape[-3]
-    if (
-        kv_heads != tensors[2].shape[-3]
-    ):  # served from different heads: the only case in which they are expanded
-        tensors[1:] = [
-            t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]
-        ]
+    if kv_heads != tensors[2].shape[-3]:  # served from different heads: the only case in which they are expanded
+        tensors[1:] = [t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]]
         kv_heads = heads
     q, k, v = (_fold(t, batch, n) for t, n in zip(tensors, (heads, kv_heads, kv_heads), strict=True))
     return q, k, v
@@ -265,7 +262,8 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Ten
 def _mask_or_bias(
     attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; is_causal joined."""
+    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; is_causal
+    joined."""
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":
@@ -283,9 +281,11 @@ def _mask_or_bias(
         raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
     if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
         raise InputError(
-            "attn_mask", "be None if is_causal=True and flash kernels are switched off", "both",
+            "attn_mask",
+            "be None if is_causal=True and flash kernels are switched off",
+            "both",
             hint="allow SDPBackend.FLASH_ATTENTION as well, or join the causal part to attn_mask",
-        )  # fmt: skip
+        )
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = _CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:

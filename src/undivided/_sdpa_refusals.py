@@ -11,10 +11,9 @@ from undivided._tensors import is_traced
 from undivided.errors import InputError
 
 _KINDS = (TypeError, NotImplementedError, IndexError, RuntimeError)
-NO_KERNEL = (
-    "No viable backend for scaled_dot_product_attention was found. No available kernel. Aborting execution."
-)
-"""What PyTorch says where its switches leave no kernel: the first sentence where all are off, the others where one is left."""
+NO_KERNEL = "No viable backend for scaled_dot_product_attention was found. No available kernel. Aborting execution."
+"""What PyTorch says where its switches leave no kernel: the first sentence where all are off, the others where one is
+left."""
 
 
 def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
@@ -22,7 +21,8 @@ def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
 
     Args:
         error: what our own checks raised.
-        arguments: those of the call, in PyTorch's order: three tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa.
+        arguments: those of the call, in PyTorch's order: three tensors, attn_mask, dropout_p, is_causal, scale,
+            enable_gqa.
 
     Returns:
         An `InputError` that is a RuntimeError, or whatever else PyTorch raises for the same arguments.
@@ -46,22 +46,37 @@ def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     return found
 
 
-def _raised(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
-            scale: Any = None, enable_gqa: Any = False) -> Exception | None:  # fmt: skip
+def _raised(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Exception | None:
     if attn_mask is not None and is_causal is True and torch.backends.cuda.flash_sdp_enabled():
         is_causal = False  # PyTorch's flash kernel takes both; on meta tensors the math kernel answers, which does not
     try:
         torch._C._nn.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
             enable_gqa=enable_gqa,
-        )  # fmt: skip
+        )
     except Exception as error:
         return error
     return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its sizes can be asked for: not of a nested tensor, a lazy parameter, or one that outlived its transform."""
+    """Whether its sizes can be asked for: not of a nested tensor, a lazy parameter, or one that outlived its
+    transform."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_nested

@@ -2,8 +2,8 @@
 
 The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
 
-Candidates are tried in the caller's order, where there is one, then by rank. Where two or more that can run were measured on
-such a problem (`_measured`), these trade their places, the fastest first; the others keep theirs.
+Candidates are tried in the caller's order, where there is one, then by rank. Where two or more that can run were
+measured on such a problem (`_measured`), these trade their places, the fastest first; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Verdict:
 class Decision:
     """The chosen backend, and for every other one its list of reasons.
 
-    ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons, ``str(decision)`` is
-    the table. ``decision.verdicts`` has all of it in the order tried, and estimates of time where something was measured.
-    `undivided.explain` makes one.
+    ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons,
+    ``str(decision)`` is the table. ``decision.verdicts`` has all of it in the order tried, and estimates of time where
+    something was measured. `undivided.explain` makes one.
 
     Args:
         problem: what was asked for: sizes, dtype, mask structure and features, without tensors.
@@ -89,7 +89,8 @@ class Decision:
         return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
 
     def standing(self, verdict: Verdict) -> str:
-        """By what a backend that can run has its place: its estimate, or its default rank; "" if the caller gave the order."""
+        """By what a backend that can run has its place: its estimate, or its default rank; "" if the caller gave the
+        order."""
         if not verdict.can_run:
             return ""
         if verdict.estimate is not None:
@@ -123,7 +124,8 @@ class Decision:
                 lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
         if self.chosen is None and self.policy.forced is not None:
             lines.append(
-                f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out to let selection choose"
+                f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out "
+                f"to let selection choose"
             )
         return "\n".join(lines)
 
@@ -153,10 +155,10 @@ _last = _Last()
 def last_decision() -> Decision | None:
     """The Decision of the last call of this thread: which backend ran, and why not the others.
 
-    Set by every call that selects: `attention`, `scaled_dot_product_attention`, the layers, the caches, and compiled graphs
-    when they run. A call that raises for want of a backend leaves it as it was; `explain` does too. Under context
-    parallelism it is that of the rank's last piece of work. Under torch.func and forward-mode differentiation the
-    reference's operations run, whatever was decided.
+    Set by every call that selects: `attention`, `scaled_dot_product_attention`, the layers, the caches, and compiled
+    graphs when they run. A call that raises for want of a backend leaves it as it was; `explain` does too. Under
+    context parallelism it is that of the rank's last piece of work. Under torch.func and forward-mode differentiation
+    the reference's operations run, whatever was decided.
 
     Returns:
         The `Decision`; None before the thread's first call.
@@ -223,9 +225,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     known = _by_class.get(key)
     if known is not None and known.machine is machine:
         exact = (
-            problem
-            if problem.deterministic == known.problem.deterministic
-            else problem._replace(deterministic=True)
+            problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
         )
         return Decision(exact, machine, policy, known.chosen)
     decision = decide(problem, machine, policy)

@@ -1,7 +1,7 @@
 """ALiBi's usual slopes, and whether a tensor is known to hold them.
 
-cuDNN computes them itself and takes no others. Whether a tensor holds them cannot be read without waiting for its device, so
-it is known of those that were made here and not written to since.
+cuDNN computes them itself and takes no others. Whether a tensor holds them cannot be read without waiting for its
+device, so it is known of those that were made here and not written to since.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
 
     For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise the slopes of the power of two below n,
-    followed by every other slope of twice that power. cuDNN takes no other slopes: it runs with a tensor of this function
-    until somebody writes to it. A copy is not recognised; other backends take any slopes.
+    followed by every other slope of twice that power. cuDNN takes no other slopes: it runs with a tensor of this
+    function until somebody writes to it. A copy is not recognised; other backends take any slopes.
 
     Args:
         heads: number of query heads, at least 1.
@@ -54,7 +54,8 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond n.
+    """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond
+    n.
 
     The same tensor at every call, for as long as nobody writes to it.
 

@@ -1,4 +1,5 @@
-"""What may be known of tensors without reading them: where their values are, who watches, and whether they have changed."""
+"""What may be known of tensors without reading them: where their values are, who watches, and whether they have
+changed."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ _TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
 def has_dispatch(value: object) -> bool:
-    """Whether it is a tensor of a class with ``__torch_dispatch__``: its values need not be where its pointer points."""
+    """Whether it is a tensor of a class with ``__torch_dispatch__``: its values need not be where its pointer
+    points."""
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def is_observed(q: object, k: object, v: object, mask: object = None, *others: object) -> bool:
-    """Whether somebody must see the call as one operator: a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP counters),
-    ``torch.jit.trace``, or the class of a tensor. torch.func sees plain operations instead.
+    """Whether somebody must see the call as one operator: a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP
+    counters), ``torch.jit.trace``, or the class of a tensor. torch.func sees plain operations instead.
 
     `mask` is anything with ``tensors``; `others` are tensors, numbers or None.
     """
@@ -45,8 +47,8 @@ def span(tensor: Tensor) -> int:
 
 
 def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
-    """(bytes that it needs, bytes of its storage) if the storage is too small: it was resized after the tensor was made, as
-    FSDP does with parameters that are sharded again. None if it is large enough.
+    """(bytes that it needs, bytes of its storage) if the storage is too small: it was resized after the tensor was
+    made, as FSDP does with parameters that are sharded again. None if it is large enough.
     """
     size, have = tensor.element_size(), tensor.untyped_storage().nbytes()
     begin = tensor.storage_offset()
@@ -67,17 +69,16 @@ def functional_mode() -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile and of modes that trace or fake."""
+    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile and of modes that trace or
+    fake."""
     if torch.compiler.is_compiling() or (_modes() and values_are_traced()):
         return False
-    return all(
-        t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors
-    )
+    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, a TorchDispatchMode, torch.func or a CUDA graph looks on: what is made now means nothing to the
-    next call."""
+    """Whether torch.compile, a TorchDispatchMode, torch.func or a CUDA graph looks on: what is made now means nothing
+    to the next call."""
     return (
         torch.compiler.is_compiling()
         or _modes() > 0
@@ -87,7 +88,8 @@ def is_traced() -> bool:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: nothing is computed until it is replayed, and then in memory of its own."""
+    """Whether a CUDA graph is being captured: nothing is computed until it is replayed, and then in memory of its
+    own."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -25,9 +25,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_layout(layout: object) -> None:
     if layout not in LAYOUTS:
         raise InputError(
-            "layout", f"be one of {', '.join(map(repr, LAYOUTS))}", repr(layout),
+            "layout",
+            f"be one of {', '.join(map(repr, LAYOUTS))}",
+            repr(layout),
             hint="b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
-        )  # fmt: skip
+        )
 
 
 def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
@@ -56,9 +58,7 @@ def checked_scale(scale: float) -> float:
 
 
 def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
-    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(
-        ("k", "v"), _layout.rank(layout) if pages is None else 4
-    )
+    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(("k", "v"), _layout.rank(layout) if pages is None else 4)
     axes = {"q": ", ".join(layout)} | dict.fromkeys(("k", "v"), ", ".join(layout))
     if pages is not None:
         axes |= dict.fromkeys(("k", "v"), "pages, page size, kv heads, head size")
@@ -73,10 +73,7 @@ def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor |
             elif tensor.dim() == 4 and ranks[name] == 3:
                 hint = "thd is for packed tokens without a batch axis; a padded batch is 'bshd', 'sbhd' or 'bhsd'"
             raise InputError(
-                name,
-                f"have {ranks[name]} axes [{axes[name]}]",
-                f"{tensor.dim()} axes {list(tensor.shape)}",
-                hint=hint,
+                name, f"have {ranks[name]} axes [{axes[name]}]", f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint
             )
 
 
@@ -86,9 +83,11 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise InputError(
-                name, f"have the dtype of q ({q.dtype})", str(tensor.dtype),
+                name,
+                f"have the dtype of q ({q.dtype})",
+                str(tensor.dtype),
                 hint=f"{name}.to(q.dtype), or run under torch.autocast",
-            )  # fmt: skip
+            )
         if tensor.device != q.device:
             raise InputError(
                 name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)"
@@ -106,14 +105,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     if k_dim != qk_dim:
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
     if k_batch != batch:
-        raise InputError(
-            "k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint
-        )
-    for what, of_k, of_v in (
-        ("batch size", k_batch, v_batch),
-        ("length", kv_len, v_len),
-        ("heads", kv_heads, v_heads),
-    ):
+        raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
+    for what, of_k, of_v in (("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("heads", kv_heads, v_heads)):
         if of_k != of_v:
             raise InputError("v", f"have the {what} of k ({of_k})", f"{of_v} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
@@ -134,11 +127,14 @@ def _heads_hint(heads: int, kv_heads: int) -> str:
         return "k has more heads than q: were q and k given in the other order?"
     *fewer, most = (str(n) for n in range(1, heads + 1) if heads % n == 0)
     divisors = f"{', '.join(fewer)} or {most}" if fewer else most
-    return f"grouped-query attention needs {divisors} key heads for {heads} query heads, so that each serves equally many"
+    return (
+        f"grouped-query attention needs {divisors} key heads for {heads} query heads, so that each serves equally many"
+    )
 
 
 def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
-    """The only other layout that these shapes fit, if it makes the sequence longer: heads and batches are mostly shorter."""
+    """The only other layout that these shapes fit, if it makes the sequence longer: heads and batches are mostly
+    shorter."""
     here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
     fitting = []
     for other in LAYOUTS:
@@ -157,9 +153,11 @@ def check_pages(
     """(kv_len, kv_heads, page_size) of a paged cache."""
     if gradients:
         raise InputError(
-            "pages", "be used without gradients of k and v (a cache is read, not trained through)",
-            "k or v with requires_grad=True", hint="call under torch.no_grad(), or pass k and v unpaged",
-        )  # fmt: skip
+            "pages",
+            "be used without gradients of k and v (a cache is read, not trained through)",
+            "k or v with requires_grad=True",
+            hint="call under torch.no_grad(), or pass k and v unpaged",
+        )
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
     if pages.dtype != torch.int32 or pages.dim() != 2:
         raise InputError(
@@ -201,23 +199,21 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
     wrong = real & ((pages < 0) | (pages >= pool))
     if bool(wrong.any()):
         raise InputError(
-            "pages", f"number pages of the pool, 0 to {pool - 1}, wherever a sequence has keys",
-            int(pages[wrong][0]), hint="only entries beyond a sequence's length may hold anything else",
-        )  # fmt: skip
+            "pages",
+            f"number pages of the pool, 0 to {pool - 1}, wherever a sequence has keys",
+            int(pages[wrong][0]),
+            hint="only entries beyond a sequence's length may hold anything else",
+        )
 
 
-def check_extras(
-    q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int
-) -> None:
+def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
     """Kinds of the optional inputs, and the shape of sinks; the others' shapes depend on the lengths or the mask."""
     for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is None:
             continue
         if not tensor.is_floating_point():
             hint = (
-                "a boolean mask goes to mask=masks.dense(tensor), True = attend"
-                if tensor.dtype == torch.bool
-                else None
+                "a boolean mask goes to mask=masks.dense(tensor), True = attend" if tensor.dtype == torch.bool else None
             )
             raise InputError(name, "be a floating-point tensor", str(tensor.dtype), hint=hint)
         if tensor.device != q.device:
@@ -228,23 +224,20 @@ def check_extras(
 
 def check_bias(bias: Tensor, layout: Layout, batch: int, heads: int, q_len: int, kv_len: int) -> str:
     full = (batch, heads, q_len, kv_len)
-    words = (
-        f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
-    )
+    words = f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if bias.dim() > 4 or any(size not in (1, limit) for size, limit in zip(shape, full, strict=True)):
         raise InputError("bias", f"be broadcastable to {words}", list(bias.shape))
-    return "".join(
-        "1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True)
-    )
+    return "".join("1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True))
 
 
 def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise InputError(
-            "alibi_slopes", f"have shape [heads] = [{heads}] or [sequences, heads] = [{sequences}, {heads}]",
+            "alibi_slopes",
+            f"have shape [heads] = [{heads}] or [sequences, heads] = [{sequences}, {heads}]",
             list(slopes.shape),
-        )  # fmt: skip
+        )
 
 
 def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:

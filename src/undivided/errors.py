@@ -1,8 +1,9 @@
 """The exceptions of the library, as a tree.
 
     ValueError
-      InputError          the caller got something wrong: argument, value, limit, hint. From scaled_dot_product_attention it
-                          is of PyTorch's type as well (mostly RuntimeError), for an unknown keyword a TypeError as well
+      InputError          the caller got something wrong: argument, value, limit, hint. It is of PyTorch's type as well
+                          if scaled_dot_product_attention raises it (mostly RuntimeError), and a TypeError
+                          as well for an unknown keyword
     RuntimeError
       NoBackendError      no backend may run the problem; carries the Decision with every reason
 
@@ -42,7 +43,8 @@ class InputError(ValueError):
         self.args = (message if hint is None else f"{message}\n  HINT: {hint}",)
 
     def as_also(self, kind: type[Exception], message: str | None = None) -> InputError:
-        """The same error as one that ``except kind`` catches too, with PyTorch's `message` for those who read it there."""
+        """The same error as one that ``except kind`` catches too, with PyTorch's `message` for those who read it
+        there."""
         first, newline, hint = self.args[0].partition("\n")
         if message is not None:
             first += f"\n  PYTORCH: {message}"
@@ -64,9 +66,7 @@ def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: An
 @functools.cache
 def _input_error_and(kind: Any) -> Any:
     """The class of errors that are an InputError and a `kind`."""
-    return (
-        InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
-    )
+    return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
 
 
 class NoBackendError(RuntimeError):

@@ -27,22 +27,48 @@ __all__ = ["attention", "explain", "scaled_dot_product_attention"]
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None = ..., bias: Tensor | None = ...,
-    scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
-    backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
-    pages: Tensor | None = ..., context_parallel: ContextParallel | None = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask | None = ...,
+    bias: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    backend: str | None = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[False] = ...,
+    pages: Tensor | None = ...,
+    context_parallel: ContextParallel | None = ...,
+) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | None = ..., bias: Tensor | None = ...,
-    scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
-    backend: str | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
-    pages: Tensor | None = ..., context_parallel: ContextParallel | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask | None = ...,
+    bias: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    backend: str | None = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[True],
+    pages: Tensor | None = ...,
+    context_parallel: ContextParallel | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -90,18 +116,19 @@ def attention(
         backend: a backend or family that must run, or the call raises; None lets selection choose.
         deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
             UNDIVIDED_DETERMINISTIC.
-        return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32, differentiable.
+        return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32,
+            differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
-        context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask and the
-            keys of the bias are the whole's, and dropout_seed must be given.
+        context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
+            and the keys of the bias are the whole's, and dropout_seed must be given.
 
     Returns:
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For a keyword that it does not
-            have, such as another library's, the error is a TypeError as well.
+        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For a keyword that it
+            does not have, such as another library's, the error is a TypeError as well.
         NoBackendError: no allowed backend can run it; the message lists every backend's reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
@@ -127,16 +154,37 @@ def attention(
         or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages)
     ):
         arguments: dict[str, Any] = {
-            "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "return_lse": return_lse, "pages": pages,
-        }  # fmt: skip
+            "layout": layout,
+            "mask": mask,
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+            "return_lse": return_lse,
+            "pages": pages,
+        }
         if context_parallel is not None:
             return _of(context_parallel).attention(q, k, v, arguments, backend, deterministic)
         return _compile.attention(q, k, v, arguments, backend, deterministic)
     problem, operands = _problem.normalise(
-        q, k, v, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, pages=pages,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        layout=layout,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        return_lse=return_lse,
+        pages=pages,
+    )
     decision = select(problem, Machine.this(q.device), policy(backend, deterministic))
     return _autograd.run(decision.backend, decision.problem, operands)
 
@@ -184,9 +232,11 @@ def explain(
     if unknown or "layout" not in arguments:
         wanted = ", ".join(sorted(_EXPLAINED))
         raise InputError(
-            "explain", f"be given layout= and only arguments of attention ({wanted})", unknown or "no layout",
+            "explain",
+            f"be given layout= and only arguments of attention ({wanted})",
+            unknown or "no layout",
             hint=keyword_hint(unknown, _ARGUMENTS),
-        )  # fmt: skip
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
     q, k, v = _autograd.autocast(q, k, v)
@@ -209,9 +259,11 @@ def _of(context_parallel: object) -> ContextParallel:
     """A ContextParallel, told by what it can do: nothing at or below this module knows process groups."""
     if not hasattr(context_parallel, "traffic"):
         raise InputError(
-            "context_parallel", "be an undivided.ContextParallel or None", type(context_parallel).__name__,
+            "context_parallel",
+            "be an undivided.ContextParallel or None",
+            type(context_parallel).__name__,
             hint="undivided.ContextParallel(group).bind(q_len)",
-        )  # fmt: skip
+        )
     return cast("ContextParallel", context_parallel)
 
 

@@ -15,9 +15,7 @@ FAMILY_ALIASES = {"unfused": "math"}
 @functools.cache
 def all_backends() -> tuple[Backend, ...]:
     """The backends, by name."""
-    names = sorted(
-        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    )
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(module.BACKEND for module in modules if hasattr(module, "BACKEND"))
 

@@ -1,7 +1,8 @@
 """What a backend is: limits as data, reasons, forward, backward.
 
-A backend is one file in this folder that ends in ``BACKEND = <an instance>``. It declares its limits as a `Limits`, adds
-what data cannot say in `reasons`, and computes. Predicate and executor stand side by side, so that they stay one truth.
+A backend is one file in this folder that ends in ``BACKEND = <an instance>``. It declares its limits as a `Limits`,
+adds what data cannot say in `reasons`, and computes. Predicate and executor stand side by side, so that they stay one
+truth.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Backend:
     def rank(self, problem: Problem, machine: Machine) -> float:
         """Where it stands in the order to try: lower is tried first. 100 is the reference.
 
-        A belief: where several were measured on such a problem, they trade their places by that (`undivided._measured`).
+        A belief: where several were measured on such a problem, they trade their places by that
+            (`undivided._measured`).
         """
         raise NotImplementedError
 
@@ -105,8 +107,9 @@ class Backend:
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """Every reason why it cannot run exactly this problem; empty means it can.
 
-        A reason states value and limit. It may look at lengths only by comparison, by divisibility by 8, 16, 32 or 64, or
-        against powers of two, because decisions are shared by lengths that agree in these (`_selection.selection_key`).
+        A reason states value and limit. It may look at lengths only by comparison, by divisibility by 8, 16, 32 or 64,
+        or against powers of two, because decisions are shared by lengths that agree in these
+        (`_selection.selection_key`).
         """
         return limit_reasons(self.limits, problem, machine)
 
@@ -123,7 +126,8 @@ class Backend:
     ) -> Gradients:
         """Gradients by recomputation from (out, lse). grad_out has q's layout (any strides), grad_lse is [B, H, Sq].
 
-        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are exp(score - lse).
+        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are exp(score -
+        lse).
         """
         raise NotImplementedError
 
@@ -134,17 +138,18 @@ class Backend:
 
     def gradients(
         self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:  # fmt: skip
+    ) -> Gradients:
         """`backward` from what `answer` returned."""
         result = Result(_layout.canonical(out, problem.layout), lse)
         return self.backward(problem, operands, result, grad_out, grad_lse)
 
     def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
-        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is recorded.
+        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is
+        recorded.
 
-        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The node
-        must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd` reads
-        them for the second derivative.
+        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The
+        node must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd`
+        reads them for the second derivative.
         """
         return None
 
@@ -162,9 +167,7 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
     if problem.device == "cuda" and "cuda" in limits.devices:
         reasons += _capability_reasons(limits, machine)
     if problem.dtype not in limits.dtypes:
-        reasons.append(
-            f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})"
-        )
+        reasons.append(f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})")
     reasons += _head_dim_reasons(limits, problem)
     for kind in sorted(problem.mask.kinds - limits.masks):
         reasons.append(_with_note(f"no support for {_MASK_WORDS[kind]}", limits.notes.get(kind)))

@@ -68,7 +68,7 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
 
 def must_part(
     problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
 
     On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
@@ -86,7 +86,8 @@ def must_part(
 
 
 def document_ends(normal: NormalForm, batch: slice) -> list[int]:
-    """Where each document's rows end: between neighbours that share no key. After every row if ids decide. For CPU tensors.
+    """Where each document's rows end: between neighbours that share no key. After every row if ids decide. For CPU
+    tensors.
 
     >>> form = NormalForm(torch.tensor([[[0, 2], [0, 2], [2, 3]]], dtype=torch.int32), kv_len=3)
     >>> document_ends(form, slice(0, 1))

@@ -19,10 +19,7 @@ def leaves_of(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[
 
 
 def gradients_of(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    leaves: Sequence[Tensor | None],
-    create_graph: bool = False,
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
 ) -> list[Tensor | None]:
     """torch.autograd.grad that passes over leaves that are None, need no gradient, or are not reached."""
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -31,11 +28,7 @@ def gradients_of(
         return [None] * len(leaves)
     found = iter(
         torch.autograd.grad(
-            [o for o, _ in reached],
-            wanted,
-            [g for _, g in reached],
-            allow_unused=True,
-            create_graph=create_graph,
+            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
         )
     )
     return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]

@@ -1,12 +1,12 @@
 """A call of cuDNN as a graph: its tensors as cuDNN sees them, built once for each problem, kept, executed.
 
-cuDNN's left edge is exclusive: keys in ``(i + d - left_bound, i + d + right_bound]``, so a window's left side is passed as
-``left + 1``. Packed documents are a batch of ragged rows: an offset (in elements) for each document's start, and its real
-length. Statistics of dense sequences are packed ``[B, H, S, 1]`` whatever the layout: below cuDNN 9.12 the forward writes
-them so and below 9.26 the backward reads them so, no matter which strides they are said to have.
+cuDNN's left edge is exclusive: keys in ``(i + d - left_bound, i + d + right_bound]``, so a window's left side is passed
+as ``left + 1``. Packed documents are a batch of ragged rows: an offset (in elements) for each document's start, and its
+real length. Statistics of dense sequences are packed ``[B, H, S, 1]`` whatever the layout: below cuDNN 9.12 the forward
+writes them so and below 9.26 the backward reads them so, no matter which strides they are said to have.
 
-Source: cudnn-frontend, python/pygraph/sdpa.cpp for the arguments (1.23); scaled_dot_product_flash_attention.h for what each
-means and for the statistics (1.32, `post_validate_node` and the backward's `pre_validate_node`).
+Source: cudnn-frontend, python/pygraph/sdpa.cpp for the arguments (1.23); scaled_dot_product_flash_attention.h for what
+each means and for the statistics (1.32, `post_validate_node` and the backward's `pre_validate_node`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _KEY_TILE = 128
 class Call(NamedTuple):
     """One call: the problem, its tensors as [B, S, H, D] or packed [T, H, D], and lengths of each sequence.
 
-    `extra` are the inputs of the score: bias [1|B, 1|H, Sq, Sk], sink [1, H, 1, 1], table_k and table_v [B, 1, pages, 1].
+    `extra` are the inputs of the score: bias [1|B, 1|H, Sq, Sk], sink [1, H, 1, 1], table_k and table_v [B, 1, pages,
+    1].
     """
 
     problem: Problem
@@ -70,24 +71,23 @@ class Call(NamedTuple):
         if found is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
-                ("q", found.cu_seqlens_q, found.padded_q), ("kv", found.cu_seqlens_kv, found.padded_kv),
-            ):  # fmt: skip
+                ("q", found.cu_seqlens_q, found.padded_q),
+                ("kv", found.cu_seqlens_kv, found.padded_kv),
+            ):
                 lengths[side] = _gpu.offsets(real.diff(), q)
                 starts[side] = (real if padded is None else padded).to(device=q.device, dtype=torch.int64)
         elif part is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
-            lengths = {
-                "q": full if part.q is None else _gpu.offsets(part.q, q),
-                "kv": _gpu.offsets(part.kv, q),
-            }
+            lengths = {"q": full if part.q is None else _gpu.offsets(part.q, q), "kv": _gpu.offsets(part.kv, q)}
         q, k, v = (aligned(t) for t in (q, k, v))
         return Call(problem, operands.scale, operands.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> Call:
-        """The same call as the backward needs it: without sinks, with full lengths where keys do not fill their last tile.
+        """The same call as the backward needs it: without sinks, with full lengths where keys do not fill their last
+        tile.
 
-        On SM90 the backward scores what is missing there 0 instead of -inf, which overflows where a row's log-sum-exp is
-        below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask avoids it
+        On SM90 the backward scores what is missing there 0 instead of -inf, which overflows where a row's log-sum-exp
+        is below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask avoids it
         (cudnn-frontend issues 160 and 1072, pytorch issue 196678); the frontend adds one itself up to cuDNN 9.15.
         """
         problem, extra = self.problem, {name: t for name, t in self.extra.items() if name != "sink"}
@@ -127,9 +127,7 @@ class Call(NamedTuple):
         handle = _handle(cudnn, self.q.device)
         uids = {name: n for n, name in enumerate(sorted(tensors), 1)}
         described = tuple(
-            (name, *map(tuple, self.dims(name, t)))
-            for name, t in tensors.items()
-            if not name.startswith("offset")
+            (name, *map(tuple, self.dims(name, t))) for name, t in tensors.items() if not name.startswith("offset")
         )
         plain = self.problem._replace(q_len=0, kv_len=0, documents=None) if self.packed else self.problem
         key = (what, plain, self.scale, described, self.totals(), self.q.device)
@@ -137,9 +135,11 @@ class Call(NamedTuple):
             if len(_graphs) >= _MOST_GRAPHS:
                 _graphs.clear()
             graph = cudnn.pygraph(
-                io_data_type=_types(cudnn)[self.q.dtype], intermediate_data_type=cudnn.data_type.FLOAT,
-                compute_data_type=cudnn.data_type.FLOAT, handle=handle,
-            )  # fmt: skip
+                io_data_type=_types(cudnn)[self.q.dtype],
+                intermediate_data_type=cudnn.data_type.FLOAT,
+                compute_data_type=cudnn.data_type.FLOAT,
+                handle=handle,
+            )
             _graphs[key] = _built(cudnn, graph, self, build, tensors, uids)
         graph = _graphs[key]
         workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=self.q.device)
@@ -156,9 +156,7 @@ class Call(NamedTuple):
             "use_padding_mask": bool(self.lengths),
             "seq_len_q": nodes.get("length_q"),
             "seq_len_kv": nodes.get("length_kv"),
-            "diagonal_alignment": align.BOTTOM_RIGHT
-            if self.problem.align == "bottom_right"
-            else align.TOP_LEFT,
+            "diagonal_alignment": align.BOTTOM_RIGHT if self.problem.align == "bottom_right" else align.TOP_LEFT,
             "diagonal_band_left_bound": None if left is None else left + 1,  # cuDNN leaves the left edge out
             "diagonal_band_right_bound": right,
         }
@@ -182,8 +180,8 @@ def full_lengths(batch: int, length: int, like: Tensor) -> Tensor:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where its rows do not start at multiples of 16 bytes.
 
-    On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses the
-    strides from 1.32 (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), never the address.
+    On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses
+    the strides from 1.32 (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), never the address.
     """
     steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
     misaligned = any(step * tensor.element_size() % _ALIGNMENT for step in steps)
@@ -203,14 +201,15 @@ def _handle(cudnn: Any, device: torch.device) -> Any:
 def _types(cudnn: Any) -> dict[torch.dtype, Any]:
     kinds = cudnn.data_type
     return {
-        torch.float16: kinds.HALF, torch.bfloat16: kinds.BFLOAT16, torch.float32: kinds.FLOAT,
-        torch.int32: kinds.INT32, torch.int64: kinds.INT64,
-    }  # fmt: skip
+        torch.float16: kinds.HALF,
+        torch.bfloat16: kinds.BFLOAT16,
+        torch.float32: kinds.FLOAT,
+        torch.int32: kinds.INT32,
+        torch.int64: kinds.INT64,
+    }
 
 
-def _built(
-    cudnn: Any, graph: Any, call: Call, build: Any, tensors: dict[str, Tensor], uids: dict[str, int]
-) -> Any:
+def _built(cudnn: Any, graph: Any, call: Call, build: Any, tensors: dict[str, Tensor], uids: dict[str, int]) -> Any:
     """Describe the inputs, add the operation, describe its outputs, and compile."""
     nodes: dict[str, Any] = {}
     outputs = {"o", "stats"} if build is forward_graph else {"dq", "dk", "dv"}
@@ -242,23 +241,32 @@ def forward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> 
         options["sink_token"] = nodes["sink"]
     if "table_k" in nodes:
         options |= {
-            "paged_attention_k_table": nodes["table_k"], "paged_attention_v_table": nodes["table_v"],
+            "paged_attention_k_table": nodes["table_k"],
+            "paged_attention_v_table": nodes["table_v"],
             "paged_attention_max_seq_len_kv": call.problem.kv_len,
-        }  # fmt: skip
-    out, stats = graph.sdpa(
-        name="sdpa", q=nodes["q"], k=nodes["k"], v=nodes["v"], generate_stats=True, **options
-    )
+        }
+    out, stats = graph.sdpa(name="sdpa", q=nodes["q"], k=nodes["k"], v=nodes["v"], generate_stats=True, **options)
     return {"o": out, "stats": stats}
 
 
 def backward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of q, k and v; that of the bias is written where the graph's input says. Sinks are in the statistics."""
+    """Gradients of q, k and v; that of the bias is written where the graph's input says. Sinks are in the
+    statistics."""
     total_q, total_kv = call.totals() or (None, None)
     dq, dk, dv = graph.sdpa_backward(
-        name="sdpa_backward", q=nodes["q"], k=nodes["k"], v=nodes["v"], o=nodes["o"], dO=nodes["do"],
-        stats=nodes["stats"], dBias=nodes.get("dbias"), max_total_seq_len_q=total_q, max_total_seq_len_kv=total_kv,
-        use_deterministic_algorithm=call.problem.deterministic, **call.options(cudnn, nodes),
-    )  # fmt: skip
+        name="sdpa_backward",
+        q=nodes["q"],
+        k=nodes["k"],
+        v=nodes["v"],
+        o=nodes["o"],
+        dO=nodes["do"],
+        stats=nodes["stats"],
+        dBias=nodes.get("dbias"),
+        max_total_seq_len_q=total_q,
+        max_total_seq_len_kv=total_kv,
+        use_deterministic_algorithm=call.problem.deterministic,
+        **call.options(cudnn, nodes),
+    )
     return {"dq": dq, "dk": dk, "dv": dv}
 
 

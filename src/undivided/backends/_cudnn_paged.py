@@ -1,12 +1,12 @@
 """cuDNN against a paged cache, one query a sequence: full pages by cuDNN, each sequence's last one here, merged.
 
-cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and the last page of
-a cache holds whatever was there before. So cuDNN is given lengths that end with the last full page, and a table whose
-further entries repeat the sequence's first page: everything that it can load is a real key of that sequence. The keys of
-the last page, fewer than a page, are gathered and computed in fp32.
+cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and the last
+page of a cache holds whatever was there before. So cuDNN is given lengths that end with the last full page, and a table
+whose further entries repeat the sequence's first page: everything that it can load is a real key of that sequence. The
+keys of the last page, fewer than a page, are gathered and computed in fp32.
 
-Source: cudnn-frontend, docs/operations/Attention.md (1.10: ``K[table[b, 0, s // page, 0], h, s % page, d]``, pages of a power
-of two) and sdpa_support_surface.h; TransformerEngine 2.20 (fused_attn.cpp, dot_product_attention/utils.py).
+Source: cudnn-frontend, docs/operations/Attention.md (1.10: ``K[table[b, 0, s // page, 0], h, s % page, d]``, pages of a
+power of two) and sdpa_support_surface.h; TransformerEngine 2.20 (fused_attn.cpp, dot_product_attention/utils.py).
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     if max(problem.qk_dim, problem.v_dim) > 128 and version <= (9, 9, 0):
         found.append(f"paged keys with head sizes above 128 ({have(version)}; after 9.9.0)")
     if capability == (8, 9) or capability >= (12, 0):
-        found.append(
-            f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug of cuDNN's)"
-        )
+        found.append(f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug of cuDNN's)")
     return found
 
 
@@ -63,32 +61,33 @@ def forward(problem: Problem, operands: Operands) -> Result:
     full, rest = lengths // problem.page_size, lengths % problem.page_size
     pages = operands.pages.clamp(0, operands.k.shape[0] - 1)
     parts = (_full_pages(problem, operands, pages, full), _last_page(problem, operands, pages, full, rest))
-    out, lse = merge(
-        [part.out for part in parts], [part.lse for part in parts], operands.sinks, layout="bshd"
-    )
+    out, lse = merge([part.out for part in parts], [part.lse for part in parts], operands.sinks, layout="bshd")
     return Result(out.to(problem.dtype), lse)
 
 
 def _full_pages(problem: Problem, operands: Operands, pages: Tensor, full: Tensor) -> Result:
-    """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] in the precision of the softmax, lse [B, H, 1]."""
+    """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] in the precision of the softmax, lse [B, H,
+    1]."""
     page = problem.page_size or 1
     # graphs are built for a table's width: powers of two, so that a growing cache needs few
     width = 1 << (pages.shape[1] - 1).bit_length()
     column = torch.arange(width, device=pages.device)
-    table = torch.where(
-        column < full.unsqueeze(1), pages[:, column.clamp(max=pages.shape[1] - 1)], pages[:, :1]
-    )
+    table = torch.where(column < full.unsqueeze(1), pages[:, column.clamp(max=pages.shape[1] - 1)], pages[:, :1])
     table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
     # a sequence without a full page reads one key of some page, and what comes of it is dropped
     lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
-    q, k, v = (
-        _cudnn_graph.aligned(t)
-        for t in (_layout.canonical(operands.q, problem.layout), operands.k, operands.v)
-    )
+    q, k, v = (_cudnn_graph.aligned(t) for t in (_layout.canonical(operands.q, problem.layout), operands.k, operands.v))
     call = Call(
-        problem._replace(kv_len=width * page, mask=FULL.structure, align=None), operands.scale, (None, None), q, k, v,
-        {"q": _cudnn_graph.full_lengths(problem.batch, 1, q), "kv": lengths}, {}, {"table_k": table, "table_v": table},
-    )  # fmt: skip
+        problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
+        operands.scale,
+        (None, None),
+        q,
+        k,
+        v,
+        {"q": _cudnn_graph.full_lengths(problem.batch, 1, q), "kv": lengths},
+        {},
+        {"table_k": table, "table_v": table},
+    )
     out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
     stats = call.empty_stats(lse_dtype(problem.dtype))
     call.run("forward", _cudnn_graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})

@@ -16,10 +16,9 @@ _BROKEN: dict[Version, str] = {(9, 10, 0): "9.10.2", (9, 10, 1): "9.10.2"}
 Capability = tuple[int, int]
 
 
-def reasons(
-    problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False
-) -> list[str]:
-    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask and documents."""
+def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False) -> list[str]:
+    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask and
+    documents."""
     version, capability = machine.version("cudnn"), machine.compute_capability
     if version is None:
         return [f"cuDNN {format_version(oldest)} or later is not installed"]
@@ -58,9 +57,7 @@ def _length_reasons(problem: Problem, version: Version) -> list[str]:
     if version < (9, 0) and not problem.packed:
         for name, length in (("query", problem.q_len), ("key", problem.kv_len)):
             if length % 64:
-                found.append(
-                    f"{name} length {length} is not a multiple of 64 ({have(version)}; any length from 9.0)"
-                )
+                found.append(f"{name} length {length} is not a multiple of 64 ({have(version)}; any length from 9.0)")
     if "gqa" in problem.features and version < (8, 9, 7):
         found.append(f"fewer key/value heads than query heads ({have(version)}; from 8.9.7)")
     if problem.q_len == 1 and version <= (9, 9, 0) and problem.mask.right is not None:
@@ -73,12 +70,14 @@ def _length_reasons(problem: Problem, version: Version) -> list[str]:
 
 
 def _one_query_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
-    """Source: PyTorch's guard (native/cudnn/MHA.cpp, `check_cudnn_sdpa_decode`). Of documents, cuDNN is told 128 queries."""
+    """Source: PyTorch's guard (native/cudnn/MHA.cpp, `check_cudnn_sdpa_decode`). Of documents, cuDNN is told 128
+    queries."""
     wrong = (9, 19) <= version[:3] <= (9, 25, 0) and version[:3] != (9, 24, 1)
     if not wrong or capability[0] not in (10, 11) or problem.q_len != 1 or problem.documents is not None:
         return []
     return [
-        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong attention, as all from 9.19 "
+        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong "
+        f"attention, as all from 9.19 "
         "to 9.25.0 but 9.24.1: pytorch issue 193893)"
     ]
 
@@ -121,9 +120,7 @@ def _inference_limit(problem: Problem, version: Version, capability: Capability)
     largest = max(problem.qk_dim, problem.v_dim)
     if version >= (9, 10, 2):
         top_left = problem.mask.right == 0 and problem.align == "top_left"
-        return (
-            "max 128 for one query under a top-left causal mask" if problem.q_len == 1 and top_left else None
-        )
+        return "max 128 for one query under a top-left causal mask" if problem.q_len == 1 and top_left else None
     if capability[0] == 9 and version >= (9, 1):
         return None if largest <= 256 else "max 256, any from 9.10.2"
     if capability[0] >= 10 and version >= (9, 9):
@@ -198,13 +195,9 @@ def _determinism_reasons(problem: Problem, version: Version, capability: Capabil
     if not problem.deterministic or "backward" not in problem.features:
         return []
     if capability[0] == 8 or capability[0] >= 12:
-        return [
-            f"deterministic gradients on compute capability {dotted(capability)} (9.x, and 10.x from cuDNN 9.18.1)"
-        ]
+        return [f"deterministic gradients on compute capability {dotted(capability)} (9.x, and 10.x from cuDNN 9.18.1)"]
     if capability[0] >= 10 and version < (9, 18, 1):
-        return [
-            f"deterministic gradients on compute capability {dotted(capability)} ({have(version)}; from 9.18.1)"
-        ]
+        return [f"deterministic gradients on compute capability {dotted(capability)} ({have(version)}; from 9.18.1)"]
     return []
 
 

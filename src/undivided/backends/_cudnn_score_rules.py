@@ -31,9 +31,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
 def _bias_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
     found = []
     if problem.bias_dtype != problem.dtype:
-        found.append(
-            f"a {name(problem.bias_dtype)} bias with {name(problem.dtype)} operands (cuDNN takes one dtype)"
-        )
+        found.append(f"a {name(problem.bias_dtype)} bias with {name(problem.dtype)} operands (cuDNN takes one dtype)")
     if problem.bias is not None and "1" in problem.bias[2:]:
         found.append("a bias broadcast over queries or keys (cuDNN reads one for every pair)")
     if version < (9, 0) and (version < (8, 9, 6) or capability < (9, 0)):
@@ -53,17 +51,13 @@ def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -
     if problem.mask.right != 0:
         found.append("ALiBi slopes without a causal mask (cuDNN's are signed)")
     if version < (8, 9, 6) or capability < (9, 0):
-        found.append(
-            f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)"
-        )
+        found.append(f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)")
     if "bias" in problem.features:
         found.append("ALiBi slopes beside a bias")
     return found
 
 
-def _sink_reasons(
-    problem: Problem, version: Version, frontend: Version | None, capability: Capability
-) -> list[str]:
+def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, capability: Capability) -> list[str]:
     found = []
     oldest = (9, 18) if problem.mask.kinds & {"documents"} else (9, 13, 1)
     if version < oldest:

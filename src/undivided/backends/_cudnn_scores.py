@@ -1,15 +1,16 @@
 """What is added to cuDNN's scores: a bias, a sink for each head, ALiBi.
 
-The bias is added after the scale, as ours is. cuDNN is not given -inf in it (PyTorch kept it from cuDNN up to 2.10: aten,
-transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`): it becomes `_LOWEST` or what the dtype has above that, anything
-else at most half as low, so that a row of a program's own lowest numbers does not attend to the keys at -inf. Rows with
-nothing but -inf are settled afterwards.
+The bias is added after the scale, as ours is. cuDNN is not given -inf in it (PyTorch kept it from cuDNN up to 2.10:
+aten, transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`): it becomes `_LOWEST` or what the dtype has above
+that, anything else at most half as low, so that a row of a program's own lowest numbers does not attend to the keys at
+-inf. Rows with nothing but -inf are settled afterwards.
 
-The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward needs nothing else of it, and
-cuDNN is not asked for the sink's gradient: before 9.26 that reads beyond packed documents, it does not repeat bit for bit
-(test/python/sdpa/fp16.py), and the frontend's graph of it lacks the minus sign that its test expects.
+The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward needs nothing else of
+it, and cuDNN is not asked for the sink's gradient: before 9.26 that reads beyond packed documents, it does not repeat
+bit for bit (test/python/sdpa/fp16.py), and the frontend's graph of it lacks the minus sign that its test expects.
 
-ALiBi is computed by cuDNN from the slopes of Press et al. as ``slope * (j - i)``, which is ours under a top-left causal mask.
+ALiBi is computed by cuDNN from the slopes of Press et al. as ``slope * (j - i)``, which is ours under a top-left causal
+mask.
 """
 
 from __future__ import annotations
@@ -42,10 +43,9 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def settle(
-    problem: Problem, operands: Operands, out_BSHD: Tensor, stats_BHS: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and -inf."""
+def settle(problem: Problem, operands: Operands, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and
+    -inf."""
     lse = stats_BHS if operands.sinks is None else _gpu.without_sinks(stats_BHS, operands.sinks)
     form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
     out, lse = _gpu.settle(out_BSHD, lse, form)

@@ -61,19 +61,32 @@ def _with_cache(problem: Problem, operands: Operands) -> Result:
     q = _layout.canonical(operands.q, problem.layout)
     k, v = (t if paged else _layout.canonical(t, problem.layout) for t in (operands.k, operands.v))
     out, lse = _package().flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=_gpu.offsets(lengths.kv, q), block_table=operands.pages, softmax_scale=operands.scale,
-        causal=causal, window_size=(left, right), softcap=operands.softcap or 0.0, alibi_slopes=_slopes(operands),
+        q,
+        k,
+        v,
+        cache_seqlens=_gpu.offsets(lengths.kv, q),
+        block_table=operands.pages,
+        softmax_scale=operands.scale,
+        causal=causal,
+        window_size=(left, right),
+        softcap=operands.softcap or 0.0,
+        alibi_slopes=_slopes(operands),
         return_softmax_lse=True,
-    )  # fmt: skip
+    )
     return Result(*_gpu.settle(out, lse, operands.normal_form(problem)))
 
 
 def _settings(operands: Operands) -> dict[str, Any]:
     causal, left, right = _gpu.flash_band(operands)
     return {
-        "dropout_p": 0.0, "softmax_scale": operands.scale, "causal": causal, "window_size_left": left,
-        "window_size_right": right, "softcap": operands.softcap or 0.0, "alibi_slopes": _slopes(operands),
-    }  # fmt: skip
+        "dropout_p": 0.0,
+        "softmax_scale": operands.scale,
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": operands.softcap or 0.0,
+        "alibi_slopes": _slopes(operands),
+    }
 
 
 def _slopes(operands: Operands) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""Calls of flash-attn 3 (Hopper). Its tensor-memory loads cross document ends, so garbage after them is cleared first."""
+"""Calls of flash-attn 3 (Hopper). Its tensor-memory loads cross document ends, so garbage after them is cleared
+first."""
 
 from __future__ import annotations
 
@@ -48,9 +49,17 @@ def backward(
         for name, t in (("dq", q), ("dk", k), ("dv", v))
     }
     _package()._flash_attn_backward(
-        grad.contiguous(), q, k, v, out, lse, **cu, **grads, **_settings(operands, "is_causal"),
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        **cu,
+        **grads,
+        **_settings(operands, "is_causal"),
         deterministic=problem.deterministic,
-    )  # fmt: skip
+    )
     dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
     return dq, dk, dv, None, None, None
 
@@ -58,6 +67,9 @@ def backward(
 def _settings(operands: Operands, causal_name: str) -> dict[str, Any]:
     causal, left, right = _gpu.flash_band(operands)
     return {
-        "softmax_scale": operands.scale, causal_name: causal, "window_size_left": left, "window_size_right": right,
+        "softmax_scale": operands.scale,
+        causal_name: causal,
+        "window_size_left": left,
+        "window_size_right": right,
         "softcap": operands.softcap or 0.0,
-    }  # fmt: skip
+    }

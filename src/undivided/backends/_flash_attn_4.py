@@ -28,14 +28,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     q, k, v = _gpu.cleaned_views(problem, operands)
     cu = _gpu.packing(problem, operands)
     out, lse, *_ = _package()._flash_attn_fwd(
-        q,
-        k,
-        v,
-        **cu,
-        **_settings(operands),
-        softcap=operands.softcap,
-        learnable_sink=operands.sinks,
-        return_lse=True,
+        q, k, v, **cu, **_settings(operands), softcap=operands.softcap, learnable_sink=operands.sinks, return_lse=True
     )
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
@@ -58,13 +51,22 @@ def backward(
         grad, out, lse = grad[0], out[0], lse[0]
         grad_lse = None if grad_lse is None else grad_lse[0]
     dq, dk, dv, *rest = _package()._flash_attn_bwd(
-        q, k, v, out, grad.contiguous(), lse, **cu, **_settings(operands), softcap=operands.softcap or 0.0,
-        deterministic=problem.deterministic, learnable_sink=operands.sinks,
+        q,
+        k,
+        v,
+        out,
+        grad.contiguous(),
+        lse,
+        **cu,
+        **_settings(operands),
+        softcap=operands.softcap or 0.0,
+        deterministic=problem.deterministic,
+        learnable_sink=operands.sinks,
         dq=torch.zeros_like(q, memory_format=torch.contiguous_format),
         dk=torch.zeros_like(k, memory_format=torch.contiguous_format),
         dv=torch.zeros_like(v, memory_format=torch.contiguous_format),
         dlse=None if grad_lse is None else grad_lse.contiguous(),
-    )  # fmt: skip
+    )
     dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in (dq, dk, dv))
     return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
 
@@ -73,6 +75,8 @@ def _settings(operands: Operands) -> dict[str, Any]:
     left, right = _gpu.band(operands)
     causal = left is None and right == 0
     return {
-        "softmax_scale": operands.scale, "causal": causal, "window_size_left": left,
+        "softmax_scale": operands.scale,
+        "causal": causal,
+        "window_size_left": left,
         "window_size_right": None if causal else right,
-    }  # fmt: skip
+    }

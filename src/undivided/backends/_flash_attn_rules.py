@@ -39,9 +39,7 @@ def more_3(problem: Problem, machine: Machine) -> list[str]:
     found = []
     qk, v = problem.qk_dim, problem.v_dim
     if qk != v and not ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512)):
-        found.append(
-            f"head_dim={qk} with value_dim={v} (129 to 192 with 97 to 128, or up to 64 with up to 512)"
-        )
+        found.append(f"head_dim={qk} with value_dim={v} (129 to 192 with 97 to 128, or up to 64 with up to 512)")
     if qk > 256 or qk == v > 256:
         found.append(f"head_dim={qk} (max 256)")
     if qk != v and "backward" in problem.features:
@@ -96,8 +94,7 @@ LIMITS_2 = Limits(
     compute_capability=((8, 0), (12, 1)),
     # 2.7.3: the functions below it take the window as two arguments and return four results
     packages=(("flash_attn", (2, 7, 3), (3,)),),
-    notes=_NO_DROPOUT
-    | {"lse_grad": "it returns lse as a constant", "value_dim": "flash-attn 3 and 4 have some"},
+    notes=_NO_DROPOUT | {"lse_grad": "it returns lse as a constant", "value_dim": "flash-attn 3 and 4 have some"},
 )
 LIMITS_3 = Limits(
     devices=frozenset({"cuda"}),

@@ -1,8 +1,8 @@
 """What the adapters of GPU kernels share: the order to try them in, bands, documents, rows without keys, garbage.
 
-Kernels differ in how they say "this row has no key" (a log-sum-exp of +inf, of -inf, or nothing at all) and in whether a
-NaN in memory that they mask can reach a result. The rules are the design's: output 0, lse = -inf, no garbage. They are
-applied here, once.
+Kernels differ in how they say "this row has no key" (a log-sum-exp of +inf, of -inf, or nothing at all) and in whether
+a NaN in memory that they mask can reach a result. The rules are the design's: output 0, lse = -inf, no garbage. They
+are applied here, once.
 
 Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size, T tokens.
 """
@@ -27,9 +27,9 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 # The order to try where nothing was measured (`undivided._measured`), lower first; the reference is 100. Sources:
 # - sm90 and sm10x: PyTorch puts cuDNN before flash where cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
 #   check_prefer_cudnn_attention), and TransformerEngine drops flash where cuDNN can run (get_attention_backend).
-# - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90.
-# - the package before PyTorch's copy of the same kernel: newer; efficient after flash: "universally faster" (sdp_utils.cpp).
-# - flex last of all: it is the general one.
+# - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90. - the package before PyTorch's
+# copy of the same kernel: newer; efficient after flash: "universally faster" (sdp_utils.cpp). - flex last of all: it is
+# the general one.
 _CUDNN_FIRST = {
     "cudnn": 10,
     "torch_cudnn": 12,
@@ -54,12 +54,7 @@ _CUDNN_FIRST_AFTER: Version = (9, 15, 0)
 def rank(name: str, machine: Machine) -> float:
     """Where the backend of this name stands on this machine."""
     capability, cudnn = machine.compute_capability, machine.version("cudnn")
-    prefer = (
-        capability is not None
-        and capability[0] in (9, 10)
-        and cudnn is not None
-        and cudnn > _CUDNN_FIRST_AFTER
-    )
+    prefer = capability is not None and capability[0] in (9, 10) and cudnn is not None and cudnn > _CUDNN_FIRST_AFTER
     return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
 
 
@@ -91,9 +86,7 @@ def large_head_reasons(problem: Problem, machine: Machine) -> list[str]:
     small = capability is not None and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1))
     if small and "backward" in problem.features and 192 < problem.qk_dim <= 224:
         on = capability_text(machine)
-        return [
-            f"head_dim={problem.qk_dim} (gradients on compute capability {on} only up to 192 or above 224)"
-        ]
+        return [f"head_dim={problem.qk_dim} (gradients on compute capability {on} only up to 192 or above 224)"]
     return []
 
 
@@ -156,9 +149,7 @@ def has_rows_without_keys(problem: Problem) -> bool:
     """Whether a row may have no key: anything but a full mask, or a band that always holds the diagonal."""
     if problem.mask.kinds - {"causal", "window"}:
         return True
-    return (
-        problem.align == "bottom_right" and problem.q_len > problem.kv_len
-    ) or "window" in problem.mask.kinds
+    return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
 
 
 def settle(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
@@ -180,7 +171,8 @@ def blank(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor,
 
 
 def closed_rows(problem: Problem, operands: Operands) -> Tensor:
-    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0 on."""
+    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0
+    on."""
     assert operands.bias is not None
     is_open = operands.bias > -torch.inf
     first = torch.where(is_open.any(-1), is_open.to(torch.uint8).argmax(-1), problem.kv_len)
@@ -197,8 +189,8 @@ def for_kernel(lse_BHS: Tensor) -> Tensor:
 def without_sinks(lse_BHS: Tensor, sinks: Tensor) -> Tensor:
     """The log-sum-exp of the keys alone, of one that a kernel took over keys and sinks [H].
 
-    Where the sink outweighs the keys this loses digits, which `with_sinks` adds back to the sink: the round trip is exact to
-    rounding, the value itself is not to be handed out.
+    Where the sink outweighs the keys this loses digits, which `with_sinks` adds back to the sink: the round trip is
+    exact to rounding, the value itself is not to be handed out.
     """
     sink = sinks.to(lse_BHS.dtype).unsqueeze(-1)
     return lse_BHS + torch.log1p(-torch.exp((sink - lse_BHS).clamp(max=0.0)))
@@ -256,9 +248,11 @@ def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _fills_everything(operands: Operands, problem: Problem) -> bool:
-    """Whether documents on the CPU are known to leave nothing to clear: every token in one, as many queries as keys in each.
+    """Whether documents on the CPU are known to leave nothing to clear: every token in one, as many queries as keys in
+    each.
 
-    With other lengths a document may have queries and no keys, rows that hold what they like and share a tile with others.
+    With other lengths a document may have queries and no keys, rows that hold what they like and share a tile with
+    others.
     """
     found = documents(operands)
     if found is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
@@ -273,10 +267,7 @@ def _fills_everything(operands: Operands, problem: Problem) -> bool:
 @contextmanager
 def deterministic(problem: Problem) -> Iterator[None]:
     """PyTorch's kernels take determinism from the process' flag alone; set it for one call."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     if not problem.deterministic or before == (True, False):
         yield
         return

@@ -1,12 +1,13 @@
 """The native kernel's backward: what its second record says, and the sums that the kernel leaves to us.
 
-The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for a
-bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another: the
-order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for
+a bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another:
+the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
 
-On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit (rows of
-V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it does where
-documents' gradients are not finite: then everything is computed once more pair by pair, so that NaN stays in its document.
+On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit
+(rows of V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it
+does where documents' gradients are not finite: then everything is computed once more pair by pair, so that NaN stays in
+its document.
 """
 
 from __future__ import annotations
@@ -20,15 +21,7 @@ from undivided import _layout
 from undivided._layout import Layout
 from undivided._problem import Operands, Problem
 from undivided.backends._base import Gradients
-from undivided.backends._native_call import (
-    DTYPES,
-    STRIDES,
-    Call,
-    in_memory,
-    is_plain,
-    placed,
-    plain_record,
-)
+from undivided.backends._native_call import DTYPES, STRIDES, Call, in_memory, is_plain, placed, plain_record
 from undivided.kernels import cpu
 
 _PACK = cpu.GRADIENT_RECORD.pack
@@ -38,9 +31,14 @@ _NO_BIAS: tuple[int, ...] = (0,) * 5
 
 
 def backward(
-    problem: Problem, operands: Operands, out: Tensor, layout: Layout, lse: Tensor, grad_out: Tensor,
+    problem: Problem,
+    operands: Operands,
+    out: Tensor,
+    layout: Layout,
+    lse: Tensor,
+    grad_out: Tensor,
     grad_lse: Tensor | None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Gradients from (out, lse), out in this layout; see `Backend.backward`."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
@@ -54,9 +52,7 @@ def backward(
     slices = call.slices()
     attempt: int | None = 0
     while attempt is not None:
-        gradients = _Gradients(
-            problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt
-        )
+        gradients = _Gradients(problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt)
         for rows in slices:
             following = library.backward(call.record(rows), gradients.record(rows), attempt)
             if following is not None:
@@ -66,9 +62,8 @@ def backward(
 
 
 def _plain(
-    library: cpu.Library, problem: Problem, operands: Operands, given: bytes, grad_out: Tensor,
-    grad_lse: Tensor | None,
-) -> Gradients:  # fmt: skip
+    library: cpu.Library, problem: Problem, operands: Operands, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
     """The gradients of q, k and v alone, whole and at once."""
     grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
@@ -79,21 +74,37 @@ def _plain(
     places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
     attempt: int | None = 0
     while attempt is not None:
-        attempt = library.backward(
-            given, _record(problem, dtype, False, attempt, of_grad, lse, places), attempt
-        )
+        attempt = library.backward(given, _record(problem, dtype, False, attempt, of_grad, lse, places), attempt)
     return [*found, None, None, None]
 
 
 def _record(
-    problem: Problem, dtype: int, in_parts: bool, attempt: int, grad: tuple[int, ...], lse: Tensor | None,
-    places: Sequence[tuple[int, ...]], rows: tuple[int, int] = (0, 0), bias: tuple[int, ...] = _NO_BIAS,
-) -> bytes:  # fmt: skip
+    problem: Problem,
+    dtype: int,
+    in_parts: bool,
+    attempt: int,
+    grad: tuple[int, ...],
+    lse: Tensor | None,
+    places: Sequence[tuple[int, ...]],
+    rows: tuple[int, int] = (0, 0),
+    bias: tuple[int, ...] = _NO_BIAS,
+) -> bytes:
     """The C record. grad, places of dq, dk, dv: `_place`; rows: where sinks and slopes go."""
     return _PACK(
-        _SIZE, dtype, in_parts, attempt, *grad, *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
-        *places[0], *places[1], *places[2], *rows, problem.heads * problem.q_len, problem.q_len, *bias,
-    )  # fmt: skip
+        _SIZE,
+        dtype,
+        in_parts,
+        attempt,
+        *grad,
+        *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        *places[0],
+        *places[1],
+        *places[2],
+        *rows,
+        problem.heads * problem.q_len,
+        problem.q_len,
+        *bias,
+    )
 
 
 def _place(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
@@ -112,9 +123,14 @@ class _Gradients:
     """The results, the buffers that the kernel fills, and the records that point to them."""
 
     def __init__(
-        self, problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool,
+        self,
+        problem: Problem,
+        operands: Operands,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        in_parts: bool,
         attempt: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._problem, self._operands, self._in_parts, self._attempt = problem, operands, in_parts, attempt
         self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
@@ -128,7 +144,8 @@ class _Gradients:
         self._bias = self._bias_buffer() if needs[3] else None
 
     def _bias_buffer(self) -> Tensor:
-        """fp32 sums: [B, H, Sq, 1] for a bias without a key axis, [B, H, 1, Sk] without a row axis, else the bias's shape."""
+        """fp32 sums: [B, H, Sq, 1] for a bias without a key axis, [B, H, 1, Sk] without a row axis, else the bias's
+        shape."""
         problem, bias = self._problem, self._operands.bias
         assert bias is not None
         if bias.shape[3] == 1:
@@ -146,15 +163,20 @@ class _Gradients:
         if self._bias is not None:
             part = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
             strides = (
-                stride if size > 1 else 0
-                for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
+                stride if size > 1 else 0 for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
             )
             bias = (part.data_ptr(), *strides)
         return _record(
-            self._problem, DTYPES[torch.float32 if self._in_parts else self._problem.dtype], self._in_parts,
-            self._attempt, _place(self._grad_out[:, :, rows]), None if lse is None else lse[:, :, rows],
-            (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)), (sinks, slopes), bias,
-        )  # fmt: skip
+            self._problem,
+            DTYPES[torch.float32 if self._in_parts else self._problem.dtype],
+            self._in_parts,
+            self._attempt,
+            _place(self._grad_out[:, :, rows]),
+            None if lse is None else lse[:, :, rows],
+            (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)),
+            (sinks, slopes),
+            bias,
+        )
 
     def finish(self) -> list[Tensor | None]:
         """The gradients in the order, shapes and dtypes of the inputs."""
@@ -184,7 +206,8 @@ class _Gradients:
 
 
 def _like(tensor: Tensor, in_parts: bool) -> Tensor:
-    """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added to."""
+    """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added
+    to."""
     if in_parts:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
     gradient = torch.empty_like(tensor)

@@ -1,7 +1,7 @@
 """The native kernel's arguments: a problem and its operands as the flat records that its C ABI takes.
 
-The kernel trusts what it is given: sizes, strides and ranges are checked before they come here, ranges are clamped to the
-keys, and every tensor that a record points to is held until the call returns.
+The kernel trusts what it is given: sizes, strides and ranges are checked before they come here, ranges are clamped to
+the keys, and every tensor that a record points to is held until the call returns.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
-_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(
-    0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT
-)
+_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
@@ -61,7 +59,8 @@ def is_plain(problem: Problem, operands: Operands) -> bool:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor, if its values lie at its pointer; a copy of them if it is a negated view, or zeros that have no memory.
+    """The tensor, if its values lie at its pointer; a copy of them if it is a negated view, or zeros that have no
+    memory.
 
     Raises:
         InputError: its class or a mode keeps the values elsewhere (fake tensors, wrappers), or it is not on the CPU.
@@ -75,13 +74,16 @@ def in_memory(tensor: Tensor) -> Tensor:
         pass
     kind = type(tensor).__name__
     raise InputError(
-        "a tensor of the call", "lie in memory for the native kernel", f"a {kind} on {tensor.device} without memory",
+        "a tensor of the call",
+        "lie in memory for the native kernel",
+        f"a {kind} on {tensor.device} without memory",
         hint="it is fake, or a wrapper: call outside of the mode that made it, or unwrap it",
-    )  # fmt: skip
+    )
 
 
 def placed(operands: Operands) -> tuple[Operands, tuple[int, int, int]]:
-    """The operands, and where q, k and v lie in memory. These are copies if `in_memory` makes them: they must be held."""
+    """The operands, and where q, k and v lie in memory. These are copies if `in_memory` makes them: they must be
+    held."""
     q, k, v = operands.q, operands.k, operands.v
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
@@ -96,46 +98,93 @@ STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
     "bhsd": operator.itemgetter(0, 1, 2),
     "thd": operator.itemgetter(0, 1, 0),  # a batch of one: its stride is not used
 }
-"""Strides of batch, head and token from those of a tensor in this layout: views would say the same, a microsecond each."""
+"""Strides of batch, head and token from those of a tensor in this layout: views would say the same, a microsecond
+each."""
 
 
 def plain_record(
-    problem: Problem, operands: Operands, at: tuple[int, int, int], out: Tensor, out_strides: tuple[int, int, int],
-    lse: Tensor, pages: tuple[int, ...] = NO_PAGES,
-) -> bytes:  # fmt: skip
-    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do), at these
-    addresses."""
+    problem: Problem,
+    operands: Operands,
+    at: tuple[int, int, int],
+    out: Tensor,
+    out_strides: tuple[int, int, int],
+    lse: Tensor,
+    pages: tuple[int, ...] = NO_PAGES,
+) -> bytes:
+    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do),
+    at these addresses."""
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
     if not (out_at := out.data_ptr()):
         in_memory(out)  # of fake memory, under a mode
     of_q, of_keys = STRIDES[layout], STRIDES[layout if operands.pages is None else "bshd"]
     tensors = _PACK_TENSORS(
-        _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len,
-        problem.qk_dim, problem.v_dim, torch.get_num_threads(), operands.scale, operands.softcap or 0.0,
-        at[0], *of_q(q.stride()), at[1], *of_keys(k.stride()), at[2], *of_keys(v.stride()), out_at, *out_strides,
+        _SIZE,
+        DTYPES[problem.dtype],
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        problem.q_len,
+        problem.kv_len,
+        problem.qk_dim,
+        problem.v_dim,
+        torch.get_num_threads(),
+        operands.scale,
+        operands.softcap or 0.0,
+        at[0],
+        *of_q(q.stride()),
+        at[1],
+        *of_keys(k.stride()),
+        at[2],
+        *of_keys(v.stride()),
+        out_at,
+        *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
-    )  # fmt: skip
+    )
     if pages is NO_PAGES and operands.mask.is_full:
         return tensors + _EVERY_KEY
     return tensors + _PACK_RANGES(*ranges_of(problem, operands), *pages) + _NOTHING_ELSE
 
 
 def record(
-    problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *rest: float,
-) -> bytes:  # fmt: skip
+    problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float
+) -> bytes:
     """The C record; `rest` are its fields from ranges on. The kernel writes no lse to `UNREAD`."""
     q_b, q_h, q_s, _ = q.stride()
     k_b, k_h, k_s, _ = k.stride()
     v_b, v_h, v_s, _ = v.stride()
     out_b, out_h, out_s, _ = out.stride()
     return _PACK(
-        _SIZE, DTYPES[problem.dtype], problem.batch, problem.heads, problem.kv_heads, q.shape[2],
-        problem.kv_len, problem.qk_dim, problem.v_dim, torch.get_num_threads(),
-        operands.scale, operands.softcap or 0.0,
-        q.data_ptr(), q_b, q_h, q_s, k.data_ptr(), k_b, k_h, k_s, v.data_ptr(), v_b, v_h, v_s,
-        out.data_ptr(), out_b, out_h, out_s, *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])), *rest,
-    )  # fmt: skip
+        _SIZE,
+        DTYPES[problem.dtype],
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        q.shape[2],
+        problem.kv_len,
+        problem.qk_dim,
+        problem.v_dim,
+        torch.get_num_threads(),
+        operands.scale,
+        operands.softcap or 0.0,
+        q.data_ptr(),
+        q_b,
+        q_h,
+        q_s,
+        k.data_ptr(),
+        k_b,
+        k_h,
+        k_s,
+        v.data_ptr(),
+        v_b,
+        v_h,
+        v_s,
+        out.data_ptr(),
+        out_b,
+        out_h,
+        out_s,
+        *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
+        *rest,
+    )
 
 
 def ranges_of(problem: Problem, operands: Operands) -> tuple[int, ...]:
@@ -167,12 +216,16 @@ def pages_of(operands: Operands) -> tuple[Tensor | None, tuple[int, ...]]:
 
 
 class Call:
-    """Records for all query rows or some. q, k, v, out are [B, H, S, D], lse [B, H, Sq]; k and v may be pools of pages."""
+    """Records for all query rows or some. q, k, v, out are [B, H, S, D], lse [B, H, Sq]; k and v may be pools of
+    pages."""
 
     def __init__(
-        self, problem: Problem, operands: Operands, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        self,
+        problem: Problem,
+        operands: Operands,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         paged: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.problem, self.operands = problem, operands
         self.tensors = tuple([in_memory(tensor) for tensor in tensors])
         self.table, self.pages = pages_of(operands) if paged else (None, NO_PAGES)
@@ -202,9 +255,7 @@ class Call:
         if not extras or self._stored_mask() is not None:
             return whole
         step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), FEWEST_ROWS)
-        return [
-            slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)
-        ] or whole
+        return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
 
     def _stored_mask(self) -> Tensor | None:
         """The boolean tensor that is all there is beside the ranges."""
@@ -232,8 +283,22 @@ class Call:
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
         masked = self._ranges(rows), self._dense(rows)
         return record(
-            problem, operands, q, k, v, out, lse, *masked[0], *self.pages, sinks, *bias, *masked[1], *slopes, *keys, *dropout
-        )  # fmt: skip
+            problem,
+            operands,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *masked[0],
+            *self.pages,
+            sinks,
+            *bias,
+            *masked[1],
+            *slopes,
+            *keys,
+            *dropout,
+        )
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:
         if (rows.start, rows.stop) == (0, self.problem.q_len):
@@ -262,10 +327,15 @@ class Call:
         p, position, sequence = self.operands.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
         assert self.operands.dropout_seed is not None
         return (
-            philox.threshold(p), int(self.operands.dropout_seed), philox.survivor_scale(p), position.data_ptr(),
-            batch_stride(position), sequence.data_ptr(), batch_stride(sequence),
+            philox.threshold(p),
+            int(self.operands.dropout_seed),
+            philox.survivor_scale(p),
+            position.data_ptr(),
+            batch_stride(position),
+            sequence.data_ptr(),
+            batch_stride(sequence),
             self.operands.normal_form(self.problem).first_head,
-        )  # fmt: skip
+        )
 
 
 def _alibi(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -40,17 +40,15 @@ class BackendTable(tuple[BackendRow, ...]):
             note = row.summary if row.available else "; ".join(filter(None, (row.why_not, row.how_to_get)))
             cells.append((row.name, row.family, "yes" if row.available else "no", row.version or "-", note))
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        lines = (
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
-        )
+        lines = ("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells)
         return "\n".join(line.rstrip() for line in lines)
 
 
 def backends(machine: Machine | None = None) -> BackendTable:
     """Every backend: name, family, whether it is available or why not, version, summary.
 
-    Available means that plain attention (no mask, head size 64, 16-bit or fp32) can run; `undivided.explain` answers for
-    one exact problem.
+    Available means that plain attention (no mask, head size 64, 16-bit or fp32) can run; `undivided.explain` answers
+    for one exact problem.
 
     Args:
         machine: the machine to ask about; this one, with all its devices, if None.
@@ -80,10 +78,14 @@ def _row(backend: Backend, machines: Sequence[Machine]) -> BackendRow:
     lacks_gpu = all(backend.needs_gpu(machine) for machine in machines)
     why_not = "" if available else "needs a CUDA GPU" if lacks_gpu else refusals[-1]
     return BackendRow(
-        name=backend.name, family=backend.family, available=available, why_not=why_not,
-        version=_version(backend, machines[-1], available), summary=backend.summary_on(machines[-1]),
+        name=backend.name,
+        family=backend.family,
+        available=available,
+        why_not=why_not,
+        version=_version(backend, machines[-1], available),
+        summary=backend.summary_on(machines[-1]),
         how_to_get="" if lacks_gpu else backend.how_to_get,
-    )  # fmt: skip
+    )
 
 
 def _why_not(backend: Backend, machine: Machine) -> str:
@@ -98,9 +100,20 @@ def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
     """Attention that asks for nothing special: what a backend that is there at all can run."""
     device = machine.device or ("cuda" if machine.compute_capability or machine.hip else "cpu")
     return Problem(
-        device=device, dtype=dtype, layout="bshd", batch=1, heads=8, kv_heads=8, q_len=512, kv_len=512, qk_dim=64,
-        v_dim=64, mask=FULL.structure, align=None, features=frozenset(),
-    )  # fmt: skip
+        device=device,
+        dtype=dtype,
+        layout="bshd",
+        batch=1,
+        heads=8,
+        kv_heads=8,
+        q_len=512,
+        kv_len=512,
+        qk_dim=64,
+        v_dim=64,
+        mask=FULL.structure,
+        align=None,
+        features=frozenset(),
+    )
 
 
 def _version(backend: Backend, machine: Machine, available: bool) -> str | None:

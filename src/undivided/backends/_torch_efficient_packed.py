@@ -1,11 +1,13 @@
 """How `torch_efficient` is told of packed documents, and where its log-sum-exp lies.
 
-The kernel takes [1, T, H, D] and int32 offsets of the documents, which follow one another without gaps. Its log-sum-exp is
-padded: one row a document, head and position, [N, H, L] with L the longest document rounded up to 32 rows. What lies behind a
-document's last block of 32 is not written. Everything here is arithmetic on the device: nothing waits for a length.
+The kernel takes [1, T, H, D] and int32 offsets of the documents, which follow one another without gaps. Its log-sum-exp
+is
+padded: one row a document, head and position, [N, H, L] with L the longest document rounded up to 32 rows. What lies
+behind a document's last block of 32 is not written. Everything here is arithmetic on the device: nothing waits for a
+length.
 
-Source: PyTorch 2.13, mem_eff_attention/kernel_forward.h and kernel_backward.h (`advance_to_block`), the operators' checks in
-cuda/mem_eff_attention and cuda/attention_backward.cu.
+Source: PyTorch 2.13, mem_eff_attention/kernel_forward.h and kernel_backward.h (`advance_to_block`), the operators'
+checks in cuda/mem_eff_attention and cuda/attention_backward.cu.
 
 Legend: N documents as the kernel counts them, T tokens, H heads, L rows of a document's log-sum-exp.
 """
@@ -34,7 +36,8 @@ class Packing(NamedTuple):
     max_q: int
     max_k: int
     one_split: bool
-    """The backward must not split keys: without a causal mask it then divides by the number of queries, which may be 0."""
+    """The backward must not split keys: without a causal mask it then divides by the number of queries, which may be
+    0."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> Packing | None:
@@ -49,9 +52,7 @@ class Packing(NamedTuple):
         documents = _gpu.documents(operands)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
-        return Packing(
-            cu_q, cu_k, found["max_seqlen_q"], found["max_seqlen_k"], one_split=not (same or causal)
-        )
+        return Packing(cu_q, cu_k, found["max_seqlen_q"], found["max_seqlen_k"], one_split=not (same or causal))
 
     @property
     def documents(self) -> int:
@@ -86,10 +87,11 @@ class Packing(NamedTuple):
 
 
 def _rows_without_keys_apart(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Each document as two: the first rows, where there are more of them than keys, without keys; the rest with all of them.
+    """Each document as two: the first rows, where there are more of them than keys, without keys; the rest with all of
+    them.
 
-    Under a bottom-right mask those rows have no key. Were they in one document with the others, the kernel's offset of the
-    diagonal, an unsigned number, would be below 0, and its comparison with it leaves the whole tile unmasked.
+    Under a bottom-right mask those rows have no key. Were they in one document with the others, the kernel's offset of
+    the diagonal, an unsigned number, would be below 0, and its comparison with it leaves the whole tile unmasked.
     """
     start_q, start_k = cu_q[:-1], cu_k[:-1]
     surplus = (cu_q.diff() - cu_k.diff()).clamp(min=0)

@@ -1,14 +1,15 @@
 """The CUDA half of `torch_flash`: PyTorch's copy of FlashAttention-2, called below SDPA.
 
-SDPA refuses its causal flag for unequal lengths because the kernel is bottom-right; called directly, bottom-right is what
-one gets. Also reached here and not through SDPA: windows, packed documents, ALiBi, the log-sum-exp.
+SDPA refuses its causal flag for unequal lengths because the kernel is bottom-right; called directly, bottom-right is
+what one gets. Also reached here and not through SDPA: windows, packed documents, ALiBi, the log-sum-exp.
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention_backward.cu) and
 flash_attn/flash_api.cpp; torch/nn/attention/varlen.py for packed tokens.
 
-A program may put FlashAttention 3 or 4 in the place of that kernel (``torch.nn.attention.activate_flash_attention_impl``):
-the operators stay, the limits are the other's, narrowed by what torch/nn/attention/_fa3.py and _fa4.py (2.13) take. Which one
-is active is asked at every call. Nothing here activates one: it is a switch of the whole process.
+A program may put FlashAttention 3 or 4 in the place of that kernel
+(``torch.nn.attention.activate_flash_attention_impl``): the operators stay, the limits are the other's, narrowed by what
+torch/nn/attention/_fa3.py and _fa4.py (2.13) take. Which one is active is asked at every call. Nothing here activates
+one: it is a switch of the whole process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ LIMITS = Limits(
 
 
 def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
-    """The limits of a flash-attn package behind PyTorch's operators: no ALiBi, and nothing that these have no argument for."""
+    """The limits of a flash-attn package behind PyTorch's operators: no ALiBi, and nothing that these have no argument
+    for."""
     return dataclasses.replace(
         limits,
         features=limits.features & LIMITS.features,
@@ -104,9 +106,18 @@ def forward(problem: Problem, operands: Operands) -> Result:
     q, k, v = _tensors(problem, operands)
     packing = _pack(problem, operands)
     out, lse, *_ = OPS._flash_attention_forward(
-        q, k, v, *packing, 0.0, causal, False, scale=operands.scale, window_size_left=left, window_size_right=right,
+        q,
+        k,
+        v,
+        *packing,
+        0.0,
+        causal,
+        False,
+        scale=operands.scale,
+        window_size_left=left,
+        window_size_right=right,
         alibi_slopes=None if slopes is None else slopes.float().contiguous(),
-    )  # fmt: skip
+    )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     return Result(*_gpu.settle(out, lse, form))
@@ -124,15 +135,23 @@ def backward(
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]
     # without dropout the random state is not read, but the schema wants two tensors
-    unused = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.zeros(0, dtype=torch.uint64, device=q.device),
-    )
+    unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
     with _gpu.deterministic(problem):
         grads = OPS._flash_attention_backward(
-            grad.contiguous(), q, k, v, out.contiguous(), lse, *packing, 0.0, causal, *unused,
-            scale=operands.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse,
+            *packing,
+            0.0,
+            causal,
+            *unused,
+            scale=operands.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
     if packed:
         cu_q, cu_k = packing[:2]
         assert cu_q is not None and cu_k is not None

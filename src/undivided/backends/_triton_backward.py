@@ -14,9 +14,7 @@ from undivided.backends._triton_inputs import Inputs, Rows
 from undivided.kernels.triton.config import Config
 
 
-def gradients(
-    inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> list[Tensor | None]:
+def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
     """Of (q, k, v, bias, sinks, alibi_slopes), where `Operands.needs` asks for them."""
     return _Backward(inputs, result, grad_out, grad_lse).run()
 
@@ -66,14 +64,24 @@ class _Backward:
         tables = inputs.tiles(block_m, block_n)
         first_block = rows.span.start // block_m
         arguments: dict[str, Any] = {
-            "q": q, "k": inputs.k, "v": inputs.v, "g": g, "lse": self.lse, "delta": self.delta,
+            "q": q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "g": g,
+            "lse": self.lse,
+            "delta": self.delta,
             "factor": self.delta if self.factor is None else self.factor,
             "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
-            "tiles": tables.rows[:, first_block:], "tiles_b": _of_batch(tables.rows),
-            "heads": problem.heads, "row_values": problem.q_len,
-            "BLOCK_M": block_m, "BLOCK_N": block_n, "GRAD_LSE": self.grad_lse is not None,
-            "num_warps": tile.warps, "num_stages": tile.stages,
-        }  # fmt: skip
+            "tiles": tables.rows[:, first_block:],
+            "tiles_b": _of_batch(tables.rows),
+            "heads": problem.heads,
+            "row_values": problem.q_len,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "GRAD_LSE": self.grad_lse is not None,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
         for name, tensor in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", g)):
             arguments |= _strides(name, tensor)
         return arguments | inputs.tensors(rows) | inputs.switches(rows)
@@ -93,10 +101,15 @@ class _Backward:
         dq = dq[:, :, rows.span]
         blocks = -(-arguments["q_len"] // tile.block_m)
         backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
-            dq=dq, dslope=self.delta if self.row_slopes is None else self.row_slopes, steps=steps,
-            **_strides("dq", dq), **arguments, BIAS=self.inputs.bias is not None, CLEAN=self.inputs.clean,
+            dq=dq,
+            dslope=self.delta if self.row_slopes is None else self.row_slopes,
+            steps=steps,
+            **_strides("dq", dq),
+            **arguments,
+            BIAS=self.inputs.bias is not None,
+            CLEAN=self.inputs.clean,
             SPECIALISE=self.inputs.specialised(tile, arguments["TMA"]),
-        )  # fmt: skip
+        )
 
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
         from undivided.kernels.triton import backward
@@ -114,13 +127,25 @@ class _Backward:
             columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
         for with_k, with_v in ((True, False), (False, True)) if tile.apart else ((True, True),):
             backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
-                dk=dk, dv=dv, columns=columns, columns_b=_of_batch(columns), steps=steps, ADD=add, WITH_K=with_k,
-                WITH_V=with_v, **_strides("dk", dk), **_strides("dv", dv), **arguments,
-                BIAS=self.inputs.bias is not None, GAPLESS=whole and self.inputs.gapless, CLEAN=self.inputs.clean,
-            )  # fmt: skip
+                dk=dk,
+                dv=dv,
+                columns=columns,
+                columns_b=_of_batch(columns),
+                steps=steps,
+                ADD=add,
+                WITH_K=with_k,
+                WITH_V=with_v,
+                **_strides("dk", dk),
+                **_strides("dv", dv),
+                **arguments,
+                BIAS=self.inputs.bias is not None,
+                GAPLESS=whole and self.inputs.gapless,
+                CLEAN=self.inputs.clean,
+            )
 
     def _empty_bias(self) -> Tensor:
-        """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed afterwards."""
+        """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed
+        afterwards."""
         bias = self.inputs.operands.bias
         assert bias is not None
         return bias.new_zeros((*bias.shape[:2], self.problem.q_len, self.problem.kv_len), dtype=torch.float32)
@@ -137,9 +162,15 @@ class _Backward:
             dbias.shape[0] * dbias.shape[1],
         )
         backward.pairs_kernel[grid](
-            dbias=part, dbias_b=part.stride(0), dbias_h=part.stride(1), dbias_q=part.stride(2),
-            own_batch=dbias.shape[0], own_heads=dbias.shape[1], batches=problem.batch, **arguments,
-        )  # fmt: skip
+            dbias=part,
+            dbias_b=part.stride(0),
+            dbias_h=part.stride(1),
+            dbias_q=part.stride(2),
+            own_batch=dbias.shape[0],
+            own_heads=dbias.shape[1],
+            batches=problem.batch,
+            **arguments,
+        )
 
     def _bias(self, dbias: Tensor | None) -> Tensor | None:
         bias = self.inputs.operands.bias
@@ -161,9 +192,7 @@ class _Backward:
         assert self.inputs.form is not None
         sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
         total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
-        return total.index_add_(
-            0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1)
-        )
+        return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
 
 
 def _of_batch(table: Tensor) -> int:

@@ -57,7 +57,8 @@ def precision() -> str:
 
 
 def _descriptor(tensor: Tensor, rows: int) -> Any:
-    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16 bytes."""
+    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16
+    bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     sizes, size = list(tensor.shape), tensor.element_size()
@@ -76,7 +77,8 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a problem (all, or as many as a mask is evaluated for at once) and their dense mask [B|1, H|1, R, Sk]."""
+    """Some rows of a problem (all, or as many as a mask is evaluated for at once) and their dense mask [B|1, H|1, R,
+    Sk]."""
 
     span: slice
     dense: Tensor | None
@@ -101,8 +103,10 @@ class Inputs:
             self.pages = operands.pages.contiguous()
             self.page_strides = (
                 0 if problem.packed else self.pages.stride(0),
-                self.k.stride(0), self.v.stride(0), self.k.shape[0],
-            )  # fmt: skip
+                self.k.stride(0),
+                self.v.stride(0),
+                self.k.shape[0],
+            )
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
         if needs_positions or not operands.mask.is_full:
@@ -115,9 +119,7 @@ class Inputs:
         if operands.bias is not None:
             self.bias = operands.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
         self.slopes = None if operands.alibi_slopes is None else self._row_slopes(operands.alibi_slopes)
-        self.sinks = (
-            self._nothing() if operands.sinks is None else operands.sinks.detach().float().contiguous()
-        )
+        self.sinks = self._nothing() if operands.sinks is None else operands.sinks.detach().float().contiguous()
         self.seed = self._seed(operands.dropout_seed)
 
     def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -149,16 +151,13 @@ class Inputs:
         return self.bias is not None or (self.form is not None and not self.form.exact)
 
     def parts(self) -> Iterator[Rows]:
-        """All rows at once, unless the mask is neither ranges nor one dense tensor: then as many as fit in MASK_PAIRS."""
+        """All rows at once, unless the mask is neither ranges nor one dense tensor: then as many as fit in
+        MASK_PAIRS."""
         problem, form = self.problem, self.form
         everything = slice(0, problem.q_len)
         if form is None or form.exact or not self.masked:
             yield Rows(everything, None)
-        elif (
-            len(form.extras) == 1
-            and isinstance(extra := form.extras[0], DensePairs)
-            and form.row_index is None
-        ):
+        elif len(form.extras) == 1 and isinstance(extra := form.extras[0], DensePairs) and form.row_index is None:
             yield Rows(everything, extra.tensor)
         else:
             step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1) // 128 * 128, 128)
@@ -170,9 +169,16 @@ class Inputs:
         """The mask's tables for these tile sizes."""
         problem = self.problem
         return tables.of(
-            self.form if self.masked else None, problem.q_len, problem.kv_len, block_m, block_n, self.q.device,
-            group=group, always_masked=self.always_masked, columns=columns,
-        )  # fmt: skip
+            self.form if self.masked else None,
+            problem.q_len,
+            problem.kv_len,
+            block_m,
+            block_n,
+            self.q.device,
+            group=group,
+            always_masked=self.always_masked,
+            columns=columns,
+        )
 
     def tensors(self, rows: Rows) -> dict[str, Any]:
         """The arguments that say what is masked, added and dropped, for these rows."""
@@ -183,18 +189,23 @@ class Inputs:
             dense = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
         slopes = nothing if self.slopes is None else self.slopes
         found: dict[str, Any] = {
-            "ranges": self.ranges, "bias": bias, "dense": dense, "slopes": slopes, "seed": self.seed,
-            "row_at": nothing, "key_at": nothing, "sequence": nothing, "position": nothing,
-        }  # fmt: skip
+            "ranges": self.ranges,
+            "bias": bias,
+            "dense": dense,
+            "slopes": slopes,
+            "seed": self.seed,
+            "row_at": nothing,
+            "key_at": nothing,
+            "sequence": nothing,
+            "position": nothing,
+        }
         if form is not None and self.problem.features & {"alibi", "dropout"}:
             found["key_at"] = form.kv_position.contiguous()
             found["position"] = form.q_position.contiguous()
             found["row_at"] = (form.q_position + form.shift).contiguous()
             found["sequence"] = form.q_sequence.contiguous()
         for name in ("ranges", "row_at", "key_at", "sequence", "position"):
-            found[f"{name}_b"] = (
-                found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
-            )
+            found[f"{name}_b"] = found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
         for name, tensor in (("bias", bias), ("dense", dense)):
             given = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
             found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), given, strict=True))
@@ -208,27 +219,37 @@ class Inputs:
         if operands.dropout_p > 0:
             dropout = 2 if self._keys_stand_in_order() else 1
         return {
-            "kv_len": problem.kv_len, "q_len": rows.span.stop - rows.span.start, "first_row": rows.span.start,
-            "scale": operands.scale, "softcap": operands.softcap or 0.0,
-            "threshold": philox.threshold(operands.dropout_p), "survivor": philox.survivor_scale(operands.dropout_p),
+            "kv_len": problem.kv_len,
+            "q_len": rows.span.stop - rows.span.start,
+            "first_row": rows.span.start,
+            "scale": operands.scale,
+            "softcap": operands.softcap or 0.0,
+            "threshold": philox.threshold(operands.dropout_p),
+            "survivor": philox.survivor_scale(operands.dropout_p),
             "drop_head": 0 if self.form is None else self.form.first_head,
-            "HEADS_PER_KV": problem.heads // problem.kv_heads, "QK_DIM": problem.qk_dim, "V_DIM": problem.v_dim,
-            "DIM_STEP": config.step_of(problem.qk_dim), "VALUE_STEP": config.step_of(problem.v_dim),
-            "COLUMNS": self.columns, "DENSE": rows.dense is not None, "ALIBI": self.slopes is not None,
-            "SOFTCAP": operands.softcap is not None, "SINKS": operands.sinks is not None, "DROPOUT": dropout,
+            "HEADS_PER_KV": problem.heads // problem.kv_heads,
+            "QK_DIM": problem.qk_dim,
+            "V_DIM": problem.v_dim,
+            "DIM_STEP": config.step_of(problem.qk_dim),
+            "VALUE_STEP": config.step_of(problem.v_dim),
+            "COLUMNS": self.columns,
+            "DENSE": rows.dense is not None,
+            "ALIBI": self.slopes is not None,
+            "SOFTCAP": operands.softcap is not None,
+            "SINKS": operands.sinks is not None,
+            "DROPOUT": dropout,
             "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
-        }  # fmt: skip
+        }
 
     @property
     def plain(self) -> bool:
         """Whether scores are ``scale * q k`` and nothing else, and the scale keeps their order."""
-        return (
-            not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.operands.scale > 0
-        )
+        return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.operands.scale > 0
 
     @property
     def clean(self) -> int:
-        """Which keys the kernels take for 0: 0 none, 1 those around all that a block of rows sees, 2 all that it does not."""
+        """Which keys the kernels take for 0: 0 none, 1 those around all that a block of rows sees, 2 all that it does
+        not."""
         if not self.masked and self.bias is None:
             return 0
         kinds = self.problem.mask.kinds
@@ -236,7 +257,8 @@ class Inputs:
             return 2
         documents = _gpu.documents(self.operands)
         if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
-            return 2  # a document may have keys that none of its queries sees, or no queries: they lie between those of others
+            # a document may have keys that none of its queries sees, or no queries: they lie between those of others
+            return 2
         return int(bool(kinds & _ENDS))
 
     @property
@@ -252,12 +274,10 @@ class Inputs:
         moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
         return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
 
-    def described(
-        self, tile: config.Config, first: Tensor, second: Tensor, rows: int
-    ) -> tuple[Any, Any] | None:
-        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head, which the
-        copy engine reads whole, zeros beyond the last; None where these tiles do not ask for them, or it cannot read these
-        tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
+    def described(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
+        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head,
+        which the copy engine reads whole, zeros beyond the last; None where these tiles do not ask for them, or it
+        cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
         whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
         if not tile.descriptors or problem.page_size is not None or not whole:
@@ -266,9 +286,9 @@ class Inputs:
         return None if None in found else (found[0], found[1])
 
     def specialised(self, tile: config.Config, described: bool) -> bool:
-        """Whether loads, products and softmax get warps of their own: where these tiles ask for it and the loop is one that was
-        compiled so, that reads nothing by address, whose scores are ``scale * q k`` and which clears nothing; Triton 3.7
-        refuses some others."""
+        """Whether loads, products and softmax get warps of their own: where these tiles ask for it and the loop is one
+        that was compiled so, that reads nothing by address, whose scores are ``scale * q k`` and which clears nothing;
+        Triton 3.7 refuses some others."""
         plain = self.plain and not self.always_masked and not self.problem.features & {"dropout", "sinks"}
         return tile.specialise and described and plain and self.clean == 0
 

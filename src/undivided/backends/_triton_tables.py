@@ -1,4 +1,5 @@
-"""Which tiles a block of query rows needs, and which of them need no mask: from the row ranges, in torch, on the device.
+"""Which tiles a block of query rows needs, and which of them need no mask: from the row ranges, in torch, on the
+device.
 
 A block of rows needs the tiles that the union of its rows' ranges touches, one run for each range. A tile is full where
 every row of the block allows all of its keys. So eight numbers a block of rows, in tiles:
@@ -40,9 +41,17 @@ _known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary(
 
 
 def of(
-    normal: NormalForm | None, q_len: int, kv_len: int, block_m: int, block_n: int, device: torch.device,
-    *, group: int = 1, always_masked: bool = False, columns: bool = False,
-) -> Tables:  # fmt: skip
+    normal: NormalForm | None,
+    q_len: int,
+    kv_len: int,
+    block_m: int,
+    block_n: int,
+    device: torch.device,
+    *,
+    group: int = 1,
+    always_masked: bool = False,
+    columns: bool = False,
+) -> Tables:
     """The tables of a mask (None: every pair), remembered beside it.
 
     Args:
@@ -56,9 +65,7 @@ def of(
     key = (block_m, block_n, group, always_masked, columns)
     found = memory.get(key)
     if found is None:
-        rows = _row_table(
-            normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact
-        )
+        rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
         found = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
         if not is_traced():
             memory[key] = found
@@ -67,14 +74,8 @@ def of(
 
 def _every_pair(
     rows: int, kv_len: int, block_m: int, block_n: int, device: torch.device, always_masked: bool, columns: bool
-) -> Tables:  # fmt: skip
-    key = (
-        -(-rows // block_m),
-        -(-kv_len // block_n),
-        0 if always_masked else kv_len // block_n,
-        device,
-        columns,
-    )
+) -> Tables:
+    key = (-(-rows // block_m), -(-kv_len // block_n), 0 if always_masked else kv_len // block_n, device, columns)
     found = None if is_traced() else _plain.get(key)
     if found is None:
         found = _plain_tables(*key)
@@ -124,9 +125,7 @@ def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
     return blocks
 
 
-def _run(
-    first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool
-) -> Tensor:
+def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
     empty = last <= first
     begin, end = first // block_n, -(-last // block_n)
     # rows that do not share a range leave no tile full
@@ -160,9 +159,7 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
     found = []
     step = max(PAIRS_AT_ONCE // max(blocks * batch, 1), 1)
     for start in range(0, tiles, step):
-        t = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[
-            None, :, None
-        ]
+        t = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[None, :, None]
         whole = ((t >= fa) & (t < fa_end)) | ((t >= fb) & (t < fb_end))
         part = (((t >= a) & (t < a_end)) | ((t >= b) & (t < b_end))) & ~whole
         found.append(torch.stack((*_hull(part, index), *_hull(whole, index)), -1))

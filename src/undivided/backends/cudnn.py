@@ -1,6 +1,8 @@
-"""`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged keys.
+"""`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged
+keys.
 
-Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for paged keys.
+Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for
+    paged keys.
 """
 
 from __future__ import annotations
@@ -12,14 +14,7 @@ from undivided import _layout
 from undivided._machine import Machine
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype
-from undivided.backends import (
-    _cudnn_graph,
-    _cudnn_paged,
-    _cudnn_rules,
-    _cudnn_score_rules,
-    _cudnn_scores,
-    _gpu,
-)
+from undivided.backends import _cudnn_graph, _cudnn_paged, _cudnn_rules, _cudnn_score_rules, _cudnn_scores, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends._cudnn_graph import Call
 
@@ -74,15 +69,9 @@ class Cudnn(Backend):
             )
         sizes = (problem.qk_dim, problem.v_dim)
         frontend = machine.version("cudnn_frontend")
-        large = (
-            "backward" in problem.features
-            and min(sizes) > 192
-            and (machine.compute_capability or (0,))[0] == 10
-        )
+        large = "backward" in problem.features and min(sizes) > 192 and (machine.compute_capability or (0,))[0] == 10
         if large and frontend is not None and frontend < (1, 24):
-            reasons.append(
-                "head_dim=256 with gradients on compute capability 10.x (nvidia-cudnn-frontend from 1.24)"
-            )
+            reasons.append("head_dim=256 with gradients on compute capability 10.x (nvidia-cudnn-frontend from 1.24)")
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
@@ -113,24 +102,16 @@ class Cudnn(Backend):
         if _gpu.has_rows_without_keys(problem):
             grad = _gpu.clear_rows(grad, operands.normal_form(problem))
         stats = _cudnn_scores.statistics(operands, result)
-        dsinks = (
-            _cudnn_scores.sink_gradient(operands, result, grad) if "sinks_grad" in problem.features else None
-        )
+        dsinks = _cudnn_scores.sink_gradient(operands, result, grad) if "sinks_grad" in problem.features else None
         if call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
         tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out.contiguous(), "stats": stats.contiguous()}
         tensors["do"] = grad.contiguous()
         # ragged gradients are written for real tokens only: the rest starts, and stays, at 0
-        grads = {
-            f"d{name}": torch.zeros(tensors[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"
-        }
-        wants_bias = (
-            {"dbias": torch.zeros_like(call.extra["bias"])} if "bias_grad" in problem.features else {}
-        )
+        grads = {f"d{name}": torch.zeros(tensors[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
+        wants_bias = {"dbias": torch.zeros_like(call.extra["bias"])} if "bias_grad" in problem.features else {}
         call.run("backward", _cudnn_graph.backward_graph, tensors | grads | wants_bias)
-        dq, dk, dv = (
-            _layout.restore(g.unsqueeze(0) if call.packed else g, problem.layout) for g in grads.values()
-        )
+        dq, dk, dv = (_layout.restore(g.unsqueeze(0) if call.packed else g, problem.layout) for g in grads.values())
         return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
 
 

@@ -55,9 +55,7 @@ class FlashAttn(Backend):
     name = "flash_attn"
     family = "flash"
     summary = "FlashAttention 2, 3 and 4, where the packages are installed"
-    how_to_get = (
-        "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
-    )
+    how_to_get = "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
     limits = _2.limits
 
     def rank(self, problem: Problem, machine: Machine) -> float:
@@ -66,9 +64,7 @@ class FlashAttn(Backend):
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, no package, or neither."""
-        installed = any(
-            machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages
-        )
+        installed = any(machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages)
         return _gpu.no_gpu(machine) or (
             None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
         )

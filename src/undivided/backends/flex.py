@@ -1,7 +1,7 @@
 """`flex`: PyTorch's FlexAttention, compiled. It takes any mask: ranges, dense tensors and predicates alike.
 
-Memory: the mask goes in as a `BlockMask` counted from row ranges (O(S + tiles)), never as an S x S tensor, unless the mask
-is itself dense. It compiles for seconds for every new set of sizes, so it runs only where it is asked for by name.
+Memory: the mask goes in as a `BlockMask` counted from row ranges (O(S + tiles)), never as an S x S tensor, unless the
+mask is itself dense. It compiles for seconds for every new set of sizes, so it runs only where it is asked for by name.
 
 On the CPU, FlexAttention has no backward and cannot return the log-sum-exp (torch/_inductor/kernel/flex/flex_cpu.py);
 `Result.lse` is then NaN: nobody may read it, as `lse`, `sinks` and gradients are refused there.
@@ -52,9 +52,7 @@ class Flex(Backend):
     name = "flex"
     family = "flex"
     summary = "PyTorch's FlexAttention, compiled for each shape: any mask"
-    how_to_get = (
-        "part of PyTorch 2.9 and later; on a CPU it needs a C++ compiler at run time (apt install g++)"
-    )
+    how_to_get = "part of PyTorch 2.9 and later; on a CPU it needs a C++ compiler at run time (apt install g++)"
     limits = Limits(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
@@ -98,9 +96,7 @@ class Flex(Backend):
                 and "backward" in problem.features
                 and problem.features & {"bias_grad", "alibi_grad"}
             ):
-                reasons.append(
-                    "deterministic gradients of a bias or of ALiBi slopes (they are summed by atomics)"
-                )
+                reasons.append("deterministic gradients of a bias or of ALiBi slopes (they are summed by atomics)")
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
@@ -183,9 +179,7 @@ def _compiled() -> Callable[..., Any]:
     compiled: Any = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
     def call(*tensors: Tensor, **settings: Any) -> Any:
-        limits = torch._dynamo.config.patch(
-            recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES
-        )
+        limits = torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES)
         with limits, warnings.catch_warnings():
             # Inductor's own imports use torch.jit (2.13); under `python -W error` that would end the compilation
             warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
@@ -277,11 +271,7 @@ def _of_predicate(extra: PredicatePairs) -> MaskMod:
         return fn
 
     def real(b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        return fn(
-            b, h,
-            i if rows is None else _broadcast(rows, b, i),
-            j if keys is None else _broadcast(keys, b, j),
-        )  # fmt: skip
+        return fn(b, h, i if rows is None else _broadcast(rows, b, i), j if keys is None else _broadcast(keys, b, j))
 
     return real
 
@@ -305,9 +295,7 @@ def _of_extra(extra: object) -> MaskMod:
 
 def _broadcast(tensor: Tensor, *indices: Index) -> Tensor:
     """``tensor[indices]``, a broadcast axis read at 0."""
-    return tensor[
-        tuple(index * 0 if size == 1 else index for size, index in zip(tensor.shape, indices, strict=True))
-    ]
+    return tensor[tuple(index * 0 if size == 1 else index for size, index in zip(tensor.shape, indices, strict=True))]
 
 
 def _score_mod(problem: Problem, operands: Operands, form: NormalForm) -> ScoreMod | None:

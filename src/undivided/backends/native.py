@@ -1,8 +1,9 @@
 """Our own CPU kernel: C++ with SIMD behind a C ABI (`undivided.kernels.cpu`).
 
-The kernel takes any strides with a unit last one, reads ranges of keys for every row (the mask's normal form), and computes
-what they allow and nothing else. What ranges cannot say goes to it as a boolean tensor, in blocks of query rows, so that
-memory stays O(S * block). Sizes, strides and ranges are checked here, before the kernel runs: it trusts them.
+The kernel takes any strides with a unit last one, reads ranges of keys for every row (the mask's normal form), and
+computes what they allow and nothing else. What ranges cannot say goes to it as a boolean tensor, in blocks of query
+rows, so that memory stays O(S * block). Sizes, strides and ranges are checked here, before the kernel runs: it trusts
+them.
 """
 
 from __future__ import annotations
@@ -16,27 +17,21 @@ from undivided._problem import Operands, Problem
 from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends._native_call import (
-    DTYPES,
-    STRIDES,
-    Call,
-    is_plain,
-    pages_of,
-    placed,
-    plain_record,
-)
+from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pages_of, placed, plain_record
 from undivided.kernels import cpu
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
-"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a backward
-follows: PyTorch records its own operator in C++, which saves some 25 us of a call. Forward and backward on Granite Rapids, one
-thread, ours over PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95,
-8x32x1x64 (2^15) 0.8."""
+"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a
+backward
+follows: PyTorch records its own operator in C++, which saves some 25 us of a call. Forward and backward on Granite
+Rapids, one thread, ours over PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1,
+1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
 
 TINY_RECORDED_16, FEW_ROWS = 1 << 13, 8
-"""The same for 16-bit types, where PyTorch's gradients are slow, and rows of all heads and sequences. Forward and backward as
-above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9, 1x32x1x64 1.05, 8x32x1x64 0.6;
-fp16 the same but 1x32x1x64 0.7."""
+"""The same for 16-bit types, where PyTorch's gradients are slow, and rows of all heads and sequences. Forward and
+backward as
+above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9, 1x32x1x64 1.05,
+8x32x1x64 0.6; fp16 the same but 1x32x1x64 0.7."""
 
 
 class Native(Backend):
@@ -100,13 +95,11 @@ class Native(Backend):
         self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
-        return _native_backward.backward(
-            problem, operands, result.out, "bshd", result.lse, grad_out, grad_lse
-        )
+        return _native_backward.backward(problem, operands, result.out, "bshd", result.lse, grad_out, grad_lse)
 
     def gradients(
         self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:  # fmt: skip
+    ) -> Gradients:
         """As `backward`, without a view of out."""
         return _native_backward.backward(problem, operands, out, problem.layout, lse, grad_out, grad_lse)
 

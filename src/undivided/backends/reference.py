@@ -1,8 +1,9 @@
 """The reference: attention in readable PyTorch. It is the specification; every other backend matches it or refuses.
 
-`scores` and `attend` are the whole of the semantics for one block of query rows, as plain differentiable operations. Forward,
-backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to, so that
-memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by block.
+`scores` and `attend` are the whole of the semantics for one block of query rows, as plain differentiable operations.
+Forward, backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to,
+so that memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by
+block.
 
 Legend: B batch, H query heads, N key/value heads, R query rows of the block, K keys of the block, D head size.
 """
@@ -29,7 +30,8 @@ from undivided.kernels import philox
 from undivided.masks._intervals import NormalForm
 
 SCORES_PER_BLOCK = 1 << 22
-"""Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level cache."""
+"""Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level
+cache."""
 
 FEWEST_ROWS = 16
 """Below this many query rows a block, split the heads rather than the rows."""
@@ -42,7 +44,8 @@ class Scores(NamedTuple):
     """One block before its softmax.
 
     score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
-    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have. allowed: the pairs, [B|1, H|1, R, K]; None for all.
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have. allowed: the pairs, [B|1, H|1, R, K]; None
+        for all.
     """
 
     score: Tensor
@@ -76,8 +79,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, the specification.
 
-    ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0 and
-    -inf, whatever their (unspecified) contents.
+    ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0
+    and -inf, whatever their (unspecified) contents.
     """
     score, v, some_row, allowed = scores(block, problem, operands, tensors)
     lse, weights = _softmax(score)
@@ -194,10 +197,7 @@ def _row_blocks(
 ) -> Iterator[tuple[slice, slice]]:
     """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows, or of one document."""
     ends = document_ends(normal, batch) if normal is not None and apart else [problem.q_len]
-    start, size = (
-        0,
-        problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS,
-    )
+    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS)
     while start < problem.q_len:
         end = ends[bisect.bisect_right(ends, start)]
         rows = slice(start, min(start + size, end))
@@ -267,10 +267,7 @@ def _empty_result(problem: Problem, operands: Operands) -> Result:
     shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
     out = _layout.empty(problem.layout, shape, operands.q, zero=True)
     lse = torch.full(
-        (problem.batch, problem.heads, problem.q_len),
-        -torch.inf,
-        dtype=lse_dtype(problem.dtype),
-        device=out.device,
+        (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
     )
     return Result(out, lse)
 
@@ -319,9 +316,7 @@ class Reference(Backend):
                 outputs.append(lse)
                 grads.append(grad_lse[where].to(lse.dtype))
             if "partial" in problem.features:
-                whole = Result(
-                    result.out.transpose(1, 2)[where].to(out.dtype), result.lse[where].to(lse.dtype)
-                )
+                whole = Result(result.out.transpose(1, 2)[where].to(out.dtype), result.lse[where].to(lse.dtype))
                 outputs, grads = [out, lse], _of_part(Result(out, lse), whole, grads)
             sums.add(block, gradients_of(outputs, grads, leaves))
         return sums.finish()
@@ -338,9 +333,11 @@ class Reference(Backend):
         precision = lse_dtype(problem.dtype)
         sums = Accumulators(problem, operands)
         outer = operands.with_differentiable(
-            [g if g is not None else None if t is None else torch.zeros_like(t)
-             for g, t in zip(grad_gradients, operands.differentiable, strict=True)]
-        )  # fmt: skip
+            [
+                g if g is not None else None if t is None else torch.zeros_like(t)
+                for g, t in zip(grad_gradients, operands.differentiable, strict=True)
+            ]
+        )
         grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
         for_grad_out = torch.zeros_like(grad_out, dtype=precision)
         for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
@@ -357,9 +354,10 @@ class Reference(Backend):
                     grads.append(grad_lse[where].detach().clone().requires_grad_())
                 inner = gradients_of(outputs, grads, leaves, create_graph=True)
             pairs = [
-                (g, o) for g, o in zip(inner, _slices(block, problem, outer), strict=True)
+                (g, o)
+                for g, o in zip(inner, _slices(block, problem, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
-            ]  # fmt: skip
+            ]
             found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
             sums.add(block, found[: len(leaves)])
             _layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
@@ -371,7 +369,8 @@ class Reference(Backend):
 def _of_part(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of a part's (out, lse) from those of the whole that it was merged into; out is [B, H, R, Dv].
 
-    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i - lse)``.
+    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
+    lse)``.
     """
     empty = part.lse == -torch.inf
     share = torch.exp(part.lse.detach() - whole.lse).masked_fill(empty, 0.0)

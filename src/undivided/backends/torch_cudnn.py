@@ -24,10 +24,9 @@ OPS = torch.ops.aten
 
 _TILE = 128
 """The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong
-(`_cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by it."""
-_OFFSETS = (
-    1 << 30
-)  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
+(`_cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by
+it."""
+_OFFSETS = 1 << 30  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
 
 
 class TorchCudnn(Backend):
@@ -77,14 +76,10 @@ class TorchCudnn(Backend):
             if size > 65535:
                 reasons.append(f"{name}={size} (max 65535)")
         capability = machine.compute_capability
-        if (
-            capability is not None
-            and capability[0] == 9
-            and problem.q_len == 1
-            and "backward" in problem.features
-        ):
+        if capability is not None and capability[0] == 9 and problem.q_len == 1 and "backward" in problem.features:
             reasons.append(
-                "gradients for one query on compute capability 9.x (NaN where the log-sum-exp is far below 0: cudnn-frontend "
+                "gradients for one query on compute capability 9.x (NaN where the log-sum-exp is "
+                "far below 0: cudnn-frontend "
                 "issue 1072; the cudnn backend asks with a padding mask)"
             )
         if problem.deterministic and "backward" in problem.features:
@@ -105,9 +100,20 @@ class TorchCudnn(Backend):
             return _packed_forward(problem, operands)
         q, k, v = (aligned(t) for t in operands.heads_first())
         out, lse, *_ = OPS._cudnn_attention_forward(
-            q, k, v, None, None, None, problem.q_len, problem.kv_len, True, 0.0, "causal" in problem.mask.kinds, False,
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            problem.q_len,
+            problem.kv_len,
+            True,
+            0.0,
+            "causal" in problem.mask.kinds,
+            False,
             scale=operands.scale,
-        )  # fmt: skip
+        )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
         return Result(*_gpu.settle(out.transpose(1, 2), lse, None))
 
@@ -119,14 +125,26 @@ class TorchCudnn(Backend):
         grad = _layout.heads_first(grad_out, problem.layout)
         out = aligned(result.out.transpose(1, 2))
         if grad.stride() != out.stride() or aligned(grad) is not grad:  # cuDNN is told one layout for both
-            grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(
-                grad
-            )
+            grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         grads = OPS._cudnn_attention_backward(
-            grad, q, k, v, out, result.lse.contiguous(), seed, seed, None, None, None, problem.q_len, problem.kv_len, 0.0,
-            "causal" in problem.mask.kinds, scale=operands.scale,
-        )  # fmt: skip
+            grad,
+            q,
+            k,
+            v,
+            out,
+            result.lse.contiguous(),
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            problem.q_len,
+            problem.kv_len,
+            0.0,
+            "causal" in problem.mask.kinds,
+            scale=operands.scale,
+        )
         dq, dk, dv = (_layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
 
@@ -137,13 +155,21 @@ def _packed_forward(problem: Problem, operands: Operands) -> Result:
     q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(problem, operands))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
     out, stats, *_ = OPS._cudnn_attention_forward(
-        q, k, v, None, packing["cu_seqlens_q"], packing["cu_seqlens_k"], *longest, True, 0.0,
-        "causal" in problem.mask.kinds, False, scale=operands.scale,
-    )  # fmt: skip
-    lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    return Result(
-        *_gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), operands.normal_form(problem))
+        q,
+        k,
+        v,
+        None,
+        packing["cu_seqlens_q"],
+        packing["cu_seqlens_k"],
+        *longest,
+        True,
+        0.0,
+        "causal" in problem.mask.kinds,
+        False,
+        scale=operands.scale,
     )
+    lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
+    return Result(*_gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), operands.normal_form(problem)))
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
@@ -152,20 +178,16 @@ def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
         return []
     found, version = [], machine.version("torch")
     if version is not None and version >= (2, 14):
-        found.append(
-            f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)"
-        )
+        found.append(f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)")
     if "backward" in problem.features:
         found.append(
-            "gradients of packed documents (PyTorch's operator takes the head size for the longest document: pytorch pull "
+            "gradients of packed documents (PyTorch's operator takes the head size for the longest "
+            "document: pytorch pull "
             "request 186142; the cudnn backend has them)"
         )
     if problem.documents[0] > 32768:
         found.append(f"documents={problem.documents[0]} (max 32768)")
-    for name, tokens, heads in (
-        ("query", problem.q_len, problem.heads),
-        ("key", problem.kv_len, problem.kv_heads),
-    ):
+    for name, tokens, heads in (("query", problem.q_len, problem.heads), ("key", problem.kv_len, problem.kv_heads)):
         most = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
         if tokens > most:
             found.append(f"{name} length {tokens} (max {most}: PyTorch's offsets are int32)")

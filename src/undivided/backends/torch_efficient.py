@@ -1,8 +1,8 @@
 """`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), the one that takes fp32, old GPUs and a bias.
 
-Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu, attention_backward.cu)
-and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2 (bottom-right). Packed documents are in
-`_torch_efficient_packed`.
+Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu,
+attention_backward.cu) and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2
+(bottom-right). Packed documents are in `_torch_efficient_packed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ OPS = torch.ops.aten
 
 _NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
 _OFFSETS = 1 << 31  # elements: kernel_forward.h multiplies a key's number by the row stride in 32 bits
-_BIAS_ROW = 16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
+_BIAS_ROW = (
+    16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
+)
 
 
 class TorchEfficient(Backend):
@@ -67,7 +69,8 @@ class TorchEfficient(Backend):
             reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
-                "bottom-right alignment with more queries than keys (the kernel's diagonal begins at a key, or masks nothing)"
+                "bottom-right alignment with more queries than keys (the kernel's diagonal begins "
+                "at a key, or masks nothing)"
             )
         if "bias" in problem.features and problem.bias_dtype != problem.dtype:
             bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
@@ -91,13 +94,18 @@ class TorchEfficient(Backend):
         packing = Packing.of(problem, operands)
         cu_seqlens = (None,) * 4 if packing is None else packing[:4]
         out, lse, *_ = OPS._efficient_attention_forward(
-            q, k, v, _bias(problem, operands), *cu_seqlens, 0.0, _mask_type(problem),
-            compute_log_sumexp=True, scale=operands.scale,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            _bias(problem, operands),
+            *cu_seqlens,
+            0.0,
+            _mask_type(problem),
+            compute_log_sumexp=True,
+            scale=operands.scale,
+        )
         if packing is not None:
-            return Result(
-                *_gpu.settle(out, packing.gather(lse, problem.q_len), operands.normal_form(problem))
-            )
+            return Result(*_gpu.settle(out, packing.gather(lse, problem.q_len), operands.normal_form(problem)))
         out, lse = _gpu.settle(out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
@@ -117,10 +125,22 @@ class TorchEfficient(Backend):
         # one block writes each dq where keys are not split: the order of the sums is fixed
         one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
-            _layout.canonical(grad_out, problem.layout), q, k, v, _bias(problem, operands), result.out.contiguous(),
-            *cu_seqlens, _padded(lse) if packing is None else packing.scatter(lse), 0.0, seed, seed, _mask_type(problem),
-            wants_bias, scale=operands.scale, num_splits_key=1 if one_split else None,
-        )  # fmt: skip
+            _layout.canonical(grad_out, problem.layout),
+            q,
+            k,
+            v,
+            _bias(problem, operands),
+            result.out.contiguous(),
+            *cu_seqlens,
+            _padded(lse) if packing is None else packing.scatter(lse),
+            0.0,
+            seed,
+            seed,
+            _mask_type(problem),
+            wants_bias,
+            scale=operands.scale,
+            num_splits_key=1 if one_split else None,
+        )
         if packing is not None:  # not written: rows without keys, tokens after the last document
             dq = _gpu.clear_rows_(dq, operands.normal_form(problem))
             dk, dv = (_gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
@@ -134,9 +154,7 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
     half = problem.dtype in _gpu.HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
-    sizes = {"head_dim": problem.qk_dim} | (
-        {"value_dim": problem.v_dim} if "value_dim" in problem.features else {}
-    )
+    sizes = {"head_dim": problem.qk_dim} | ({"value_dim": problem.v_dim} if "value_dim" in problem.features else {})
     dtype = str(problem.dtype).removeprefix("torch.")
     return [
         f"{name}={size} (must be a multiple of {multiple} in {dtype})"
@@ -146,7 +164,8 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _size_reasons(problem: Problem) -> list[str]:
-    """What the kernel's grid and offsets have room for. PyTorch's public function cuts larger batches; this does not."""
+    """What the kernel's grid and offsets have room for. PyTorch's public function cuts larger batches; this does
+    not."""
     documents = (problem.documents or (0,))[0]
     heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
     most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
@@ -161,7 +180,8 @@ def _size_reasons(problem: Problem) -> list[str]:
 
 
 def _operands(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
-    """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit offsets."""
+    """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit
+    offsets."""
     q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
     keys = _gpu.longest(problem)[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))

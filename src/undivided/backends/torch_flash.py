@@ -1,7 +1,7 @@
 """PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `_torch_flash_cuda`.
 
-The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive mask
-and nothing else. It is given what it is exact for:
+The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive
+mask and nothing else. It is given what it is exact for:
 
 - no mask, or a top-left causal one: one call;
 - packed documents and padded batches: one call a sequence, cut out by strides, so that no padding is read or computed;
@@ -39,7 +39,8 @@ ROWS = 256
 
 
 MASK_ENTRIES = 1 << 22
-"""Entries of a dense mask handed to one call (16 MiB in fp32). Where no part of the mask is a band, fewer rows save nothing."""
+"""Entries of a dense mask handed to one call (16 MiB in fp32). Where no part of the mask is a band, fewer rows save
+nothing."""
 
 _ANYWHERE = {"dense", "predicate"}
 """Kinds of mask whose keys may lie anywhere, so that a block of few rows needs as many keys as one of many."""
@@ -108,10 +109,7 @@ class TorchFlash(Backend):
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = _layout.empty(problem.layout, shape, operands.q, zero=True)
         lse = torch.full(
-            (problem.batch, problem.heads, problem.q_len),
-            -torch.inf,
-            dtype=lse_dtype(problem.dtype),
-            device=q.device,
+            (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
         for call in _calls(problem, operands):
             part = _Part(call, problem, operands, q, k, v)
@@ -119,9 +117,9 @@ class TorchFlash(Backend):
                 part.q, part.k, part.v, 0.0, call.causal, attn_mask=part.mask, scale=operands.scale
             )
             out_BSHD[call.block.batch, call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
-            lse[call.block.batch, :, call.block.rows] = part.without_empty(
-                part_lse.unsqueeze(-1), -torch.inf
-            ).squeeze(-1)
+            lse[call.block.batch, :, call.block.rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(
+                -1
+            )
         return Result(out_BSHD, lse)
 
     def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -133,11 +131,7 @@ class TorchFlash(Backend):
 
     def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
         """The CPU kernel where one call of it is exact, on the caller's own tensors."""
-        if (
-            problem.device != "cpu"
-            or operands.pages is not None
-            or (causal := _one_call(problem, operands)) is None
-        ):
+        if problem.device != "cpu" or operands.pages is not None or (causal := _one_call(problem, operands)) is None:
             return None
         return _forward(*operands.heads_first(), 0.0, causal, scale=operands.scale)[0]
 
@@ -155,13 +149,13 @@ class TorchFlash(Backend):
             return [*(_layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
         return self._backward_in_parts(problem, operands, result, grad)
 
-    def _backward_in_parts(
-        self, problem: Problem, operands: Operands, result: Result, grad_BHSD: Tensor
-    ) -> Gradients:
+    def _backward_in_parts(self, problem: Problem, operands: Operands, result: Result, grad_BHSD: Tensor) -> Gradients:
         tensors = operands.heads_first()
         precision = lse_dtype(problem.dtype)
-        sums = [torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
-                for t in (operands.q, operands.k, operands.v)]  # fmt: skip
+        sums = [
+            torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
+            for t in (operands.q, operands.k, operands.v)
+        ]
         dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
         out_BHSD = result.out.transpose(1, 2)
         for call in _calls(problem, operands):
@@ -170,9 +164,17 @@ class TorchFlash(Backend):
             keys = (call.block.batch, slice(None), call.block.keys)
             lse = result.lse[rows]
             part_q, part_k, part_v = _backward(
-                part.without_empty(grad_BHSD[rows], 0.0), part.q, part.k, part.v, out_BHSD[rows],
-                lse.masked_fill(lse == -torch.inf, 0.0), 0.0, call.causal, attn_mask=part.mask, scale=operands.scale,
-            )  # fmt: skip
+                part.without_empty(grad_BHSD[rows], 0.0),
+                part.q,
+                part.k,
+                part.v,
+                out_BHSD[rows],
+                lse.masked_fill(lse == -torch.inf, 0.0),
+                0.0,
+                call.causal,
+                attn_mask=part.mask,
+                scale=operands.scale,
+            )
             dq[rows] += part_q
             dk[keys] += part_k
             dv[keys] += part_v
@@ -183,9 +185,7 @@ def _in_layout(out_BHSD: Tensor, problem: Problem) -> Tensor:
     """As [B, S, H, D], its memory in the caller's layout (the kernel follows q's strides for most, not for all)."""
     native = _layout.from_heads_first(out_BHSD, problem.layout)
     return (
-        out_BHSD.transpose(1, 2)
-        if native.is_contiguous()
-        else _layout.canonical(native.contiguous(), problem.layout)
+        out_BHSD.transpose(1, 2) if native.is_contiguous() else _layout.canonical(native.contiguous(), problem.layout)
     )
 
 
@@ -197,9 +197,7 @@ def _one_call(problem: Problem, operands: Operands) -> bool | None:
     if not kinds:
         return False
     # the kernel scales after it has masked with -inf, and -inf times a scale below 0 is +inf
-    exact = (
-        kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
-    )
+    exact = kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
     return True if exact else None
 
 
@@ -208,9 +206,7 @@ def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
     biased = operands.bias is not None or operands.alibi_slopes is not None
     heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     read = functools.partial(_sequences, problem, operands.mask)
-    sequences, rest = operands.mask.remembered(
-        ("sequences", problem.batch, problem.q_len, problem.kv_len), read
-    )
+    sequences, rest = operands.mask.remembered(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
@@ -276,9 +272,7 @@ def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int)
 class _Part:
     """The tensors of one call, with what the mask hides taken out of them."""
 
-    def __init__(
-        self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
+    def __init__(self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> None:
         block = call.block
         self.q = q[block.batch, :, block.rows]
         self.k, self.v = (x[block.batch, :, block.keys] for x in (k, v))

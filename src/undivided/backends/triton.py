@@ -1,7 +1,8 @@
-"""`triton`: our own GPU kernels, for every mask and feature. Without a GPU they run under Triton's interpreter, for tests.
+"""`triton`: our own GPU kernels, for every mask and feature. Without a GPU they run under Triton's interpreter, for
+tests.
 
-The kernels read the mask's row ranges, visit only tiles that hold an allowed pair, and skip mask arithmetic where a tile is
-full. Nothing here waits for the device. See `undivided.kernels.triton` for the kernels.
+The kernels read the mask's row ranges, visit only tiles that hold an allowed pair, and skip mask arithmetic where a
+tile is full. Nothing here waits for the device. See `undivided.kernels.triton` for the kernels.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ class Triton(Backend):
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = _layout.empty(problem.layout, shape, operands.q)
         out = out_BSHD.transpose(1, 2)
-        lse = torch.empty(
-            (problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=operands.q.device
-        )
+        lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=operands.q.device)
         for rows in inputs.parts():
             _forward(inputs, rows, out[:, :, rows.span], lse[:, :, rows.span])
         return Result(out_BSHD, lse)
@@ -112,32 +111,65 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
     splits = _splits(problem.kv_len, programs, processors(q.device)) if decoding else 1
     parts, part_lses = out[None], lse[None]
     if splits > 1:
-        parts = out.new_empty(
-            (splits, problem.batch, problem.heads, length, problem.v_dim), dtype=torch.float32
-        )
+        parts = out.new_empty((splits, problem.batch, problem.heads, length, problem.v_dim), dtype=torch.float32)
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
     tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
     first_block = rows.span.start // tile.block_m
     described = inputs.described(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
     forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
-        q=q, k=described[0], v=described[1], out=parts, lse=part_lses, sinks=inputs.sinks, pages=inputs.pages,
-        tiles=tables[:, first_block:], tiles_b=tables.stride(0) if tables.shape[0] > 1 else 0,
-        kv_heads=problem.kv_heads, value_steps=value_steps,
-        **_strides(q=q, k=inputs.k, v=inputs.v), **_paging(inputs),
-        out_z=parts.stride(0), out_b=parts.stride(1), out_h=parts.stride(2), out_s=parts.stride(3),
-        lse_z=part_lses.stride(0), lse_b=part_lses.stride(1), lse_h=part_lses.stride(2),
-        **inputs.tensors(rows), **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
-        GROUP=group, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=inputs.bias is not None,
-        PAGE=problem.page_size or 0, SPLITS=splits, PLAIN=inputs.plain and not switches["DENSE"],
-        TMA=described[0] is not inputs.k, CLEAN=inputs.clean, SPECIALISE=inputs.specialised(tile, described[0] is not inputs.k),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        q=q,
+        k=described[0],
+        v=described[1],
+        out=parts,
+        lse=part_lses,
+        sinks=inputs.sinks,
+        pages=inputs.pages,
+        tiles=tables[:, first_block:],
+        tiles_b=tables.stride(0) if tables.shape[0] > 1 else 0,
+        kv_heads=problem.kv_heads,
+        value_steps=value_steps,
+        **_strides(q=q, k=inputs.k, v=inputs.v),
+        **_paging(inputs),
+        out_z=parts.stride(0),
+        out_b=parts.stride(1),
+        out_h=parts.stride(2),
+        out_s=parts.stride(3),
+        lse_z=part_lses.stride(0),
+        lse_b=part_lses.stride(1),
+        lse_h=part_lses.stride(2),
+        **inputs.tensors(rows),
+        **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
+        GROUP=group,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BIAS=inputs.bias is not None,
+        PAGE=problem.page_size or 0,
+        SPLITS=splits,
+        PLAIN=inputs.plain and not switches["DENSE"],
+        TMA=described[0] is not inputs.k,
+        CLEAN=inputs.clean,
+        SPECIALISE=inputs.specialised(tile, described[0] is not inputs.k),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     if splits > 1:
         forward.combine_kernel[(problem.batch * problem.heads * length,)](
-            parts, part_lses, out, lse, inputs.sinks, parts.stride(0), problem.v_dim, part_lses.stride(0),
-            *strides(out)[:3], problem.heads, length, V_DIM=problem.v_dim,
-            WIDTH=max(16, 1 << (problem.v_dim - 1).bit_length()), SPLITS=splits, SINKS=switches["SINKS"],
-        )  # fmt: skip
+            parts,
+            part_lses,
+            out,
+            lse,
+            inputs.sinks,
+            parts.stride(0),
+            problem.v_dim,
+            part_lses.stride(0),
+            *strides(out)[:3],
+            problem.heads,
+            length,
+            V_DIM=problem.v_dim,
+            WIDTH=max(16, 1 << (problem.v_dim - 1).bit_length()),
+            SPLITS=splits,
+            SINKS=switches["SINKS"],
+        )
 
 
 def _splits(kv_len: int, programs: int, processors: int) -> int:

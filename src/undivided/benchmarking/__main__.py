@@ -2,10 +2,10 @@
 
     python -m undivided.benchmarking --device cuda --json benchmark.json
 
-Each problem runs in a process that is replaced when a kernel breaks or hangs it, problems that stand for others first, and the
-report is written after each, so that a run that is cut off keeps what it has; --resume goes on from there. With --warm, all
-kernels are compiled before anything is timed, side by side. With --ranks the rates go into a table for selection (see
-`undivided ranks`). `undivided bench` is the same with tables and a progress bar.
+Each problem runs in a process that is replaced when a kernel breaks or hangs it, problems that stand for others first,
+and the report is written after each, so that a run that is cut off keeps what it has; --resume goes on from there. With
+--warm, all kernels are compiled before anything is timed, side by side. With --ranks the rates go into a table for
+selection (see `undivided ranks`). `undivided bench` is the same with tables and a progress bar.
 """
 
 from __future__ import annotations
@@ -33,30 +33,23 @@ PATIENCE = 240.0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--suite", action="append", choices=(*SUITES, *GPU_SUITES), help="the GPU's if not given"
-    )
+    parser.add_argument("--suite", action="append", choices=(*SUITES, *GPU_SUITES), help="the GPU's if not given")
     parser.add_argument("--filter", default="", help="only what has this in suite/name")
     parser.add_argument("--quick", action="store_true", help="only problems that stand for others")
     parser.add_argument("--json", type=Path, help="write the report here, after every problem")
-    parser.add_argument(
-        "--ranks", type=Path, metavar="FILE", help="put the rates into this table for selection"
-    )
+    parser.add_argument("--ranks", type=Path, metavar="FILE", help="put the rates into this table for selection")
     parser.add_argument("--resume", action="store_true", help="keep the cases of the report, run the rest")
     parser.add_argument("--seconds", type=float, default=3600.0, help="end after this time")
     parser.add_argument("--patience", type=float, default=0.5, help="seconds of timing for one problem")
-    parser.add_argument(
-        "--warm", type=int, default=0, metavar="JOBS", help="compile first, in so many processes"
-    )
+    parser.add_argument("--warm", type=int, default=0, metavar="JOBS", help="compile first, in so many processes")
     return parser
 
 
 def main() -> int:
-    """Run a suite, print its tables as Markdown, write the report; 1 where we were wrong, 2 where something was not run."""
+    """Run a suite, print its tables as Markdown, write the report; 1 where we were wrong, 2 where something was not
+    run."""
     given = _parser().parse_args()
     until = time.monotonic() + given.seconds
     if given.ranks is not None:

@@ -1,7 +1,7 @@
 """Who takes part in a benchmark: the library's choice, backends asked for, and what else computes the same.
 
-Every competitor is given the problem as it likes it best (its own layout, masks and block structures built beforehand), and
-offers a call to be timed and its results to be judged. What it cannot compute it is absent from, with the reason.
+Every competitor is given the problem as it likes it best (its own layout, masks and block structures built beforehand),
+and offers a call to be timed and its results to be judged. What it cannot compute it is absent from, with the reason.
 """
 
 from __future__ import annotations
@@ -101,14 +101,12 @@ def rivals(device: str) -> tuple[str, ...]:
 
 
 def competitors(
-    prepared: Prepared,
-    backends: Sequence[str] = ("native",),
-    others: Sequence[str] = ("sdpa", "math", "onnxruntime"),
+    prepared: Prepared, backends: Sequence[str] = ("native",), others: Sequence[str] = ("sdpa", "math", "onnxruntime")
 ) -> tuple[list[Competitor], dict[str, str]]:
     """Those that take part, and why each of the rest does not.
 
-    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is not
-    timed twice.
+    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is
+    not timed twice.
     """
     found: list[Competitor] = []
     absent: dict[str, str] = {}
@@ -145,23 +143,43 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
     call = partial(attention, **arguments, backend=backend)
     layout = prepared.problem.layout
     leaves = tuple(arguments[x] for x in "qkv")
-    return _competitor(name or backend or "undivided", decision.chosen.name, prepared, call, leaves, prepared.inputs.grad_out,
-                       lambda x: _layout.heads_first(x, layout))  # fmt: skip
+    return _competitor(
+        name or backend or "undivided",
+        decision.chosen.name,
+        prepared,
+        call,
+        leaves,
+        prepared.inputs.grad_out,
+        lambda x: _layout.heads_first(x, layout),
+    )
 
 
 def _without(prepared: Prepared, case: Case) -> Competitor:
     """The same problem without what the case adds, over the same tensors."""
-    arguments = {**prepared.inputs.arguments, "mask": case.mask() if case.mask else None, "bias": None, "softcap": case.softcap,
-                 "alibi_slopes": None, "sinks": None, "dropout_p": case.dropout_p, "dropout_seed": None}  # fmt: skip
+    arguments = {
+        **prepared.inputs.arguments,
+        "mask": case.mask() if case.mask else None,
+        "bias": None,
+        "softcap": case.softcap,
+        "alibi_slopes": None,
+        "sinks": None,
+        "dropout_p": case.dropout_p,
+        "dropout_seed": None,
+    }
     problem, operands = normalise(**arguments)
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
     return _ours(Prepared(prepared.benchmark, inputs, problem, operands), None, "without")
 
 
 def _competitor(
-    name: str, label: str, prepared: Prepared, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Tensor,
+    name: str,
+    label: str,
+    prepared: Prepared,
+    forward: Callable[[], Tensor],
+    leaves: tuple[Tensor, ...],
+    grad: Tensor,
     heads_first: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Competitor:  # fmt: skip
+) -> Competitor:
     """A competitor from its forward; the backward is timed alone, over a graph that is kept."""
     if not prepared.benchmark.backward:
         return Competitor(name, label, prepared, forward, lambda: {"out": heads_first(forward())})
@@ -284,5 +302,8 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
 
 
 _MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {
-    "sdpa": _sdpa, "math": _math, "onnxruntime": _onnxruntime, "flex": _flex,
-}  # fmt: skip
+    "sdpa": _sdpa,
+    "math": _math,
+    "onnxruntime": _onnxruntime,
+    "flex": _flex,
+}

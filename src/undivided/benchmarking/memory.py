@@ -39,7 +39,8 @@ print(json.dumps(measure(int(sys.argv[1]), sys.argv[2])))
 def memory(
     lengths: Sequence[int] = LENGTHS, dtype: str = "float32", step: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """What causal self-attention of one head adds to the resident memory, for each length, and whether that grows with it.
+    """What causal self-attention of one head adds to the resident memory, for each length, and whether that grows with
+    it.
 
     Raises:
         RuntimeError: a process failed, its output was wrong, or this is not Linux.
@@ -84,8 +85,16 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
         raise RuntimeError(f"the output is wrong: error {error:.1e} where {budget:.1e} is allowed")
     tensors = 4 * length * HEAD_SIZE * out.element_size()
     backend = explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
-    return {"tokens": length, "dtype": dtype, "backend": backend, "bytes": added, "bytes_a_token": added / length,
-            "tensors": tensors, "error": error, "budget": budget}  # fmt: skip
+    return {
+        "tokens": length,
+        "dtype": dtype,
+        "backend": backend,
+        "bytes": added,
+        "bytes_a_token": added / length,
+        "tensors": tensors,
+        "error": error,
+        "budget": budget,
+    }
 
 
 def _resident() -> int:

@@ -37,8 +37,8 @@ class Attend:
 def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) -> Attend:
     """onnxruntime on the same numbers, in its own layout [B, S, H * D].
 
-    Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0): they would take the cores from whoever's turn
-    comes next.
+    Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0): they would take the cores from
+    whoever's turn comes next.
 
     Raises:
         Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
@@ -76,14 +76,25 @@ def _model(heads: int, scale: float, is_causal: bool) -> bytes:
     """The model, serialised."""
     from onnx import TensorProto, helper
 
-    tensors = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", length, width])
-               for name, length, width in (("query", "q_len", "hidden"), ("key", "kv_len", "hidden"),
-                                           ("value", "kv_len", "v_hidden"), ("out", "q_len", "v_hidden"))}  # fmt: skip
+    tensors = {
+        name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", length, width])
+        for name, length, width in (
+            ("query", "q_len", "hidden"),
+            ("key", "kv_len", "hidden"),
+            ("value", "kv_len", "v_hidden"),
+            ("out", "q_len", "v_hidden"),
+        )
+    }
     inputs = ["query", "key", "value"]
     node = helper.make_node(
-        "MultiHeadAttention", inputs, ["out"], domain="com.microsoft", num_heads=heads, scale=scale,
+        "MultiHeadAttention",
+        inputs,
+        ["out"],
+        domain="com.microsoft",
+        num_heads=heads,
+        scale=scale,
         unidirectional=int(is_causal),
-    )  # fmt: skip
+    )
     graph = helper.make_graph([node], "attention", [tensors[name] for name in inputs], [tensors["out"]])
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)

@@ -43,9 +43,7 @@ class _Case(NamedTuple):
     sdpa: Callable[[], object] | None
 
 
-def overhead(
-    turns: int = 31, calls: int = 200, step: Callable[[str], None] = lambda _: None
-) -> list[Overhead]:
+def overhead(turns: int = 31, calls: int = 200, step: Callable[[str], None] = lambda _: None) -> list[Overhead]:
     """What a repeated small call costs above its backend, for a few small problems on the CPU. Each is verified first.
 
     Args:
@@ -78,9 +76,11 @@ def _overhead_cases() -> dict[str, _Case]:
         "1 token over 24 keys": _Case((one, cache, cache), {"layout": "bshd"}, _sdpa(one, cache, cache)),
         "2 packed documents": _Case((q[0], k[0], v[0]), {"layout": "thd", "mask": packed}, None),
         "8 tokens, recording for the backward": _Case(
-            leaves, {"layout": "bshd"}, _sdpa(*leaves)  # type: ignore[arg-type]
+            leaves,  # type: ignore[arg-type]
+            {"layout": "bshd"},
+            _sdpa(*leaves),  # type: ignore[arg-type]
         ),
-    }  # fmt: skip
+    }
 
 
 def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:

@@ -1,14 +1,17 @@
 """What a machine can do at most, measured beside every figure, so that figures can be given as a fraction of it.
 
-- Multiply-adds (fp32): independent multiply-adds in registers on every thread, by the instructions that the native kernel uses.
+- Multiply-adds (fp32): independent multiply-adds in registers on every thread, by the instructions that the native
+kernel uses.
   Where `UNDIVIDED_ISA` chooses them, half types too: `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
-- Matrix products (half types; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part in, or
-  the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32. Matrix units
-  (AMX) do more than twice that from registers alone, at a rate that no product of matrices in memory comes near.
-- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, which takes turns with
-  the competitors, so that what a cache holds of one it holds of the other: alone, a buffer may stay in it. On a GPU a copy
-  between two halves of such a buffer, bytes read and written counted, for that is what its memory does at most; at least
-  1 GiB, which no cache holds.
+- Matrix products (half types; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part
+in, or
+  the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32. Matrix
+  units (AMX) do more than twice that from registers alone, at a rate that no product of matrices in memory comes near.
+- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, which takes
+turns with
+  the competitors, so that what a cache holds of one it holds of the other: alone, a buffer may stay in it. On a GPU a
+  copy between two halves of such a buffer, bytes read and written counted, for that is what its memory does at most; at
+  least 1 GiB, which no cache holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A report turned into the table that selection orders backends by (`undivided._measured`).
 
-Only whole calls of the library count, each under the name of the backend that ran: what was right, in cases that nothing
-disturbed. What trains takes forward and backward together, so a backward counts with the forward of the same name.
+Only whole calls of the library count, each under the name of the backend that ran: what was right, in cases that
+nothing disturbed. What trains takes forward and backward together, so a backward counts with the forward of the same
+name.
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
         run = _run(report, name)
         found, left_out = _gathered(report["cases"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            "report", "be one that `undivided bench --json` wrote", f"{name} (no {error})"
-        ) from None
+        raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} (no {error})") from None
     table: dict[str, dict[tuple[int, int], Entry]] = {}
     for at, timed in found.items():
         if rates := dict(_rates(timed)):

@@ -16,10 +16,16 @@ Report = Mapping[str, Any]
 Case = Mapping[str, Any]
 
 TITLES = {
-    "forward": "Forward", "backward": "Backward alone", "mask": "Masks and scores", "decode": "Decoding",
-    "small": "Small problems", "overhead": "Overhead of a call", "memory": "Memory",
-    "gpu": "On a GPU", "gpu-decode": "Decoding on a GPU",
-}  # fmt: skip
+    "forward": "Forward",
+    "backward": "Backward alone",
+    "mask": "Masks and scores",
+    "decode": "Decoding",
+    "small": "Small problems",
+    "overhead": "Overhead of a call",
+    "memory": "Memory",
+    "gpu": "On a GPU",
+    "gpu-decode": "Decoding on a GPU",
+}
 
 WORST = 8
 """Small problems over their goal that are named."""
@@ -58,9 +64,7 @@ def tables(report: Report) -> list[Table]:
         raise InputError("report", f"be one of schema {SCHEMA}, written by this version's bench", repr(found))
     suites = dict.fromkeys(case["suite"] for case in report["cases"])
     made = [
-        (_small if suite == "small" else _of_cases)(
-            suite, [x for x in report["cases"] if x["suite"] == suite]
-        )
+        (_small if suite == "small" else _of_cases)(suite, [x for x in report["cases"] if x["suite"] == suite])
         for suite in suites
     ]
     if "overhead" in report:
@@ -80,10 +84,7 @@ def markdown(report: Report) -> str:
     for table in tables(report):
         lines = [f"**{table.title}**", "", _line(table.columns)]
         lines.append(_line("--:" if name in table.numbers else "---" for name in table.columns))
-        lines += [
-            _line(f"**{cell.text}**" if cell.tone == "bad" else cell.text for cell in row)
-            for row in table.rows
-        ]
+        lines += [_line(f"**{cell.text}**" if cell.tone == "bad" else cell.text for cell in row) for row in table.rows]
         lines += ["", *table.notes] if table.notes else []
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -93,8 +94,12 @@ def headline(report: Report) -> str:
     """Where and when, in one line."""
     machine = report["machine"]
     isa = machine["native"] + (" (forced)" if machine["UNDIVIDED_ISA"] else "")
-    parts = [machine.get("gpu") or machine["processor"], f"{machine['threads']} threads", f"native at {isa}",
-             f"PyTorch {machine['torch']}"]  # fmt: skip
+    parts = [
+        machine.get("gpu") or machine["processor"],
+        f"{machine['threads']} threads",
+        f"native at {isa}",
+        f"PyTorch {machine['torch']}",
+    ]
     parts += [f"onnxruntime {machine['onnxruntime']}"] if machine["onnxruntime"] else []
     parts += [f"commit {report['commit']}"] if report["commit"] else []
     parts += ["a quick run"] if report["quick"] else []
@@ -116,9 +121,7 @@ def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
     columns = ("case", "time", "reads" if reads else "peak", *map(_short, others), "goal")
     rows = tuple(_row(case, others) for case in cases)
     peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
-    best = {
-        what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks
-    }
+    best = {what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks}
     unit = "B/s" if reads else "FLOP/s"
     named = f"; {', '.join(map(_short, others))}: times our time" if others else ""
     notes = [f"{columns[2]}: fraction of it{named}."]
@@ -160,10 +163,7 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
 
 def _goals(case: Case) -> Cell:
     found = case.get("goals", ())
-    words = [
-        f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}"
-        for goal in found
-    ]
+    words = [f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in found]
     good = all(goal["met"] for goal in found)
     return Cell(", ".join(words), "" if not words else "good" if good else "bad")
 
@@ -189,65 +189,70 @@ def _small(suite: str, cases: Sequence[Case]) -> Table:
     for (dtype, backward), group in groups.items():
         goals = [goal for case in group for goal in case.get("goals", ())]
         met = sum(goal["met"] for goal in goals)
-        ratios = [entry["of_ours"] for case in group for entry in case["entries"]
-                  if entry["name"] == "sdpa" and entry.get("of_ours")]  # fmt: skip
+        ratios = [
+            entry["of_ours"]
+            for case in group
+            for entry in case["entries"]
+            if entry["name"] == "sdpa" and entry.get("of_ours")
+        ]
         wrong = [case["name"] for case in group if not all(entry["ok"] for entry in case["entries"])]
         median = f"{statistics.median(ratios):.2f}" if ratios else ""
-        rows.append((
-            Cell(f"{dtype} {'backward' if backward else 'forward'}"), Cell(str(len(group))),
-            Cell(f"{met} of {len(goals)}", "good" if met == len(goals) else "bad"), Cell(median),
-            Cell(f"{len(wrong)}", "bad" if wrong else ""),
-        ))  # fmt: skip
+        rows.append(
+            (
+                Cell(f"{dtype} {'backward' if backward else 'forward'}"),
+                Cell(str(len(group))),
+                Cell(f"{met} of {len(goals)}", "good" if met == len(goals) else "bad"),
+                Cell(median),
+                Cell(f"{len(wrong)}", "bad" if wrong else ""),
+            )
+        )
     notes = ["Goal: at most 1.05 times PyTorch's SDPA plus 15 us; x sdpa is the median."]
     over = [
-        (goal["found"] - goal["wanted"], case)
-        for case in cases
-        for goal in case.get("goals", ())
-        if not goal["met"]
+        (goal["found"] - goal["wanted"], case) for case in cases for goal in case.get("goals", ()) if not goal["met"]
     ]
     over.sort(key=lambda pair: pair[0], reverse=True)
     if over:
         notes.append(
-            "Furthest over it: "
-            + ", ".join(f"{case['name']} by {span(by)}" for by, case in over[:WORST])
-            + "."
+            "Furthest over it: " + ", ".join(f"{case['name']} by {span(by)}" for by, case in over[:WORST]) + "."
         )
-    return Table(TITLES[suite], ("problems", "count", "within goal", "x sdpa", "wrong"), tuple(rows),
-                 (*notes, *_contended_note(cases)))  # fmt: skip
+    return Table(
+        TITLES[suite],
+        ("problems", "count", "within goal", "x sdpa", "wrong"),
+        tuple(rows),
+        (*notes, *_contended_note(cases)),
+    )
 
 
 def _overhead(found: Mapping[str, Any]) -> Table:
     limit = found["budget_microseconds"]
     rows = tuple(
         (
-            Cell(row["problem"]), Cell(f"{row['call']:.1f}"), Cell(f"{row['backend_alone']:.1f}"),
+            Cell(row["problem"]),
+            Cell(f"{row['call']:.1f}"),
+            Cell(f"{row['backend_alone']:.1f}"),
             Cell(f"{row['above_backend']:.1f}", "good" if row["above_backend"] < limit else "bad"),
             Cell("" if row["sdpa"] is None else f"{row['sdpa']:.1f}"),
         )
         for row in found["problems"]
-    )  # fmt: skip
-    note = f"Medians of {found['turns']} turns of {found['calls']} calls, one thread. Goal: below {limit:g} above the backend."
-    return Table(
-        TITLES["overhead"], ("microseconds", "call", "backend alone", "above it", "torch SDPA"), rows, (note,)
     )
+    note = (
+        f"Medians of {found['turns']} turns of {found['calls']} calls, one thread. Goal: below "
+        f"{limit:g} above the backend."
+    )
+    return Table(TITLES["overhead"], ("microseconds", "call", "backend alone", "above it", "torch SDPA"), rows, (note,))
 
 
 def _memory(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for row in found:
-        growth = (
-            Cell("") if "growth" not in row else Cell(f"{row['growth']:.2f}", "good" if row["met"] else "bad")
-        )
+        growth = Cell("") if "growth" not in row else Cell(f"{row['growth']:.2f}", "good" if row["met"] else "bad")
         rows.append(
-            (
-                Cell(f"{row['tokens']}"),
-                Cell(human(row["bytes"], "B")),
-                Cell(human(row["tensors"], "B")),
-                growth,
-            )
+            (Cell(f"{row['tokens']}"), Cell(human(row["bytes"], "B")), Cell(human(row["tensors"], "B")), growth)
         )
-    note = ("Forward and backward of one causal head, above what the process held before; tensors: the output "
-            "and the gradients. Growth is relative to the tokens: 1 is proportional.")  # fmt: skip
+    note = (
+        "Forward and backward of one causal head, above what the process held before; tensors: the output "
+        "and the gradients. Growth is relative to the tokens: 1 is proportional."
+    )
     return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
 
 

@@ -1,6 +1,7 @@
 """A benchmark, from its tensors to its figures: prepare, verify, time between probes, compare with the goal.
 
-A competitor whose results are outside the error budget is not timed. What comes out are plain values that JSON can hold.
+A competitor whose results are outside the error budget is not timed. What comes out are plain values that JSON can
+hold.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Settings:
     """How to run.
 
     backends: of ours, timed beside the chosen one. others: who else takes part. device: "cpu" or "cuda".
-    patience: seconds of timing for one benchmark, and for a small one. attempts: how often a disturbed run is made at most.
+    patience: seconds of timing for one benchmark, and for a small one. attempts: how often a disturbed run is made at
+        most.
     watch: takes the time. best: the largest that each probe has shown so far.
     """
 
@@ -85,9 +87,16 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     timed = _steadily(lambda: settings.race(calls, settings.patience), probe, settings)
     seconds, turns, slowed = timed.value
     used = probe.work / seconds[probe.what] if probe.turn is not None else timed.peak
-    rate = {"what": probe.what, "unit": probe.unit, "before": timed.before.rate, "after": timed.after.rate,
-            "share": min(timed.before.share, timed.after.share), "used": used,
-            "attempts": timed.attempts, "contended": timed.contended or slowed}  # fmt: skip
+    rate = {
+        "what": probe.what,
+        "unit": probe.unit,
+        "before": timed.before.rate,
+        "after": timed.after.rate,
+        "share": min(timed.before.share, timed.after.share),
+        "used": used,
+        "attempts": timed.attempts,
+        "contended": timed.contended or slowed,
+    }
     case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
         problem = prepared.problem
@@ -109,8 +118,12 @@ def run_small(
         prepared = _competitors.prepare(benchmark, settings.device)
         found, absent = _competitors.competitors(prepared, settings.backends, ("sdpa",))
         entries, right = _verified(found)
-        ready.append((_described(prepared) | {"entries": entries, "absent": absent},
-                      {competitor.name: competitor.call for competitor in right}))  # fmt: skip
+        ready.append(
+            (
+                _described(prepared) | {"entries": entries, "absent": absent},
+                {competitor.name: competitor.call for competitor in right},
+            )
+        )
 
     def all_of_them() -> list[timing.Race]:
         return [settings.race(calls, settings.small_patience) for _, calls in ready]
@@ -160,11 +173,7 @@ def _judged(competitor: Competitor, sample: Sample) -> Entry:
         results = competitor.results()
         far = {name: sample.error(name, value) for name, value in results.items()}
     except Exception as error:  # whatever a kernel raises is a finding
-        return {
-            "ok": False,
-            "errors": {},
-            "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}",
-        }
+        return {"ok": False, "errors": {}, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
     errors = {
         name: {"error": _finite(error), "budget": sample.allowed[name], "ok": error <= sample.allowed[name]}
         for name, error in far.items()
@@ -189,7 +198,8 @@ def _described(prepared: Prepared) -> Case:
 
 
 def operations(prepared: Prepared) -> float:
-    """What the allowed pairs cost: a multiply-add is two, and a backward multiplies five times where a forward does twice."""
+    """What the allowed pairs cost: a multiply-add is two, and a backward multiplies five times where a forward does
+    twice."""
     problem = prepared.problem
     pairs = _pairs(prepared) * problem.heads
     if prepared.benchmark.backward:
@@ -198,7 +208,8 @@ def operations(prepared: Prepared) -> float:
 
 
 def _pairs(prepared: Prepared) -> int:
-    """Allowed pairs of one head, over the batch. A dense mask counts whole: tiles of it are computed and then masked."""
+    """Allowed pairs of one head, over the batch. A dense mask counts whole: tiles of it are computed and then
+    masked."""
     problem, operands = prepared.problem, prepared.operands
     if operands.mask.is_full:
         return problem.batch * problem.q_len * problem.kv_len
@@ -238,9 +249,7 @@ def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
         if name in entries:
             found.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
     if goal.within is not None and "without" in entries:
-        found.append(
-            _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
-        )
+        found.append(_goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True))
     found += _goals_of_the_kernel(entries, benchmark)
     if goal.pairs is not None and case.get("share_of_pairs") and "without" in entries:
         predicted = entries["without"]["seconds"] * case["share_of_pairs"]
@@ -271,8 +280,14 @@ def _goals_of_the_kernel(entries: Mapping[str, Entry], benchmark: Benchmark) -> 
 def _goal(what: str, wanted: float, found: float, at_most: bool = False) -> dict[str, Any]:
     """One goal; `short` is how far it is missed, relative to what was wanted."""
     short = found / wanted - 1 if at_most else 1 - found / wanted
-    return {"what": what, "wanted": wanted, "found": found, "at_most": at_most, "met": short <= 0,
-            "short": max(short, 0.0)}  # fmt: skip
+    return {
+        "what": what,
+        "wanted": wanted,
+        "found": found,
+        "at_most": at_most,
+        "met": short <= 0,
+        "short": max(short, 0.0),
+    }
 
 
 def _finite(number: float) -> float | None:

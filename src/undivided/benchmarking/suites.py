@@ -52,10 +52,7 @@ class Plan:
 
 
 def plan(
-    suites: Sequence[str] = SUITES,
-    dtypes: Sequence[str] = tuple(DTYPES),
-    filter: str = "",
-    quick: bool = False,
+    suites: Sequence[str] = SUITES, dtypes: Sequence[str] = tuple(DTYPES), filter: str = "", quick: bool = False
 ) -> Plan:
     """Choose benchmarks.
 
@@ -80,16 +77,17 @@ def plan(
         for suite in (*SUITES, *GPU_SUITES)
         if suite in suites and suite not in ("overhead", "memory")
         for benchmark in benchmarks(suite)
-        if benchmark.dtype in wanted and (benchmark.quick or not quick)
-        and filter in f"{suite}/{benchmark.name}"
-    ]  # fmt: skip
+        if benchmark.dtype in wanted and (benchmark.quick or not quick) and filter in f"{suite}/{benchmark.name}"
+    ]
     small = [benchmark for benchmark in chosen if benchmark.suite == "small"]
     groups = itertools.groupby(small, key=lambda one: (one.dtype, one.backward, one.case.qk_dim))
     made = Plan(
         tuple(benchmark for benchmark in chosen if benchmark.suite != "small"),
         tuple(tuple(group) for _, group in groups),
-        "overhead" in suites and filter in "overhead", "memory" in suites and filter in "memory", quick,
-    )  # fmt: skip
+        "overhead" in suites and filter in "overhead",
+        "memory" in suites and filter in "memory",
+        quick,
+    )
     if not made.steps:
         raise InputError(
             "filter", "leave something to run", repr(filter), hint="parts of suite/name, such as forward/bf16"
@@ -98,10 +96,7 @@ def plan(
 
 
 def execute(
-    planned: Plan,
-    settings: Settings,
-    threads: int | None = None,
-    step: Callable[[str], None] = lambda _: None,
+    planned: Plan, settings: Settings, threads: int | None = None, step: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Run a plan; the report holds nothing but what JSON can. An interrupt (Ctrl-C) ends it with what was found so far.
 
@@ -124,11 +119,16 @@ def execute(
 def begun(planned: Plan, settings: Settings) -> dict[str, Any]:
     """A report without a case: where and when, of what, and how."""
     return {
-        "schema": SCHEMA, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(settings.device), "commit": commit(), "quick": planned.quick,
+        "schema": SCHEMA,
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(settings.device),
+        "commit": commit(),
+        "quick": planned.quick,
         "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
-        "interrupted": False, "failed": {}, "cases": [],
-    }  # fmt: skip
+        "interrupted": False,
+        "failed": {},
+        "cases": [],
+    }
 
 
 def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Callable[[str], None]) -> None:
@@ -180,14 +180,18 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     """
     library = cpu.load()
     found = {
-        "processor": _processor(), "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "native": library if isinstance(library, str) else library.level,
         "UNDIVIDED_ISA": os.environ.get("UNDIVIDED_ISA"),
-        "python": platform.python_version(), "torch": torch.__version__,
-        "undivided": _version("undivided"), "onnxruntime": _version("onnxruntime"),
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "undivided": _version("undivided"),
+        "onnxruntime": _version("onnxruntime"),
+    }
     if device != "cpu":
         found["gpu"] = torch.cuda.get_device_name(device)
         found["libraries"] = str(Machine.this(device))

@@ -1,9 +1,9 @@
 """Timing: competitors take turns in one run, and a run that was disturbed is repeated.
 
 What disturbs a machine disturbs all competitors of a turn alike, so a figure is the median over the turns and is to be
-compared with figures of the same run. Whether it was disturbed is asked of the machine itself: a probe of what it can do at
-most runs before and after (`undivided.benchmarking.peak`), and where the two differ the run is repeated. A witness may look
-closer, for what comes and goes in tenths of a second.
+compared with figures of the same run. Whether it was disturbed is asked of the machine itself: a probe of what it can
+do at most runs before and after (`undivided.benchmarking.peak`), and where the two differ the run is repeated. A
+witness may look closer, for what comes and goes in tenths of a second.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ DRIFT = 0.07
 """How far apart the probes around a run may be: on an idle machine they differ by 1 to 3 %."""
 
 SHORTFALL = 0.2
-"""How far a probe may stay below the best of the whole run: a machine may be busy from beginning to end. A processor that has
-warmed up is up to a tenth slower than a cold one."""
+"""How far a probe may stay below the best of the whole run: a machine may be busy from beginning to end. A processor
+that has warmed up is up to a tenth slower than a cold one."""
 
 SHARE = 0.85
-"""The part of its threads' time that a probe gets at least; the rest went to other processes. One that has the cores to itself
-gets 0.95 and more."""
+"""The part of its threads' time that a probe gets at least; the rest went to other processes. One that has the cores to
+itself gets 0.95 and more."""
 
 SLOWER = 1.5
-"""How many times its best a witness may take. Neighbours on a core's other thread that use its matrix unit make it 2 to 2.6; a
-processor that has warmed up 1.2."""
+"""How many times its best a witness may take. Neighbours on a core's other thread that use its matrix unit make it 2 to
+2.6; a processor that has warmed up 1.2."""
 
 ATTEMPTS = 3
 PAUSE = 0.2
@@ -87,10 +87,11 @@ def interleaved(competitors: Mapping[str, Call], turns: int, calls: int) -> dict
 
 
 class Witness:
-    """A call by which a race sees, right before and right after it, whether something else uses what the competitors need.
+    """A call by which a race sees, right before and right after it, whether something else uses what the competitors
+    need.
 
-    The probes around a run miss what comes and goes in tenths of a second, and multiply-adds do not notice who uses a core's
-    matrix unit. (It takes no turns: for some milliseconds after products on tiles, calls of 12 us took 15.)
+    The probes around a run miss what comes and goes in tenths of a second, and multiply-adds do not notice who uses a
+    core's matrix unit. (It takes no turns: for some milliseconds after products on tiles, calls of 12 us took 15.)
 
     >>> witness = Witness(lambda: None)
     >>> witness.slowness() >= 1

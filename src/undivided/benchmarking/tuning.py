@@ -1,7 +1,7 @@
 """`undivided tune`: measure tiles of the Triton kernels on this GPU, and remember the fastest.
 
-A candidate that does not compile, does not fit, or gives another answer than the tiles of the table is passed over: no speed
-is taken of a wrong answer.
+A candidate that does not compile, does not fit, or gives another answer than the tiles of the table is passed over: no
+speed is taken of a wrong answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Work(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The fastest tiles of a pass, their seconds and those of the table's, and how many candidates ran and were right."""
+    """The fastest tiles of a pass, their seconds and those of the table's, and how many candidates ran and were
+    right."""
 
     name: str
     itemsize: int
@@ -43,9 +44,15 @@ class Found(NamedTuple):
 
 
 def tune(
-    device: str, dtypes: Iterable[torch.dtype], widths: Iterable[int], *, length: int = 4096, turns: int = 5,
-    candidates: tuple[Config, ...] | None = None, step: Callable[[str], None] = lambda name: None,
-) -> Iterator[Found]:  # fmt: skip
+    device: str,
+    dtypes: Iterable[torch.dtype],
+    widths: Iterable[int],
+    *,
+    length: int = 4096,
+    turns: int = 5,
+    candidates: tuple[Config, ...] | None = None,
+    step: Callable[[str], None] = lambda name: None,
+) -> Iterator[Found]:
     """The fastest tiles for each pass, dtype and head size.
 
     Args:
@@ -69,9 +76,7 @@ def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator
 
     def made(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Problem, Operands]:
         q = torch.randn(1, q_len, heads, width, device=device, dtype=dtype, requires_grad=grad)
-        k, v = (
-            torch.randn(1, length, 4, width, device=device, dtype=dtype, requires_grad=grad) for _ in range(2)
-        )
+        k, v = (torch.randn(1, length, 4, width, device=device, dtype=dtype, requires_grad=grad) for _ in range(2))
         return _problem.normalise(q, k, v, layout="bshd", mask=mask)
 
     causal = masks.causal()
@@ -92,9 +97,7 @@ def _runner(problem: Problem, operands: Operands, grad: bool) -> Callable[[], tu
     with torch.no_grad():
         result = BACKEND.forward(problem, operands)
     upstream = torch.randn_like(result.out)
-    return lambda: tuple(
-        g for g in BACKEND.backward(problem, operands, result, upstream, None) if g is not None
-    )
+    return lambda: tuple(g for g in BACKEND.backward(problem, operands, result, upstream, None) if g is not None)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Attention over what is cached: one call of `undivided.attention`, with the lengths put into the mask.
 
-Legend: B sequences, S tokens (Sq new queries, Sk of the longest sequence), N key/value heads, D head size, T packed tokens.
+Legend: B sequences, S tokens (Sq new queries, Sk of the longest sequence), N key/value heads, D head size, T packed
+    tokens.
 """
 
 from __future__ import annotations
@@ -63,9 +64,7 @@ class Held(NamedTuple):
     pages: Tensor | None = None
 
 
-def attend(
-    q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any
-) -> Output:
+def attend(q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any) -> Output:
     """Attention of q, in `layout`, over the keys held.
 
     q_counts: the real queries of each sequence (packed: all of them); None: every row is real.
@@ -89,9 +88,7 @@ def attend(
     return out
 
 
-def _side_by_side(
-    held: Held, layout: Layout, q_counts: Counts | None, mask: Mask
-) -> tuple[Tensor, Tensor, Mask]:
+def _side_by_side(held: Held, layout: Layout, q_counts: Counts | None, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
     """Keys up to those of the longest sequence. Where all are as long, the mask needs no lengths."""
     k, v, lengths, _ = held
     longest = max(lengths)
@@ -101,9 +98,7 @@ def _side_by_side(
     return k, v, _among_real(mask, lengths, q_counts, k.device)
 
 
-def _paged(
-    held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Mask]:
+def _paged(held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
     """Whole pages, so that what is given for each pair ends where the last of them does."""
     k, v, lengths, pages = held
     assert pages is not None
@@ -144,14 +139,12 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
         return mask & masks.lengths(kv, q)
 
 
-def _with_documents(
-    mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None
-) -> Mask:
-    """The mask within each sequence, whose queries are packed and whose keys begin every `slot` tokens (None: paged)."""
+def _with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
+    """The mask within each sequence, whose queries are packed and whose keys begin every `slot` tokens (None:
+    paged)."""
     with torch.inference_mode(False):
         q, kv = (
-            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-            for counts in (q_counts, lengths)
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
         )
         starts = None
         if slot is not None:
@@ -174,16 +167,15 @@ def _is_causal(mask: Mask) -> bool:
 def _check_mask(mask: Mask, layout: Layout) -> None:
     if mask.kinds & _SEQUENCES:
         raise InputError(
-            "mask",
-            "leave the lengths to the cache",
-            repr(mask),
-            hint="q_lengths says how many queries are real",
+            "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths says how many queries are real"
         )
     if layout == "thd" and mask.kinds & _OF_PAIRS:
         raise InputError(
-            "mask", "be made of causal, window, sinks, chunks and prefix in layout 'thd'", repr(mask),
+            "mask",
+            "be made of causal, window, sinks, chunks and prefix in layout 'thd'",
+            repr(mask),
             hint="a cache in layout 'bshd', with padding",
-        )  # fmt: skip
+        )
 
 
 def _widened(mask: Mask, longest: int, extent: int) -> Mask:
@@ -203,9 +195,7 @@ def _padded(name: str, tensor: Tensor, longest: int, extent: int, value: float) 
     if keys == longest:
         return pad(tensor, (0, extent - longest), value=value)
     if keys != 1:
-        raise InputError(
-            name, f"end with the {longest} keys of the longest sequence, or 1", list(tensor.shape)
-        )
+        raise InputError(name, f"end with the {longest} keys of the longest sequence, or 1", list(tensor.shape))
     return tensor
 
 
@@ -218,9 +208,7 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
     if layout != "thd" and found != batch:
         raise InputError("q", f"have the batch of the cache ({batch}) in layout {layout!r}", list(q.shape))
     if dim != heads.head_dim:
-        raise InputError(
-            "q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}"
-        )
+        raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")
     return q_len
 
 

@@ -43,7 +43,8 @@ class Batch:
         return OrderedDict((name, self.ledger.lengths[slot]) for name, slot in self.slots.items())
 
     def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
-        """Let sequences leave, come and grow; pages that are shared and will be written to are copied in each storage."""
+        """Let sequences leave, come and grow; pages that are shared and will be written to are copied in each
+        storage."""
         counts = self._checked(step_dict)
         ended = [slot for name, slot in self.slots.items() if name not in counts]
         # a copy takes the ledger's place once there is room for everything
@@ -67,9 +68,11 @@ class Batch:
     def _checked(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
             raise InputError(
-                "step_dict", "map the id of each sequence to its new tokens", type(step_dict).__name__,
+                "step_dict",
+                "map the id of each sequence to its new tokens",
+                type(step_dict).__name__,
                 hint="OrderedDict(zip(seq_ids, new_tokens))",
-            )  # fmt: skip
+            )
         counts = {name: as_integer(f"step_dict[{name!r}]", count, 0) for name, count in step_dict.items()}
         if len(counts) > self.max_sequences:
             must = f"hold at most max_batch_size={self.max_sequences} sequences"
@@ -78,9 +81,10 @@ class Batch:
             cached = self.ledger.lengths[self.slots[name]] if name in self.slots else 0
             if cached + count > self.max_len:
                 raise InputError(
-                    f"step_dict[{name!r}]", f"leave the sequence within max_sequence_length={self.max_len}",
+                    f"step_dict[{name!r}]",
+                    f"leave the sequence within max_sequence_length={self.max_len}",
                     f"{count} new tokens after {cached}",
-                )  # fmt: skip
+                )
         return counts
 
     def _assigned(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
@@ -95,9 +99,7 @@ class Batch:
         if dst in self.slots:
             raise InputError("dst", "be the id of no sequence", repr(dst))
         if len(self.slots) == self.max_sequences:
-            raise InputError(
-                "dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst)
-            )
+            raise InputError("dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst))
         slots = self._assigned([*self.slots, dst])
         pairs = [(slot, slots[dst])]
         for storage in storages:

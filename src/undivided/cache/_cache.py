@@ -29,9 +29,7 @@ class Cache(ABC):
         check_layout(layout)
         self._ledger, self._storage = ledger, storage
         self.batch, self.layout = batch, layout
-        self._last: tuple[Counts, int] | None = (
-            None  # of the last append: real tokens, and length with padding
-        )
+        self._last: tuple[Counts, int] | None = None  # of the last append: real tokens, and length with padding
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -70,8 +68,8 @@ class Cache(ABC):
         Axes: B batch, S new tokens, N key/value heads, D head size, T new tokens of all sequences.
 
         Args:
-            k: new keys in the cache's layout: [B, S, N, Dk] in "bshd", [S, B, N, Dk] in "sbhd", [B, N, S, Dk] in "bhsd",
-                [T, N, Dk] in "thd"; the cache's dtype (under autocast any).
+            k: new keys in the cache's layout: [B, S, N, Dk] in "bshd", [S, B, N, Dk] in "sbhd", [B, N, S, Dk] in
+                "bhsd", [T, N, Dk] in "thd"; the cache's dtype (under autocast any).
             v: new values, as k with head size Dv.
             lengths: how many of the S are real, the first of each sequence: a list of B ints or an int tensor [B] (on
                 the CPU, or reading it waits for the device); None: all. In "thd" how many of the T each sequence has.
@@ -99,39 +97,67 @@ class Cache(ABC):
 
     @overload
     def attend(
-        self, q: Tensor, mask: Mask | None = ..., q_lengths: Lengths | None = ..., *, bias: Tensor | None = ...,
-        scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ..., backend: str | None = ..., deterministic: bool | None = ...,
+        self,
+        q: Tensor,
+        mask: Mask | None = ...,
+        q_lengths: Lengths | None = ...,
+        *,
+        bias: Tensor | None = ...,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        backend: str | None = ...,
+        deterministic: bool | None = ...,
         return_lse: Literal[False] = ...,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
     @overload
     def attend(
-        self, q: Tensor, mask: Mask | None = ..., q_lengths: Lengths | None = ..., *, bias: Tensor | None = ...,
-        scale: float | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ..., backend: str | None = ..., deterministic: bool | None = ...,
+        self,
+        q: Tensor,
+        mask: Mask | None = ...,
+        q_lengths: Lengths | None = ...,
+        *,
+        bias: Tensor | None = ...,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        backend: str | None = ...,
+        deterministic: bool | None = ...,
         return_lse: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor]: ...
 
     @outside_of_graphs
     def attend(
-        self, q: Tensor, mask: Mask | None = None, q_lengths: Lengths | None = None, *, bias: Tensor | None = None,
-        scale: float | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None, backend: str | None = None, deterministic: bool | None = None,
+        self,
+        q: Tensor,
+        mask: Mask | None = None,
+        q_lengths: Lengths | None = None,
+        *,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        backend: str | None = None,
+        deterministic: bool | None = None,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of q over everything cached: `undivided.attention` with this cache's keys, values and lengths.
 
         The queries of a sequence are its last tokens: causal and windows are aligned bottom-right by its own length.
 
         Args:
-            q: queries in the cache's layout, of any number of heads that N divides: usually those of the tokens that were
-                appended last.
-            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, and what ``&`` and ``|`` make of
-                them; None is causal. ``masks.window(None, None)`` hides nothing but what is not there. The lengths come
-                from the cache; an alignment that is left out is bottom-right. Key j is the j-th token of its sequence.
-            q_lengths: how many of the queries are real, the first of each sequence, as `lengths` of `append`; rows beyond
-                give 0. None: all, or, if the last append was given lengths, the same.
+            q: queries in the cache's layout, of any number of heads that N divides: usually those of the tokens that
+                were appended last.
+            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, and what ``&`` and ``|`` make
+                of them; None is causal. ``masks.window(None, None)`` hides nothing but what is not there. The lengths
+                come from the cache; an alignment that is left out is bottom-right. Key j is the j-th token of its
+                sequence.
+            q_lengths: how many of the queries are real, the first of each sequence, as `lengths` of `append`; rows
+                beyond give 0. None: all, or, if the last append was given lengths, the same.
             bias: as in `undivided.attention`, Sk being the longest of `lengths`; not in "thd".
             scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse: as in `undivided.attention`.
 
@@ -144,9 +170,20 @@ class Cache(ABC):
         """
         q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
         return _attend.attend(
-            q, self._held(), self.layout, self._queries(q_lengths, q_len), mask, bias=bias, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, backend=backend, deterministic=deterministic, return_lse=return_lse,
-        )  # fmt: skip
+            q,
+            self._held(),
+            self.layout,
+            self._queries(q_lengths, q_len),
+            mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            backend=backend,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
 
     def truncate(self, lengths: Lengths) -> None:
         """Forget the last tokens, so that ``lengths[b]`` remain of sequence b: how a rejected draft is taken back.
@@ -160,9 +197,7 @@ class Cache(ABC):
         remaining = checked_counts("lengths", lengths, self.batch)
         for n, (after, before) in enumerate(zip(remaining, self.lengths, strict=True)):
             if after > before:
-                raise InputError(
-                    f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after
-                )
+                raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
         self._ledger.truncate(remaining)
         self._last = None
 
@@ -207,9 +242,11 @@ class Cache(ABC):
                 return None
             if padded != q_len:
                 raise InputError(
-                    "q_lengths", "be given where the last append was, and q has another length than it", None,
+                    "q_lengths",
+                    "be given where the last append was, and q has another length than it",
+                    None,
                     hint=f"the last tokens were {list(counts)} of {padded}, and q has {q_len} of each sequence",
-                )  # fmt: skip
+                )
             return counts
         counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")
         return None if counts.count(q_len) == self.batch else counts
@@ -224,10 +261,7 @@ class Cache(ABC):
         sources, targets = (list(x) if isinstance(x, list | tuple) else [x] for x in (src, dst))
         if len(sources) != len(targets):
             raise InputError("dst", f"be as many sequences as src ({len(sources)})", len(targets))
-        pairs = [
-            (self._sequence("src", a), self._sequence("dst", b))
-            for a, b in zip(sources, targets, strict=True)
-        ]
+        pairs = [(self._sequence("src", a), self._sequence("dst", b)) for a, b in zip(sources, targets, strict=True)]
         if len({target for _, target in pairs}) != len(pairs):
             raise InputError("dst", "name every sequence once", targets)
         return pairs

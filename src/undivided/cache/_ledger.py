@@ -78,10 +78,11 @@ class Slots:
         if max(lengths) > self.max_len:
             n = lengths.index(max(lengths))
             raise InputError(
-                "k", f"leave every sequence within max_len={self.max_len} tokens",
+                "k",
+                f"leave every sequence within max_len={self.max_len} tokens",
                 f"{counts[n]} new after {self.lengths[n]} in sequence {n}",
                 hint="a larger max_len; free(i) a sequence that has ended; truncate(lengths)",
-            )  # fmt: skip
+            )
         return Plan(lengths)
 
     def commit(self, plan: Plan) -> None:
@@ -137,9 +138,11 @@ class Pages:
         wanted = sum(grow + copy for _, grow, copy in needs)
         if wanted > len(self.unused):
             raise InputError(
-                self.argument, f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
-                f"tokens that need {wanted}", hint=self.hint,
-            )  # fmt: skip
+                self.argument,
+                f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
+                f"tokens that need {wanted}",
+                hint=self.hint,
+            )
         if not needs:
             return Plan(lengths)
         fresh = self.unused[: -wanted - 1 : -1]

@@ -34,9 +34,12 @@ class Heads(NamedTuple):
 
     @staticmethod
     def checked(
-        kv_heads: int, head_dim: int, value_dim: int | None, dtype: object,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        dtype: object,
         names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
-    ) -> Heads:  # fmt: skip
+    ) -> Heads:
         """InputError where a size is not positive or the dtype is none that attention runs in."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
@@ -106,9 +109,16 @@ class Storage:
 
 
 def checked_tokens(
-    k: Tensor, v: Tensor, lengths: object, *, layout: Layout, batch: int, heads: Heads, device: torch.device,
+    k: Tensor,
+    v: Tensor,
+    lengths: object,
+    *,
+    layout: Layout,
+    batch: int,
+    heads: Heads,
+    device: torch.device,
     names: tuple[str, str, str] = ("k", "v", "lengths"),
-) -> NewTokens:  # fmt: skip
+) -> NewTokens:
     """New keys and values in canonical order, and how many are real; InputError where they do not fit."""
     of_k, of_v, of_lengths = names
     expected = _expected(layout, batch, heads.kv_heads)
@@ -127,9 +137,7 @@ def checked_tokens(
         return NewTokens(k, v, packed_counts(of_lengths, lengths, batch, k.shape[1]), True)
     if lengths is None:
         return NewTokens(k, v, (k.shape[1],) * batch, False)
-    return NewTokens(
-        k, v, checked_counts(of_lengths, lengths, batch, k.shape[1], f"new tokens in {of_k}"), False
-    )
+    return NewTokens(k, v, checked_counts(of_lengths, lengths, batch, k.shape[1], f"new tokens in {of_k}"), False)
 
 
 def _expected(layout: Layout, batch: int, kv_heads: int) -> str:
@@ -140,15 +148,15 @@ def _expected(layout: Layout, batch: int, kv_heads: int) -> str:
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InputError(
-            name, "need no gradient (a cache is read, not trained through)", f"{name} with requires_grad=True",
+            name,
+            "need no gradient (a cache is read, not trained through)",
+            f"{name} with requires_grad=True",
             hint="call under torch.no_grad() or torch.inference_mode()",
-        )  # fmt: skip
+        )
     if tensor.device != device:
         raise InputError(name, f"be on the device of the cache ({device})", str(tensor.device))
     if tensor.dtype != dtype and not (tensor.is_floating_point() and torch.is_autocast_enabled(device.type)):
-        raise InputError(
-            name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})"
-        )
+        raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
 
 
 def checked_counts(name: str, value: object, batch: int, most: int | None = None, of: str = "") -> Counts:
@@ -178,11 +186,12 @@ def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
         return (tokens,)
     if value is None:
         raise InputError(
-            name, "be given in layout 'thd'", None, hint=f"the tokens of each of the {batch} sequences, 0 for those without"
-        )  # fmt: skip
+            name,
+            "be given in layout 'thd'",
+            None,
+            hint=f"the tokens of each of the {batch} sequences, 0 for those without",
+        )
     counts = checked_counts(name, value, batch)
     if sum(counts) != tokens:
-        raise InputError(
-            name, f"sum to the {tokens} packed tokens", f"{list(counts)}, which is {sum(counts)}"
-        )
+        raise InputError(name, f"sum to the {tokens} packed tokens", f"{list(counts)}, which is {sum(counts)}")
     return counts

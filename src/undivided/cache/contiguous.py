@@ -44,9 +44,17 @@ class KVCache(Cache):
     """
 
     def __init__(
-        self, batch: int, max_len: int, kv_heads: int, head_dim: int, *, value_dim: int | None = None,
-        dtype: torch.dtype, device: torch.device | str = "cpu", layout: Layout = "bshd",
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        max_len: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: Layout = "bshd",
+    ) -> None:
         heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
         batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
         storage = Storage(batch, self.max_len, heads, torch.device(device))
@@ -58,6 +66,7 @@ class KVCache(Cache):
     def __repr__(self) -> str:
         heads = self._storage.heads
         return (
-            f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, head_dim={heads.head_dim}, "
+            f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, "
+            f"head_dim={heads.head_dim}, "
             f"lengths={list(self.lengths)})"
         )

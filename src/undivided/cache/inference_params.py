@@ -24,16 +24,18 @@ FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
 
 class InferenceParams:
-    """The keys and values of every layer of a model, and which sequences are in the batch: TransformerEngine's interface.
+    """The keys and values of every layer of a model, and which sequences are in the batch: TransformerEngine's
+    interface.
 
-    Each iteration says with `pre_step` which sequences are in the batch and how many new tokens each brings; then the model
-    runs, and each of its layers puts its keys and values into its own cache and attends to all of them. Row r of the
-    batch is the r-th sequence of the step. A layer needs one call::
+    Each iteration says with `pre_step` which sequences are in the batch and how many new tokens each brings; then the
+    model runs, and each of its layers puts its keys and values into its own cache and attends to all of them. Row r of
+    the batch is the r-th sequence of the step. A layer needs one call::
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: a sequence may bring any number of tokens at any step (prompts in chunks, drafts), sequences
-    may come in any order, the pages may be fewer than all sequences could need, `fork` and `truncate`, any device.
+    Beyond TransformerEngine: a sequence may bring any number of tokens at any step (prompts in chunks, drafts),
+    sequences may come in any order, the pages may be fewer than all sequences could need, `fork` and `truncate`, any
+    device.
 
     Args:
         max_batch_size: sequences at a time.
@@ -43,8 +45,8 @@ class InferenceParams:
         dtype: of the cached keys and values.
         head_dim_v: head size of values; head_dim_k if None.
         is_paged: whether sequences take pages from one pool as they grow.
-        total_num_pages: where is_paged, pages of the pool of each layer; None: as many as all sequences could need. May be
-            fewer.
+        total_num_pages: where is_paged, pages of the pool of each layer; None: as many as all sequences could need. May
+            be fewer.
         page_size: where is_paged, tokens of a page; to be given.
         max_ctx_len: accepted; new tokens are limited by max_sequence_length alone.
         qkv_format: "bshd", "sbhd" or "thd": of the tensors that layers pass, unless they say another.
@@ -74,12 +76,22 @@ class InferenceParams:
     _table: Tensor | None  # `page_table`, once it was asked for
 
     def __init__(
-        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None,
-        head_dim_k: int | None = None, dtype: torch.dtype | None = None, head_dim_v: int | None = None,
-        is_paged: bool = False, total_num_pages: int | None = None, page_size: int | None = None,
-        max_ctx_len: int | None = None, qkv_format: str = "bshd", custom_cache_manager: Any = None, *,
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+        *,
         device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
                 raise InputError(name, "be given", None)
@@ -98,9 +110,7 @@ class InferenceParams:
         self.is_paged, self.qkv_format = is_paged, _checked_format(qkv_format)
         self.page_size, self.total_num_pages = self._pool(page_size, total_num_pages)
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
-            raise InputError(
-                "max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len
-            )
+            raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
         self.device = None if device is None else torch.device(device)
         self._storages: dict[int, Storage] = {}
         self._layers: set[int] = set()
@@ -147,7 +157,8 @@ class InferenceParams:
         self._set_step(None)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer: now where the device is known, else when its first keys come. Repeating it is no harm.
+        """Make the cache of a layer: now where the device is known, else when its first keys come. Repeating it is no
+        harm.
 
         Raises:
             InputError: layer_number is no int.
@@ -167,8 +178,8 @@ class InferenceParams:
         """Say what the next iteration brings, before the model runs.
 
         Args:
-            step_dict: new tokens of each sequence, 0 or more, by an id of any kind, in the order of the batch. An id that
-                is not known begins a sequence; one that is left out has ended, and its memory is free.
+            step_dict: new tokens of each sequence, 0 or more, by an id of any kind, in the order of the batch. An id
+                that is not known begins a sequence; one that is left out has ended, and its memory is free.
 
         Raises:
             InputError: too many sequences, one that gets too long, or no pages for all. Nothing has changed then.
@@ -181,7 +192,8 @@ class InferenceParams:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, str]:
         """Put a layer's new tokens into its cache, and hand the whole cache over.
 
-        `attend` does this and the attention. Where a layer is called twice in a step, the second call replaces the first.
+        `attend` does this and the attention. Where a layer is called twice in a step, the second call replaces the
+        first.
 
         Args:
             layer_number: of the layer.
@@ -209,15 +221,23 @@ class InferenceParams:
 
     @outside_of_graphs
     def attend(
-        self, layer_number: int, q: Tensor, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None, *,
-        mask: Mask | None = None, **options: Any,
-    ) -> Output:  # fmt: skip
+        self,
+        layer_number: int,
+        q: Tensor,
+        new_k: Tensor,
+        new_v: Tensor,
+        qkv_format: str | None = None,
+        *,
+        mask: Mask | None = None,
+        **options: Any,
+    ) -> Output:
         """Put a layer's new tokens into its cache, and attend to everything that it holds of their sequences.
 
         Args:
             layer_number, new_k, new_v, qkv_format: as for `step`.
             q: queries of the same tokens, [.., h, d].
-            mask: as for `KVCache.attend`: causal if None, aligned bottom-right where it does not say; never with lengths.
+            mask: as for `KVCache.attend`: causal if None, aligned bottom-right where it does not say; never with
+                lengths.
             options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse of
                 `undivided.attention`.
 
@@ -249,9 +269,15 @@ class InferenceParams:
         storage = self._storages[layer_number]
         device = storage.k.device
         tokens = checked_tokens(
-            new_k, new_v, step.counts, layout=format, batch=len(step.slots), heads=self._heads, device=device,
+            new_k,
+            new_v,
+            step.counts,
+            layout=format,
+            batch=len(step.slots),
+            heads=self._heads,
+            device=device,
             names=("new_k", "new_v", "the step's tokens"),
-        )  # fmt: skip
+        )
         if step.rows:
             if self._rows is None:
                 self._rows = torch.tensor(step.rows, dtype=torch.int64, device=device)
@@ -265,9 +291,11 @@ class InferenceParams:
     def _checked(self) -> Step:
         if self._step is None or not self._step.slots:
             raise InputError(
-                "inference_params", "be told of the sequences before the model runs", "no step",
+                "inference_params",
+                "be told of the sequences before the model runs",
+                "no step",
                 hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
-            )  # fmt: skip
+            )
         return self._step
 
     def _set_step(self, step: Step | None) -> None:
@@ -305,7 +333,8 @@ class InferenceParams:
         return 0 if self._step is None else len(self._step.slots)
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Cached tokens of each sequence before the step, int32 [max_batch_size]: the position of its first new token."""
+        """Cached tokens of each sequence before the step, int32 [max_batch_size]: the position of its first new
+        token."""
         return self._seqlens_pre_step
 
     def _padded(self, counts: Counts) -> Tensor:
@@ -318,10 +347,12 @@ class InferenceParams:
         return torch.tensor(offsets, dtype=torch.int32, device=self.device)
 
     def fork(self, src: Hashable, dst: Hashable) -> None:
-        """Begin sequence dst with all that src has, between two steps. Pages are shared until one of the two is written to.
+        """Begin sequence dst with all that src has, between two steps. Pages are shared until one of the two is written
+        to.
 
         Raises:
-            InputError: src is not there, dst is, or there are max_batch_size sequences already. Nothing has changed then.
+            InputError: src is not there, dst is, or there are max_batch_size sequences already. Nothing has changed
+                then.
         """
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
@@ -348,9 +379,7 @@ class InferenceParams:
         return storage.k[pages].flatten(1, 2), storage.v[pages].flatten(1, 2)
 
     def __repr__(self) -> str:
-        paged = (
-            f", total_num_pages={self.total_num_pages}, page_size={self.page_size}" if self.is_paged else ""
-        )
+        paged = f", total_num_pages={self.total_num_pages}, page_size={self.page_size}" if self.is_paged else ""
         return (
             f"InferenceParams(max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}, "
             f"num_heads_kv={self.num_heads_kv}, head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, "

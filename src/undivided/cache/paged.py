@@ -17,8 +17,9 @@ from undivided.cache._storage import Heads, Storage
 class PagedKVCache(Cache):
     """Keys and values of sequences that take pages from one pool as they grow, and share what they have in common.
 
-    A sequence is a list of pages; there is no other limit to its length, and none to how unequal lengths are. `fork` shares
-    pages, and whoever writes to a shared one first gets a copy of it. Pages that nobody uses any more are free again.
+    A sequence is a list of pages; there is no other limit to its length, and none to how unequal lengths are. `fork`
+    shares pages, and whoever writes to a shared one first gets a copy of it. Pages that nobody uses any more are free
+    again.
 
     Args:
         num_pages: pages of the pool.
@@ -52,14 +53,20 @@ class PagedKVCache(Cache):
     _ledger: Pages
 
     def __init__(
-        self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, *, batch: int, value_dim: int | None = None,
-        dtype: torch.dtype, device: torch.device | str = "cpu", layout: Layout = "bshd",
-    ) -> None:  # fmt: skip
+        self,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        batch: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: Layout = "bshd",
+    ) -> None:
         heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
-        self.num_pages, self.page_size = (
-            as_integer("num_pages", num_pages, 1),
-            as_integer("page_size", page_size, 1),
-        )
+        self.num_pages, self.page_size = (as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1))
         batch = as_integer("batch", batch, 1)
         storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
         super().__init__(Pages(self.num_pages, self.page_size, batch), storage, batch, layout)
@@ -72,7 +79,8 @@ class PagedKVCache(Cache):
 
     @property
     def block_table(self) -> Tensor:
-        """The pages of each sequence in order, int32 [batch, pages of the longest]; what is beyond a sequence's is 0."""
+        """The pages of each sequence in order, int32 [batch, pages of the longest]; what is beyond a sequence's is
+        0."""
         known = self._table
         if known is None or known[0] != self._ledger.changes:
             known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)

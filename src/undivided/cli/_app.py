@@ -27,8 +27,8 @@ from undivided.errors import InputError, NoBackendError
 
 
 class _Group(TyperGroup):
-    """Prints InputError, NoBackendError and what the operating system refuses without a traceback; everything else is a defect
-    and keeps its own."""
+    """Prints InputError, NoBackendError and what the operating system refuses without a traceback; everything else is a
+    defect and keeps its own."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -61,9 +61,12 @@ def _common(
 
 
 app = typer.Typer(
-    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
-)  # fmt: skip
+)
 
 app.callback(help=app.info.help)(_common)
 for command in (demo, doctor, explain, verify, bench, ranks, mask, plan, diagnose, tune):

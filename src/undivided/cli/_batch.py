@@ -67,9 +67,7 @@ class Batch:
         """The real tokens of what `arrange` made, [T, X, D]."""
         if layout == "thd":
             return tensor
-        packed: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[
-            self._document(), self._position()
-        ]
+        packed: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[self._document(), self._position()]
         return packed
 
     def padding(self, tensor: Tensor, layout: str) -> Tensor:

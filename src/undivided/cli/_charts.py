@@ -74,9 +74,7 @@ def _times(axes: Axes, times: list[dict[str, Any]]) -> None:
     colours = [THEIRS if name.startswith("SDPA") else OURS for name in names]
     axes.barh(names, forward, color=colours)
     drawn = axes.barh(names, backward, left=forward, color=colours, alpha=LIGHT)
-    labels = [
-        f"{f + b:.0f} ms ({row['ratio']:.2f} x)" for f, b, row in zip(forward, backward, times, strict=True)
-    ]
+    labels = [f"{f + b:.0f} ms ({row['ratio']:.2f} x)" for f, b, row in zip(forward, backward, times, strict=True)]
     axes.bar_label(drawn, labels, padding=4)
     axes.set(
         title="Time: forward (dark) and backward (light)",

@@ -19,15 +19,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
     """The documents and the mask: on the screen before the work begins."""
-    screen.print(
-        Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold")
-    )
+    screen.print(Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold"))
     _title(screen, "The documents")
     bars = "".join(_BARS[min(7, 8 * length // (batch.longest + 1))] for length in batch.lengths)
     _say(
         screen,
-        f"{len(documents)} files of Python's own library, {min(batch.lengths)} to {batch.longest} bytes, a byte a token:\n"
-        f"{bars}  {documents[0].name} to {documents[-1].name}\nembedded as {HEADS} query heads on {KV_HEADS} key/value heads "
+        f"{len(documents)} files of Python's own library, {min(batch.lengths)} to {batch.longest} "
+        f"bytes, a byte a token:\n"
+        f"{bars}  {documents[0].name} to {documents[-1].name}\nembedded as {HEADS} query heads on "
+        f"{KV_HEADS} key/value heads "
         f"of {HEAD_DIM}, {str(batch.q.dtype).removeprefix('torch.')}.",
     )
     _title(screen, "The mask, packed")
@@ -54,7 +54,8 @@ def _agreement(screen: Console, report: Report) -> None:
     _title(screen, "Do they agree?")
     _say(
         screen,
-        "Relative error of the output and of the gradients against an fp64 oracle (PyTorch's plain softmax, a document at a "
+        "Relative error of the output and of the gradients against an fp64 oracle (PyTorch's plain "
+        "softmax, a document at a "
         "time). The padding holds NaN; in our outputs and gradients it must be 0.",
     )
     names = ("out", "dq", "dk", "dv")
@@ -119,7 +120,8 @@ def _training(screen: Console, report: Report) -> None:
     _title(screen, "One training step through DotProductAttention")
     _say(
         screen,
-        "A small next-byte model on the same documents, TransformerEngine's module and arguments; only qkv_format differs.",
+        "A small next-byte model on the same documents, TransformerEngine's module and arguments; "
+        "only qkv_format differs.",
     )
     right = ("loss", "after the step", "gradients differ by")
     made = table("qkv_format", *right, "", right=right)
@@ -137,14 +139,17 @@ def _summary(screen: Console, report: Report) -> None:
     pairs, bytes_ = report["pairs"], report["bytes"]
     same = ", bit for bit" if report["identical"] else ""
     verdict = (
-        f"gave the same answer in {len(ours)} arrangements{same} (relative error at most {worst:.1e}, gradients included)"
+        f"gave the same answer in {len(ours)} arrangements{same} (relative error at most "
+        f"{worst:.1e}, gradients included)"
         if report["ok"]
         else "did NOT give the same answer everywhere: see the crosses above, and please report it"
     )
     text = (
         f"One function, of which only the layout and the mask were changed, {verdict}. Packing computed "
-        f"{pairs['packed'] / pairs['padded']:.1%} of the padded batch's pairs in {bytes_['packed'] / bytes_['padded']:.0%} "
-        "of its memory, without letting documents see each other, and the library names the kernel that ran and the reason."
+        f"{pairs['packed'] / pairs['padded']:.1%} of the padded batch's pairs in "
+        f"{bytes_['packed'] / bytes_['padded']:.0%} "
+        "of its memory, without letting documents see each other, and the library names the kernel "
+        "that ran and the reason."
     )
     if report["times"]:
         text += _speed(report["times"])
@@ -156,19 +161,14 @@ def _speed(times: list[Report]) -> str:
     masked, causal = ratio["SDPA, padded, dense mask"], ratio["SDPA, padded, is_causal"]
     alone = ratio["SDPA, one document at a time"]
     return (
-        f" PyTorch's SDPA on the padded batch took {masked:.1f} times as long with its dense mask and {causal:.1f} times with "
+        f" PyTorch's SDPA on the padded batch took {masked:.1f} times as long with its dense mask "
+        f"and {causal:.1f} times with "
         f"is_causal; called by hand for each document, {alone:.2f} times."
     )
 
 
 def _seconds(value: float) -> str:
-    return (
-        f"{value:.2f} s"
-        if value >= 1
-        else f"{value * 1e3:.0f} ms"
-        if value >= 0.01
-        else f"{value * 1e3:.1f} ms"
-    )
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.1f} ms"
 
 
 def _title(screen: Console, text: str) -> None:

@@ -12,7 +12,8 @@ CALLS = ("causal", "window", "lengths", "documents", "document_ids", "prefix", "
 
 
 def parse(text: str) -> masks.Mask:
-    """The mask that the text says. Names, numbers, lists, ``None``, calls, ``&`` and ``|`` are read; nothing is executed.
+    """The mask that the text says. Names, numbers, lists, ``None``, calls, ``&`` and ``|`` are read; nothing is
+    executed.
 
     >>> parse("window(3, 0, align='bottom_right') | prefix(2)")
     window(3, 0, align='bottom_right') | prefix(2)
@@ -55,6 +56,8 @@ def _value(node: ast.expr, text: str) -> Any:
 
 def _wrong(text: str) -> InputError:
     return InputError(
-        "mask", f"be made of {', '.join(CALLS)} with & and |", repr(text),
+        "mask",
+        f"be made of {', '.join(CALLS)} with & and |",
+        repr(text),
         hint="for example 'causal() & documents([0, 3, 10])' or 'window(256, 0) | sinks(4)'",
-    )  # fmt: skip
+    )

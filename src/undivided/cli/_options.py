@@ -38,9 +38,7 @@ class LayoutName(StrEnum):
     thd = "thd"
 
 
-DTYPES = {
-    Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64,
-}  # fmt: skip
+DTYPES = {Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64}
 
 MASK, SHAPE, EXTRA = "Mask", "Shapes", "Attention"
 
@@ -53,26 +51,17 @@ class MaskFlags:
         str | None, typer.Option(help="As in Python: 'causal() & window(256, 0)'.", rich_help_panel=MASK)
     ] = None
     align: Annotated[
-        str | None,
-        typer.Option(help="top_left or bottom_right, for every part of the mask.", rich_help_panel=MASK),
+        str | None, typer.Option(help="top_left or bottom_right, for every part of the mask.", rich_help_panel=MASK)
     ] = None
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)] = (
-        None
-    )
-    documents: Annotated[
-        str | None, typer.Option(help="Lengths of packed documents.", rich_help_panel=MASK)
-    ] = None
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)] = None
+    documents: Annotated[str | None, typer.Option(help="Lengths of packed documents.", rich_help_panel=MASK)] = None
     kv_documents: Annotated[
         str | None, typer.Option(help="Lengths of their keys, where they differ.", rich_help_panel=MASK)
     ] = None
-    lengths: Annotated[
-        str | None, typer.Option(help="Real keys of each batch element.", rich_help_panel=MASK)
-    ] = None
+    lengths: Annotated[str | None, typer.Option(help="Real keys of each batch element.", rich_help_panel=MASK)] = None
     q_lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Real queries; as --lengths where q and kv are equally long.", rich_help_panel=MASK
-        ),
+        typer.Option(help="Real queries; as --lengths where q and kv are equally long.", rich_help_panel=MASK),
     ] = None
     prefix: Annotated[int | None, typer.Option(help="Only the first N keys.", rich_help_panel=MASK)] = None
     chunks: Annotated[int | None, typer.Option(help="Chunks of N tokens.", rich_help_panel=MASK)] = None
@@ -92,9 +81,7 @@ class MaskFlags:
         if self.documents is not None:
             q = _offsets("--documents", self.documents)
             parts.append(
-                masks.documents(
-                    q, _offsets("--kv-documents", self.kv_documents) if self.kv_documents else None
-                )
+                masks.documents(q, _offsets("--kv-documents", self.kv_documents) if self.kv_documents else None)
             )
         if self.lengths is not None:
             parts.append(self._lengths(self.lengths, q_len == kv_len))
@@ -124,50 +111,34 @@ class ProblemFlags(MaskFlags):
 
     q: Annotated[
         str,
-        typer.Option(
-            "--q", help="Sizes of the query in the order of --layout: 2x1024x8x64.", rich_help_panel=SHAPE
-        ),
+        typer.Option("--q", help="Sizes of the query in the order of --layout: 2x1024x8x64.", rich_help_panel=SHAPE),
     ] = "2x256x8x64"
     kv: Annotated[
-        str | None,
-        typer.Option("--kv", help="Sizes of key and value; else as --q.", rich_help_panel=SHAPE),
+        str | None, typer.Option("--kv", help="Sizes of key and value; else as --q.", rich_help_panel=SHAPE)
     ] = None
     kv_heads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Key/value heads, if fewer (GQA); not beside --kv.", rich_help_panel=SHAPE),
+        int | None, typer.Option(min=1, help="Key/value heads, if fewer (GQA); not beside --kv.", rich_help_panel=SHAPE)
     ] = None
     v_dim: Annotated[
         int | None, typer.Option(min=1, help="Head size of the value, if another.", rich_help_panel=SHAPE)
     ] = None
-    layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = (
-        LayoutName.bshd
-    )
-    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.", rich_help_panel=SHAPE)] = (
-        Dtype.fp32
-    )
+    layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = LayoutName.bshd
+    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.", rich_help_panel=SHAPE)] = Dtype.fp32
     bias: Annotated[
-        str | None,
-        typer.Option(help="Axes of an additive bias, 1 where broadcast: 1hqk, ...", rich_help_panel=EXTRA),
+        str | None, typer.Option(help="Axes of an additive bias, 1 where broadcast: 1hqk, ...", rich_help_panel=EXTRA)
     ] = None
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=EXTRA)] = False
     sinks: Annotated[bool, typer.Option("--sinks", help="One sink a head.", rich_help_panel=EXTRA)] = False
-    softcap: Annotated[
-        float | None, typer.Option(help="c of c * tanh(score / c).", rich_help_panel=EXTRA)
-    ] = None
+    softcap: Annotated[float | None, typer.Option(help="c of c * tanh(score / c).", rich_help_panel=EXTRA)] = None
     scale: Annotated[
-        float | None,
-        typer.Option(help="Of the scores; else 1/sqrt(head size).", rich_help_panel=EXTRA),
+        float | None, typer.Option(help="Of the scores; else 1/sqrt(head size).", rich_help_panel=EXTRA)
     ] = None
     dropout: Annotated[float, typer.Option(help="Probability.", rich_help_panel=EXTRA)] = 0.0
-    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp too.", rich_help_panel=EXTRA)] = (
-        False
+    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp too.", rich_help_panel=EXTRA)] = False
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit for bit.", rich_help_panel=EXTRA)] = False
+    backend: Annotated[str | None, typer.Option(help="A backend or family that must run.", rich_help_panel=EXTRA)] = (
+        None
     )
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bit for bit.", rich_help_panel=EXTRA)
-    ] = False
-    backend: Annotated[
-        str | None, typer.Option(help="A backend or family that must run.", rich_help_panel=EXTRA)
-    ] = None
 
     def arguments(self, device: str, grad: bool) -> dict[str, Any]:
         """What `undivided.attention` is to be called with. On the meta device nothing is allocated."""
@@ -186,23 +157,28 @@ class ProblemFlags(MaskFlags):
 
         size = {"b": batch, "h": heads, "q": q_len, "k": kv_len, "1": 1}
         return {
-            "q": tensor(q_shape), "k": tensor(k_shape), "v": tensor(v_shape), "layout": self.layout.value,
+            "q": tensor(q_shape),
+            "k": tensor(k_shape),
+            "v": tensor(v_shape),
+            "layout": self.layout.value,
             "mask": self.build(q_len, kv_len),
             "bias": None if self.bias is None else tensor([size[axis] for axis in _bias_axes(self.bias)]),
             "alibi_slopes": None if not self.alibi else tensor([heads], torch.float32),
             "sinks": None if not self.sinks else tensor([heads], torch.float32),
-            "softcap": self.softcap, "scale": self.scale, "dropout_p": self.dropout, "return_lse": self.lse,
-            "deterministic": self.deterministic or None, "backend": self.backend,
-        }  # fmt: skip
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "dropout_p": self.dropout,
+            "return_lse": self.lse,
+            "deterministic": self.deterministic or None,
+            "backend": self.backend,
+        }
 
     def _shapes(self) -> tuple[list[int], list[int], list[int]]:
         q = shape("--q", self.q, self.layout)
         k = shape("--kv", self.kv, self.layout) if self.kv is not None else list(q)
         if self.kv_heads is not None:
             if self.kv is not None:
-                raise InputError(
-                    "--kv-heads", "be given without --kv, which has the key heads", self.kv_heads
-                )
+                raise InputError("--kv-heads", "be given without --kv, which has the key heads", self.kv_heads)
             k[self.layout.index("h")] = self.kv_heads
         return q, k, [*k[:-1], k[-1] if self.v_dim is None else self.v_dim]
 
@@ -213,16 +189,11 @@ class MachineFlags:
 
     device: Annotated[
         str | None,
-        typer.Option(
-            help="cpu, or a GPU by name: a100, h100, ...; else this machine.", rich_help_panel="Machine"
-        ),
+        typer.Option(help="cpu, or a GPU by name: a100, h100, ...; else this machine.", rich_help_panel="Machine"),
     ] = None
-    cudnn: Annotated[str | None, typer.Option(help="cuDNN's version there.", rich_help_panel="Machine")] = (
-        None
-    )
+    cudnn: Annotated[str | None, typer.Option(help="cuDNN's version there.", rich_help_panel="Machine")] = None
     package: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VERSION installed there; may be repeated.", rich_help_panel="Machine"),
+        list[str] | None, typer.Option(help="NAME=VERSION installed there; may be repeated.", rich_help_panel="Machine")
     ] = None
 
     def machine(self) -> Machine | None:
@@ -230,10 +201,7 @@ class MachineFlags:
         if self.device is None:
             if self.cudnn is not None or self.package:
                 raise InputError(
-                    "--cudnn, --package",
-                    "describe a machine named by --device",
-                    "no --device",
-                    hint="--device a100",
+                    "--cudnn, --package", "describe a machine named by --device", "no --device", hint="--device a100"
                 )
             return None
         if self.device == "cpu" and self.cudnn is not None:

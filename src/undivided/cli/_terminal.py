@@ -84,9 +84,14 @@ def print_json(answer: Any) -> None:
 def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A bar on stderr; what it gives is called with the name of each step as it begins."""
     bar = Progress(
-        SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(),
-        console=Console(file=sys.stderr), transient=True, disable=quiet or not sys.stderr.isatty(),
-    )  # fmt: skip
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
     with bar:
         task = bar.add_task("", total=total)
         begun = 0
@@ -100,14 +105,10 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]
 
 
 def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table in the style of all tables here; the columns named in `right` hold numbers. `print_table` prints it."""
+    """An empty table in the style of all tables here; the columns named in `right` hold numbers. `print_table` prints
+    it."""
     made = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, GAP, 0, 0),
-        header_style="dim",
-        title=title,
-        title_justify="left",
+        box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim", title=title, title_justify="left"
     )
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -124,9 +125,7 @@ def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -
         for column in made.columns
     ]
     headers = [str(column.header) if made.show_header else "" for column in made.columns]
-    texts = [
-        [header, *(cell.plain for cell in column)] for header, column in zip(headers, cells, strict=True)
-    ]
+    texts = [[header, *(cell.plain for cell in column)] for header, column in zip(headers, cells, strict=True)]
     room = screen.width - INDENT
     gap, widths = _column_widths(texts, room)
     if sum(widths) + gap * (len(widths) - 1) <= room:
@@ -146,7 +145,8 @@ def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -
 
 
 def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list[int]]:
-    """The gap between columns of cells, and their widths: the widest are narrowed first, none below its longest word."""
+    """The gap between columns of cells, and their widths: the widest are narrowed first, none below its longest
+    word."""
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in texts]
     least = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in texts]
     gaps = len(texts) - 1
@@ -159,7 +159,8 @@ def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list
 
 
 def decision_table(decision: Decision) -> Table:
-    """Every backend in the order it was tried, with what stands against it, and by what those that can run are ordered."""
+    """Every backend in the order it was tried, with what stands against it, and by what those that can run are
+    ordered."""
     made = table("backend", "family", "verdict")
     for verdict in decision.verdicts:
         backend, standing = verdict.backend, decision.standing(verdict)

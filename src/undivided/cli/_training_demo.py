@@ -35,21 +35,27 @@ def train_and_generate(recipe: Recipe, checkpoint: Path | None, out: Path | None
         step("counting pairs of bytes")
         bigrams = bigram_loss(corpus)
         train(
-            run, checkpoint, CHECKPOINT_EVERY,
+            run,
+            checkpoint,
+            CHECKPOINT_EVERY,
             lambda done, loss: step(f"step {done} of {run.recipe.steps}: loss {loss:.2f}, bigrams {bigrams:.2f}"),
-        )  # fmt: skip
+        )
         step("the held-out files")
         held_out = run.held_out_loss()
     seconds = time.perf_counter() - begun
     texts = generate(run.model, PROMPTS, 160, temperature=0.7, seed=0)
     report: Report = {
-        "steps": run.done, "resumed_at": resumed, "tokens_per_step": run.recipe.tokens, "seconds": round(seconds, 1),
-        "parameters": sum(p.numel() for p in run.model.parameters()), "threads": torch.get_num_threads(),
+        "steps": run.done,
+        "resumed_at": resumed,
+        "tokens_per_step": run.recipe.tokens,
+        "seconds": round(seconds, 1),
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "threads": torch.get_num_threads(),
         "files": {"train": len(corpus.train), "held_out": len(corpus.held_out)},
         "loss": {"held_out": held_out, "bigrams": bigrams, "first": run.losses[0], "last": run.losses[-1]},
         "ok": held_out < bigrams - MARGIN,
         "texts": [text.decode(errors="replace") for text in texts],
-    }  # fmt: skip
+    }
     if out is not None:
         report["picture"] = str(_draw(out / "training.png", run.losses, bigrams, held_out))
     return report
@@ -60,16 +66,10 @@ def _draw(path: Path, losses: list[float], bigrams: float, held_out: float) -> P
 
     figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        range(1, len(losses) + 1), losses, color="#1f5fa8", linewidth=1, label="a batch of training files"
-    )
+    axes.plot(range(1, len(losses) + 1), losses, color="#1f5fa8", linewidth=1, label="a batch of training files")
     axes.axhline(bigrams, color="#9aa3ad", linestyle="--", label=f"bigrams, held-out files: {bigrams:.2f}")
-    axes.plot(
-        [len(losses)], [held_out], "o", color="#c0392b", label=f"this model, held-out files: {held_out:.2f}"
-    )
-    axes.set(
-        title="Loss of a byte model on Python's library", xlabel="step", ylabel="nats a byte", ylim=(0, None)
-    )
+    axes.plot([len(losses)], [held_out], "o", color="#c0392b", label=f"this model, held-out files: {held_out:.2f}")
+    axes.set(title="Loss of a byte model on Python's library", xlabel="step", ylabel="nats a byte", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
@@ -84,7 +84,8 @@ def show(screen: Console, report: Report) -> None:
     begun = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
     _say(
         screen,
-        f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 heads on 2, a window of 64 "
+        f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 "
+        f"heads on 2, a window of 64 "
         f"in every other layer); {report['steps']} steps of {report['tokens_per_step']:,} packed bytes of "
         f"{report['files']['train']} library files{begun}; {report['seconds']:.0f} s on {report['threads']} threads.",
     )

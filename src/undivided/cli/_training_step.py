@@ -16,7 +16,8 @@ from undivided.verification.budget import relative_error
 FORMATS = ("thd", "sbhd", "bshd")
 LEARNING_RATE = 0.1
 AGREEMENT = 1e-5
-"""Largest relative difference of a gradient between formats: the same fp32 sums in another order, some ten thousand terms."""
+"""Largest relative difference of a gradient between formats: the same fp32 sums in another order, some ten thousand
+terms."""
 
 _IGNORED = -100
 
@@ -35,9 +36,7 @@ class Model(nn.Module):
         """Logits of the byte that follows each byte; text is [T], [S, B] or [B, S]."""
         heads = self.qkv(self.embedding(text)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=-2)
-        mixed = self.attention(
-            q, k, v, qkv_format=qkv_format, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
-        )
+        mixed = self.attention(q, k, v, qkv_format=qkv_format, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
         logits: Tensor = self.output(mixed)
         return logits
 
@@ -46,9 +45,7 @@ def training_steps(
     batch: Batch, documents: list[Document], step: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """The same step in each format: its loss before and after, and how far its gradients are from those of thd."""
-    text = torch.frombuffer(
-        bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8
-    ).long()
+    text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8).long()
     following = torch.cat([text[1:], text[:1]])
     following[batch.offsets[1:] - 1] = _IGNORED  # nothing follows the last byte of a document
     cu_seqlens = batch.offsets.int()
@@ -61,10 +58,15 @@ def training_steps(
         loss, loss_after, gradients = _step(inputs, targets, qkv_format, cu_seqlens)
         first = first or gradients
         difference = max(relative_error(a, b) for a, b in zip(gradients, first, strict=True))
-        rows.append({
-            "format": qkv_format, "loss": loss, "loss_after": loss_after, "gradient_difference": difference,
-            "ok": difference <= AGREEMENT and abs(loss - (rows[0]["loss"] if rows else loss)) <= AGREEMENT * loss,
-        })  # fmt: skip
+        rows.append(
+            {
+                "format": qkv_format,
+                "loss": loss,
+                "loss_after": loss_after,
+                "gradient_difference": difference,
+                "ok": difference <= AGREEMENT and abs(loss - (rows[0]["loss"] if rows else loss)) <= AGREEMENT * loss,
+            }
+        )
     return rows
 
 
@@ -76,9 +78,7 @@ def _arranged(tokens: Tensor, batch: Batch, qkv_format: str, fill: int) -> Tenso
     return padded.flatten(1)  # the head and the head size are 1
 
 
-def _step(
-    text: Tensor, following: Tensor, qkv_format: str, cu_seqlens: Tensor
-) -> tuple[float, float, list[Tensor]]:
+def _step(text: Tensor, following: Tensor, qkv_format: str, cu_seqlens: Tensor) -> tuple[float, float, list[Tensor]]:
     """(loss, loss after one step of gradient descent, gradients) of a model with fixed initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -63,16 +63,12 @@ def our_ways(batch: Batch) -> list[Way]:
         return lambda q, k, v: attention(q, k, v, layout=layout, mask=mask)
 
     one = _each_document(
-        batch,
-        lambda q, k, v: attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0],
+        batch, lambda q, k, v: attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0]
     )
     layouts: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd")
     return [
         Way("packed, thd", "thd", with_mask("thd", packed)),
-        *(
-            Way(f"padded, {layout}", layout, with_mask(layout, padded), poison=torch.nan)
-            for layout in layouts
-        ),
+        *(Way(f"padded, {layout}", layout, with_mask(layout, padded), poison=torch.nan) for layout in layouts),
         Way("one document at a time", "thd", one),
     ]
 
@@ -112,9 +108,7 @@ def _each_document(batch: Batch, of_one: Call) -> Call:
 def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Outcome:
     """A document at a time through PyTorch's plain softmax(q k^T) v in `dtype`: none of our code takes part."""
     outcomes: list[tuple[Tensor, ...]] = []
-    for q, k, v, grad in zip(
-        *(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True
-    ):
+    for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
         step()
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.MATH):

@@ -29,7 +29,9 @@ TONES = {"good": "green", "bad": "red", "": ""}
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not given."),
+        typer.Option(
+            help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not given."
+        ),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not given.")
@@ -39,37 +41,57 @@ def bench(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also time this backend; may be repeated. native if not given, and on a GPU or with --ranks all that it has."
+            help="Also time this backend; may be repeated. native if not given, and on a GPU or "
+            "with --ranks all that it has."
         ),
     ] = None,
     competitor: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not given."),
+        typer.Option(
+            help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not given."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of every competitor; PyTorch's if not given.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Of every competitor; PyTorch's if not given.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")
+    ] = None,
     ranks: Annotated[
-        Path | None, typer.Option(
+        Path | None,
+        typer.Option(
             metavar="FILE",
-            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU beside --json if not given.",
+            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU "
+            "beside --json if not given.",
         ),
     ] = None,
     as_markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown.")
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown."),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Time attention against PyTorch's, onnxruntime's and the machine's own limits; minutes for all of it.
 
-    Competitors take turns in one run. Every result is held against an fp64 oracle first, and no speed is shown where it is
-    wrong; exit code 1 if one of ours is. Probes of the machine run before and after each problem, which is repeated where
-    they say that something else was running.
+    Competitors take turns in one run. Every result is held against an fp64 oracle first, and no speed is shown where it
+    is wrong; exit code 1 if one of ours is. Probes of the machine run before and after each problem, which is repeated
+    where they say that something else was running.
     """
     if as_markdown is not None:
-        refuse_beside("--markdown", {
-            "--suite": suite, "--dtype": dtype, "--filter": filter, "--quick": quick, "--backend": backend,
-            "--competitor": competitor, "--threads": threads, "--json": as_json, "--ranks": ranks,
-        })  # fmt: skip
+        refuse_beside(
+            "--markdown",
+            {
+                "--suite": suite,
+                "--dtype": dtype,
+                "--filter": filter,
+                "--quick": quick,
+                "--backend": backend,
+                "--competitor": competitor,
+                "--threads": threads,
+                "--json": as_json,
+                "--ranks": ranks,
+            },
+        )
         typer.echo(_as_markdown(as_markdown), nl=False)
         return
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
@@ -81,9 +103,16 @@ def bench(
     suites = everything if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
     if not planned.single and not planned.small:  # the overhead and the memory have one way to run
-        refuse_beside(", ".join(suites), {
-            "--dtype": dtype, "--backend": backend, "--competitor": competitor, "--threads": threads, "--ranks": ranks,
-        })  # fmt: skip
+        refuse_beside(
+            ", ".join(suites),
+            {
+                "--dtype": dtype,
+                "--backend": backend,
+                "--competitor": competitor,
+                "--threads": threads,
+                "--ranks": ranks,
+            },
+        )
     ours = ("native",) if device == "cpu" and ranks is None else rivals(device)
     settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
@@ -146,9 +175,4 @@ def _show(report: dict[str, Any]) -> None:
 
 def _wrong(report: dict[str, Any]) -> bool:
     """Whether the library gave a wrong answer anywhere."""
-    return any(
-        not entry["ok"]
-        for case in report["cases"]
-        for entry in case["entries"]
-        if entry["name"] not in OTHERS
-    )
+    return any(not entry["ok"] for case in report["cases"] for entry in case["entries"] if entry["name"] not in OTHERS)

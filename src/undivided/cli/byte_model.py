@@ -1,7 +1,7 @@
 """A small language model of bytes, built from `TransformerLayer`: what ``undivided demo --train`` trains.
 
-RMSNorm, SwiGLU, rotary positions, fewer key/value than query heads, and a sliding window in every other layer; tokens come
-packed (thd), documents one after the other. Read it as an example of a model built from this library's layers.
+RMSNorm, SwiGLU, rotary positions, fewer key/value than query heads, and a sliding window in every other layer; tokens
+come packed (thd), documents one after the other. Read it as an example of a model built from this library's layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ END = 256
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model: features, layers, query heads, key/value heads, hidden features of the MLP, the window's keys, and
-    the longest document in tokens."""
+    """Sizes of a model: features, layers, query heads, key/value heads, hidden features of the MLP, the window's keys,
+    and the longest document in tokens."""
 
     features: int = 128
     layers: int = 4
@@ -51,18 +51,25 @@ class ByteModel(nn.Module):
         self.rotary = RotaryPositionEmbedding(size.features // size.heads)
         self.layers = nn.ModuleList(
             TransformerLayer(
-                size.features, size.hidden, size.heads, num_gqa_groups=size.kv_heads, layer_number=number,
-                hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu", bias=False,
-                self_attn_mask_type="padding_causal", attn_input_format="thd",
+                size.features,
+                size.hidden,
+                size.heads,
+                num_gqa_groups=size.kv_heads,
+                layer_number=number,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                self_attn_mask_type="padding_causal",
+                attn_input_format="thd",
                 window_size=(size.window - 1, 0) if number % 2 else None,
             )
             for number in range(1, size.layers + 1)
-        )  # fmt: skip
+        )
         self.norm = nn.RMSNorm(size.features)
 
-    def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams | None = None) -> Tensor:
         """Scores [t, 257] of what follows each of the tokens [t].
 
         Args:
@@ -75,9 +82,14 @@ class ByteModel(nn.Module):
         longest = int(cu_seqlens.diff().max())
         for layer in self.layers:
             x = layer(
-                x, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest,
-                rotary_pos_emb=angles, inference_params=inference_params,
-            )  # fmt: skip
+                x,
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+                rotary_pos_emb=angles,
+                inference_params=inference_params,
+            )
         return functional.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -89,25 +101,27 @@ class ByteModel(nn.Module):
 
 
 @torch.no_grad()
-def generate(
-    model: ByteModel, prompts: Sequence[bytes], count: int, temperature: float, seed: int
-) -> list[bytes]:
+def generate(model: ByteModel, prompts: Sequence[bytes], count: int, temperature: float, seed: int) -> list[bytes]:
     """Continue each prompt by up to `count` bytes, all together, keys and values in one pool of pages.
 
     A document that ends leaves the batch, and its pages serve the others.
     """
     size, generator = model.size, torch.Generator().manual_seed(seed)
     caches = InferenceParams(
-        len(prompts), size.longest, size.kv_heads, size.features // size.heads, torch.float32, is_paged=True, page_size=16,
+        len(prompts),
+        size.longest,
+        size.kv_heads,
+        size.features // size.heads,
+        torch.float32,
+        is_paged=True,
+        page_size=16,
         qkv_format="thd",
-    )  # fmt: skip
+    )
     texts = {n: bytearray(prompt) for n, prompt in enumerate(prompts)}
     new = OrderedDict((n, [END, *prompt]) for n, prompt in enumerate(prompts))
     for _ in range(count):
         caches.pre_step(OrderedDict((n, len(tokens)) for n, tokens in new.items()))
-        offsets = (
-            torch.tensor([0, *(len(tokens) for tokens in new.values())], dtype=torch.int32).cumsum(0).int()
-        )
+        offsets = torch.tensor([0, *(len(tokens) for tokens in new.values())], dtype=torch.int32).cumsum(0).int()
         scores = model(torch.tensor([token for tokens in new.values() for token in tokens]), offsets, caches)
         last = scores[offsets[1:].long() - 1] / temperature
         drawn = torch.multinomial(last.softmax(-1), 1, generator=generator).flatten().tolist()

@@ -1,7 +1,7 @@
 """Training a `ByteModel` on packed documents, with checkpoints that continue bit for bit.
 
-Files of Python's own library are the documents; one in eight is held out. A batch is as many random pieces of files as fit
-into a fixed number of tokens, packed one after the other: no padding, and no piece sees another.
+Files of Python's own library are the documents; one in eight is held out. A batch is as many random pieces of files as
+fit into a fixed number of tokens, packed one after the other: no padding, and no piece sees another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from undivided.errors import InputError
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: optimiser steps, tokens a step, highest learning rate, steps of warm-up, and the seed of everything."""
+    """How to train: optimiser steps, tokens a step, highest learning rate, steps of warm-up, and the seed of
+    everything."""
 
     steps: int = 1000
     tokens: int = 2048
@@ -59,9 +60,7 @@ def _tokens(text: bytes) -> Tensor:
     return torch.tensor([END, *text, END])
 
 
-def pack(
-    documents: list[Tensor], longest: int, total: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def pack(documents: list[Tensor], longest: int, total: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random pieces of random documents, `total` tokens in all: (tokens [total], cu_seqlens int32)."""
     weights = torch.tensor([float(len(document)) for document in documents])
     pieces: list[Tensor] = []
@@ -139,18 +138,22 @@ class Training:
         generator = torch.Generator().manual_seed(1)
         total = 0.0
         for _ in range(pieces):
-            tokens, offsets = pack(
-                self.corpus.held_out, self.model.size.longest, self.recipe.tokens, generator
-            )
+            tokens, offsets = pack(self.corpus.held_out, self.model.size.longest, self.recipe.tokens, generator)
             total += float(self.model.loss(tokens, offsets))
         return total / pieces
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on; an earlier file is replaced only once the new one is whole."""
+        """Write everything that the next step depends on; an earlier file is replaced only once the new one is
+        whole."""
         state: dict[str, Any] = {
-            "size": asdict(self.model.size), "recipe": asdict(self.recipe), "done": self.done, "losses": self.losses,
-            "model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "batches": self.batches.get_state(),
-        }  # fmt: skip
+            "size": asdict(self.model.size),
+            "recipe": asdict(self.recipe),
+            "done": self.done,
+            "losses": self.losses,
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "batches": self.batches.get_state(),
+        }
         fresh = path.with_name(path.name + ".new")
         torch.save(state, fresh)
         fresh.replace(path)
@@ -170,9 +173,7 @@ class Training:
             run.batches.set_state(state["batches"])
             run.done, run.losses = state["done"], state["losses"]
         except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
-            raise InputError(
-                "--checkpoint", "be a checkpoint that this training wrote", f"{path} ({error})"
-            ) from error
+            raise InputError("--checkpoint", "be a checkpoint that this training wrote", f"{path} ({error})") from error
         except Exception as error:  # the unpickler's own
             raise InputError("--checkpoint", "be a checkpoint that this training wrote", str(path)) from error
         return run

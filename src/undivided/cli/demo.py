@@ -31,23 +31,33 @@ USUAL, QUICK = (24, 1024, 3, Recipe.steps), (8, 256, 1, 20)
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the pairs and the times.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the pairs and the times.")
+    ] = None,
     documents: Annotated[
         int | None, typer.Option(min=2, max=256, help="How many of the library's files to take; 24 if not given.")
     ] = None,
     longest: Annotated[
         int | None, typer.Option(min=64, max=16384, help="Tokens (bytes) of the longest document; 1024 if not given.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; 3 if not given.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; 3 if not given.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.")] = Dtype.fp32,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: 8 documents, 256, 1 and 20 if not given.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="Then train a byte model on packed files, and generate text.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds: 8 documents, 256, 1 and 20 if not given.")
+    ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Then train a byte model on packed files, and generate text.")
+    ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, max=100_000, help=f"Steps of --train; {Recipe.steps} if not given.")
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="File that --train writes, and continues if it exists.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File that --train writes, and continues if it exists.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Attention over real documents, packed and padded: checked, counted, explained, timed.
 
     The documents are files of Python's own library, of very different lengths. About half a minute on two cores.
@@ -117,11 +127,7 @@ def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 
 
 def _runs(
-    ways: list[_ways.Way],
-    batch: Batch,
-    truth: _ways.Outcome,
-    budget: dict[str, float],
-    step: Callable[[str], None],
+    ways: list[_ways.Way], batch: Batch, truth: _ways.Outcome, budget: dict[str, float], step: Callable[[str], None]
 ) -> tuple[list[Report], bool]:
     """The verdict on every way, and whether all of ours gave the same bits."""
     verdicts, first, identical = [], None, True
@@ -138,9 +144,13 @@ def _runs(
 def _verdict(way: _ways.Way, is_clean: bool, found: dict[str, float], budget: dict[str, float]) -> Report:
     within = all(found[name] <= budget[name] for name in found)
     return {
-        "name": way.name, "ours": way.is_ours, "errors": found, "padding_is_zero": is_clean,
-        "padding_held_nan": way.poison != 0, "ok": within and (is_clean or not way.is_ours),
-    }  # fmt: skip
+        "name": way.name,
+        "ours": way.is_ours,
+        "errors": found,
+        "padding_is_zero": is_clean,
+        "padding_held_nan": way.poison != 0,
+        "ok": within and (is_clean or not way.is_ours),
+    }
 
 
 def _facts(batch: Batch, chosen: list[Document]) -> Report:
@@ -150,14 +160,20 @@ def _facts(batch: Batch, chosen: list[Document]) -> Report:
     allowed = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu").pairs
     return {
         "machine": {
-            "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(),
         },
         "dtype": str(batch.q.dtype).removeprefix("torch."),
         "documents": [{"name": document.name, "tokens": len(document)} for document in chosen],
         "tokens": {"packed": batch.tokens, "padded": padded},
         "pairs": {"packed": allowed, "padded": padded * batch.longest},
-        "bytes": {"packed": batch.tokens * per_token, "padded": padded * per_token, "dense_mask": padded * batch.longest},
-    }  # fmt: skip
+        "bytes": {
+            "packed": batch.tokens * per_token,
+            "padded": padded * per_token,
+            "dense_mask": padded * batch.longest,
+        },
+    }
 
 
 def _leaked_pairs(batch: Batch) -> Report:
@@ -177,8 +193,13 @@ def _times(times: dict[str, _ways.Times]) -> list[Report]:
     base = sum(next(iter(times.values())).medians)
     for name, measured in times.items():
         forward, backward = measured.medians
-        rows.append({
-            "name": name, "forward_seconds": forward, "backward_seconds": backward,
-            "ratio": (forward + backward) / base, "rounds": len(measured.forward),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "forward_seconds": forward,
+                "backward_seconds": backward,
+                "ratio": (forward + backward) / base,
+                "rounds": len(measured.forward),
+            }
+        )
     return rows

@@ -30,7 +30,8 @@ def diagnose(
 ) -> None:
     """What an attention error means and how to fix it: any library's. Exit code 1 if it is not known.
 
-    Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided diagnose
+    Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided
+        diagnose
     """
     if every:
         refuse_beside("--list", {"TEXT": text})

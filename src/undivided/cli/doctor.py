@@ -43,9 +43,7 @@ VARIABLES = {
 """What each environment variable does; `undivided._policy` reads most of them."""
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """What this machine has, which backends can run and how to get the others, and a self-check.
 
     Exit code 1 if the self-check fails, 2 if an environment variable cannot be understood.
@@ -70,7 +68,8 @@ def _machine() -> dict[str, str]:
         "undivided": __version__,
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
-        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of "
+        f"{os.cpu_count()} cores",
         "native kernel": native.status(),
     }
     for index in range(torch.cuda.device_count()):
@@ -128,19 +127,13 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
         mark = Text("✓", "green") if row["available"] else Text("✗", "dim")
         words = f"{row['summary']} ({row['version']})" if row["available"] else row["why_not"]
         how = f"\nto get it: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
-        backends.add_row(
-            row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim")
-        )
+        backends.add_row(row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim"))
     _section(screen, "Backends", backends)
     if findings["environment"]:
         rows = [(f"{entry['name']}={entry['value']}", entry["meaning"]) for entry in findings["environment"]]
         _section(screen, "Environment", _pairs(rows))
     else:
-        _section(
-            screen,
-            "Environment",
-            Text("none of the variables that undivided reads is set (UNDIVIDED_*, NVTE_*)"),
-        )
+        _section(screen, "Environment", Text("none of the variables that undivided reads is set (UNDIVIDED_*, NVTE_*)"))
     check = findings["self_check"]
     words = f"{check['backend']}: relative error {check['error']:.1e} against fp64 (allowed: {check['budget']:.1e})"
     mark = Text("✓ ", "green") if check["ok"] else Text("✗ ", "bold red")

@@ -18,9 +18,7 @@ from undivided.cli._terminal import console, decision_json, decision_table, prin
 def explain(
     problem: ProblemFlags,
     where: MachineFlags,
-    grad: Annotated[
-        bool, typer.Option("--grad", help="Gradients are wanted.", rich_help_panel="Attention")
-    ] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted.", rich_help_panel="Attention")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Decision as JSON.")] = False,
 ) -> None:
     """Which backend would run this problem, and why not the others. Runs nothing; exit code 1 if none can.
@@ -37,8 +35,6 @@ def explain(
         screen.print(Padding(Text(f"{decision.problem}\non {decision.machine}\n"), (0, 2), expand=False))
         print_table(screen, decision_table(decision))
         if decision.chosen is None and problem.backend is not None:
-            screen.print(
-                "\nHINT: a requested backend never falls back; leave --backend out to let selection choose"
-            )
+            screen.print("\nHINT: a requested backend never falls back; leave --backend out to let selection choose")
     if decision.chosen is None:
         raise typer.Exit(1)

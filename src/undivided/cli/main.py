@@ -11,9 +11,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as missing:
-        print(
-            f"undivided: the command line needs {missing.name}: pip install 'undivided[cli]'", file=sys.stderr
-        )
+        print(f"undivided: the command line needs {missing.name}: pip install 'undivided[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
     from undivided.cli._app import app
     from undivided.cli._terminal import print_whatever_the_encoding

@@ -27,16 +27,12 @@ MOST_ROWS = 1 << 24
 @flags(said=MaskFlags)
 def mask(
     said: MaskFlags,
-    expression: Annotated[
-        str | None, typer.Argument(help="As in Python: 'causal() & documents([0, 3, 10])'.")
-    ] = None,
+    expression: Annotated[str | None, typer.Argument(help="As in Python: 'causal() & documents([0, 3, 10])'.")] = None,
     q_len: Annotated[int | None, typer.Option(min=1, help="Queries.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; as many as queries if not given.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch elements.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the first batch element to this PNG.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the ranges of keys of every row as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ranges of keys of every row as JSON.")] = False,
 ) -> None:
     """Draw which query may attend to which key: rows are queries, columns are keys.
 
@@ -59,9 +55,14 @@ def mask(
 def _facts(built: masks.Mask, rows: int, queries: int, keys: int) -> dict[str, Any]:
     form = built.normal_form(rows, 1, queries, keys, "cpu")
     return {
-        "mask": repr(built), "batch": rows, "q_len": queries, "kv_len": keys, "pairs": form.pairs,
-        "share": form.pairs / max(rows * queries * keys, 1), "ranges": form.ranges.tolist(),
-    }  # fmt: skip
+        "mask": repr(built),
+        "batch": rows,
+        "q_len": queries,
+        "kv_len": keys,
+        "pairs": form.pairs,
+        "share": form.pairs / max(rows * queries * keys, 1),
+        "ranges": form.ranges.tolist(),
+    }
 
 
 def _show(built: masks.Mask, rows: int, queries: int, keys: int) -> None:
@@ -85,10 +86,7 @@ def _built(
     found = [part for part in parts if part is not None]
     if not found:
         raise InputError(
-            "mask",
-            "be given",
-            "none",
-            hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0",
+            "mask", "be given", "none", hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0"
         )
     built = found[0] if len(found) == 1 else found[0] & found[1]
     natural = natural_sizes(built)
@@ -97,7 +95,5 @@ def _built(
     keys = kv_len or (natural[3] if has_own or q_len is None else q_len)
     batch = batch or natural[0]
     if batch * queries > MOST_ROWS:
-        raise InputError(
-            "batch * queries", f"be at most {MOST_ROWS}", batch * queries, hint="--q-len, --batch"
-        )
+        raise InputError("batch * queries", f"be at most {MOST_ROWS}", batch * queries, hint="--q-len, --batch")
     return built, (batch, queries, keys)

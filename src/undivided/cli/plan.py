@@ -32,18 +32,31 @@ def plan(
     placement: Annotated[str | None, typer.Option(help="Only zigzag, contiguous or balanced.")] = None,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that attention reaches on a rank.")] = FLOPS / 1e12,
     gigabytes: Annotated[float, typer.Option(min=0.001, help="GB/s that a rank sends at.")] = BANDWIDTH / 1e9,
-    by_rank: Annotated[bool, typer.Option("--by-rank", help="Pairs and bytes of every rank, of the best option.")] = False,
+    by_rank: Annotated[
+        bool, typer.Option("--by-rank", help="Pairs and bytes of every rank, of the best option.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Bytes sent, work and memory of every rank, for each strategy and placement. Counts, and runs nothing.
 
     Example: undivided plan 1048576 --mask 'window(4095, 0)' --world 64 --kv-heads 8
     """
     found = counted(
-        seq_len, heads, head_dim, said.build(seq_len, kv_len or seq_len), world, strategy, placement,  # type: ignore[arg-type]
-        kv_len=kv_len, kv_heads=kv_heads, value_dim=value_dim, batch=batch, dtype=DTYPES[dtype], flops=tflops * 1e12,
+        seq_len,
+        heads,
+        head_dim,
+        said.build(seq_len, kv_len or seq_len),
+        world,
+        strategy,  # type: ignore[arg-type]
+        placement,  # type: ignore[arg-type]
+        kv_len=kv_len,
+        kv_heads=kv_heads,
+        value_dim=value_dim,
+        batch=batch,
+        dtype=DTYPES[dtype],
+        flops=tflops * 1e12,
         bandwidth=gigabytes * 1e9,
-    )  # fmt: skip
+    )
     if as_json:
         print_json(_facts(found, by_rank))
         return
@@ -57,7 +70,8 @@ def plan(
     screen.print(made)  # its ten columns fill 80: no room for an indent
     said_of = (
         f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
-        f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a rank (--tflops, --gigabytes)."
+        f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a "
+        f"rank (--tflops, --gigabytes)."
     )
     screen.print(Padding(Text(said_of, "dim"), (0, 2), expand=False))
     screen.print(Padding(Text(f"Recommended: {found.reason}"), (0, 2), expand=False))
@@ -87,8 +101,11 @@ def _facts(found: Plan, by_rank: bool) -> dict[str, Any]:
             "memory": option.memory,
         }
         facts = {
-            "strategy": option.strategy, "placement": option.placement, "mesh": list(option.shape),
-            "balance": option.balance, "seconds": option.seconds,
-        }  # fmt: skip
+            "strategy": option.strategy,
+            "placement": option.placement,
+            "mesh": list(option.shape),
+            "balance": option.balance,
+            "seconds": option.seconds,
+        }
         options.append(facts | {name: t.tolist() if by_rank else int(t.max()) for name, t in counts.items()})
     return {"title": found.title, "reason": found.reason, "options": options}

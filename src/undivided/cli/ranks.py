@@ -25,15 +25,16 @@ def ranks(
         list[Path] | None, typer.Argument(metavar="[REPORT]...", help="Written by `undivided bench --json`.")
     ] = None,
     into: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table; UNDIVIDED_RANKS or one in your cache folder if not given.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The table; UNDIVIDED_RANKS or one in your cache folder if not given."),
     ] = None,
     filter: Annotated[str, typer.Option(help="Show only kinds with this in them, such as amx/bfloat16/forward.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print what is in force as JSON.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """What backends were measured at, which orders those that can run; with reports, measure by them from now on.
 
-    Rates of a report take the place of those that the table has for the same problems. Nothing else ever changes it; delete
-    the file to go back to what the package was measured at.
+    Rates of a report take the place of those that the table has for the same problems. Nothing else ever changes it;
+    delete the file to go back to what the package was measured at.
     """
     path = into or _measured.users_path()
     if reports:
@@ -43,9 +44,7 @@ def ranks(
         try:
             read = json.loads(report.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(
-                "REPORT", "be written by `undivided bench --json`", f"{report} ({error})"
-            ) from None
+            raise InputError("REPORT", "be written by `undivided bench --json`", f"{report} ({error})") from None
         complain(f"{path}: {add(read, report.name, path)}")
     if reports:
         return
@@ -55,9 +54,7 @@ def ranks(
     shown = {kind: places for kind, places in sorted(found.items()) if filter in kind}
     if found and not shown:
         heads = sorted({kind.split("/")[0] for kind in found})
-        raise InputError(
-            "--filter", f"be a part of a kind, which begin with {', '.join(heads)}", repr(filter)
-        )
+        raise InputError("--filter", f"be a part of a kind, which begin with {', '.join(heads)}", repr(filter))
     if as_json:
         print_json([row for kind in shown for row in _rows(kind, shown[kind])])
     else:
@@ -67,9 +64,11 @@ def ranks(
 def _existing(name: str, path: Path) -> None:
     if not path.exists():
         raise InputError(
-            name, "name a file that exists, unless reports are put into it", str(path),
+            name,
+            "name a file that exists, unless reports are put into it",
+            str(path),
             hint=f"undivided ranks REPORT --into {path}, with REPORT of `undivided bench --json REPORT`",
-        )  # fmt: skip
+        )
 
 
 def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, Any]]:
@@ -95,9 +94,7 @@ def _show(shown: Table) -> None:
             unit = "B" if "/decode/" in kind else "FLOP"
             order = sorted(entry.rates, key=lambda name: -entry.rates[name])
             rates = ", ".join(f"{name} {human(entry.rates[name], unit)}" for name in order)
-            made.add_row(
-                str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run))
-            )
+            made.add_row(str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run)))
         screen.print(Text(kind, "bold"), soft_wrap=True)
         print_table(screen, made, after=1)
     for number, run in enumerate(runs, 1):

@@ -16,16 +16,18 @@ from undivided.kernels.triton import config
 
 def tune(
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Of queries, keys and values; bf16 if not given.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256 or 512; the first three if not given.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="64, 128, 256 or 512; the first three if not given.")
+    ] = None,
     length: Annotated[int, typer.Option(min=16, help="Tokens of the sequence that is measured.")] = 4096,
     turns: Annotated[int, typer.Option(min=1, help="Timings of each candidate.")] = 5,
     device: Annotated[str, typer.Option(help="Where to measure.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure tile sizes of the Triton kernels on this GPU, and use the fastest from now on.
 
-    Written to UNDIVIDED_TUNED, or to a file in your cache folder; delete it to go back. Nothing is ever tuned unasked. Tens
-    of minutes for everything: most of the time Triton compiles.
+    Written to UNDIVIDED_TUNED, or to a file in your cache folder; delete it to go back. Nothing is ever tuned unasked.
+    Tens of minutes for everything: most of the time Triton compiles.
     """
     widths = head_dim or [64, 128, 256]
     for width in widths:
@@ -33,9 +35,11 @@ def tune(
             raise InputError("--head-dim", f"be one of {', '.join(map(str, config.WIDTHS))}", width)
     if not _is_here(device):
         raise InputError(
-            "--device", "be a CUDA device of this machine", repr(device),
+            "--device",
+            "be a CUDA device of this machine",
+            repr(device),
             hint="tune on the machine whose GPU will run the kernels",
-        )  # fmt: skip
+        )
     file_to_write("UNDIVIDED_TUNED", config.tuned_path())
     from undivided.backends._triton_inputs import architecture
     from undivided.benchmarking.tuning import tune as measure
@@ -48,20 +52,42 @@ def tune(
         architecture(torch.device(device)), {(one.name, one.itemsize, one.width): one.tile for one in found}
     )
     for one in found:
-        rows.append({
-            "pass": one.name, "bits": 8 * one.itemsize, "head_dim": one.width, "tile": one.tile._asdict(),
-            "seconds": one.seconds, "before": one.before, "right_candidates": one.tried,
-        })  # fmt: skip
+        rows.append(
+            {
+                "pass": one.name,
+                "bits": 8 * one.itemsize,
+                "head_dim": one.width,
+                "tile": one.tile._asdict(),
+                "seconds": one.seconds,
+                "before": one.before,
+                "right_candidates": one.tried,
+            }
+        )
     if as_json:
         print_json({"file": str(path), "tiles": rows})
         return
-    made = table("pass", "bits", "head size", "rows x keys", "warps", "stages", "time", "before",
-                 right=("bits", "head size", "warps", "stages", "time", "before"))  # fmt: skip
+    made = table(
+        "pass",
+        "bits",
+        "head size",
+        "rows x keys",
+        "warps",
+        "stages",
+        "time",
+        "before",
+        right=("bits", "head size", "warps", "stages", "time", "before"),
+    )
     for one in found:
         made.add_row(
-            one.name, str(8 * one.itemsize), str(one.width), f"{one.tile.block_m} x {one.tile.block_n}", str(one.tile.warps),
-            str(one.tile.stages), f"{1e6 * one.seconds:.0f} us", f"{1e6 * one.before:.0f} us",
-        )  # fmt: skip
+            one.name,
+            str(8 * one.itemsize),
+            str(one.width),
+            f"{one.tile.block_m} x {one.tile.block_n}",
+            str(one.tile.warps),
+            str(one.tile.stages),
+            f"{1e6 * one.seconds:.0f} us",
+            f"{1e6 * one.before:.0f} us",
+        )
     screen = console()
     print_table(screen, made)
     screen.print(str(path))

@@ -30,7 +30,8 @@ def verify(
 
     if (device == "cuda" and not torch.cuda.is_available()) or device not in ("cpu", "cuda"):
         complain(
-            f"--device must be cpu{' or cuda' if torch.cuda.is_available() else ' (no CUDA device here)'}, got {device!r}"
+            f"--device must be "
+            f"cpu{' or cuda' if torch.cuda.is_available() else ' (no CUDA device here)'}, got {device!r}"
         )
         raise typer.Exit(2)
     torch.manual_seed(seed)
@@ -49,6 +50,4 @@ def _wrapped(line: str, width: int) -> str:
     """A line of the report in the terminal's width; what runs on stands below where its reason began."""
     begin = re.match(r" +(\S+ +(refused|not checked): )?", line)
     indent = " " * (len(begin[0]) if begin else 2)
-    return textwrap.fill(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

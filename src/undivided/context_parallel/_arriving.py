@@ -1,8 +1,9 @@
 """How many keys every rank asks of every other, by arithmetic on ranges.
 
-The rows of a place on the ring may attend to some disjoint stretches of keys; the keys lie in runs, stretches with one owner.
-What is counted is where the two overlap, so the cost follows the stretches and the runs in them, whatever their length. Where a
-stretch is of many runs (tokens that are dealt out singly), tables of what lies before every so many runs say most of it.
+The rows of a place on the ring may attend to some disjoint stretches of keys; the keys lie in runs, stretches with one
+owner. What is counted is where the two overlap, so the cost follows the stretches and the runs in them, whatever their
+length. Where a stretch is of many runs (tokens that are dealt out singly), tables of what lies before every so many
+runs say most of it.
 
 Legend: R places on the ring, K keys, n runs.
 """
@@ -18,7 +19,8 @@ from undivided.masks import NormalForm
 
 
 def arriving(form: NormalForm, placement: Placement, ranks: Ranks) -> Tensor:
-    """Keys that the rows of each place on the ring need of every place, int64 [R, R] (who asks, whom); none of its own."""
+    """Keys that the rows of each place on the ring need of every place, int64 [R, R] (who asks, whom); none of its
+    own."""
     owner = placement.kv_owner.div(ranks.members, rounding_mode="floor")
     found = torch.zeros((ranks.ring, ranks.ring), dtype=torch.int64)
     if ranks.ring == 1:
@@ -50,7 +52,8 @@ def stretches(ranges: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SHORT = 4
-"""Keys in a run, on the mean, below which every key is counted for itself: a run costs about twice as much, for its length."""
+"""Keys in a run, on the mean, below which every key is counted for itself: a run costs about twice as much, for its
+length."""
 
 
 class _Runs:

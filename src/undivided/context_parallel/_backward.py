@@ -1,11 +1,12 @@
 """The gradients of one rank's call.
 
-The same rounds as in the forward. A piece's gradients follow from the whole's out and lse (feature "partial"), so that no
-partial result is kept; gradients of keys return to the ranks that hold them while the next round is computed.
+The same rounds as in the forward. A piece's gradients follow from the whole's out and lse (feature "partial"), so that
+no partial result is kept; gradients of keys return to the ranks that hold them while the next round is computed.
 
 Sinks only move the normaliser: weights are exp(score - lse'), where lse' = log(exp(lse) + exp(sink)).
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H, D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
+    D].
 """
 
 from __future__ import annotations
@@ -18,24 +19,8 @@ from torch import Tensor
 from undivided import _autograd, _layout
 from undivided._layout import Layout
 from undivided._result import Result, lse_dtype
-from undivided.context_parallel._call import (
-    Call,
-    Run,
-    ShareTensors,
-    arrivals,
-    heads_of,
-    operands_of,
-    within_share,
-)
-from undivided.context_parallel._index import (
-    Index,
-    add,
-    count,
-    is_on_its_own,
-    on_its_own,
-    take,
-    unless_broadcast,
-)
+from undivided.context_parallel._call import Call, Run, ShareTensors, arrivals, heads_of, operands_of, within_share
+from undivided.context_parallel._index import Index, add, count, is_on_its_own, on_its_own, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.all_to_all import Wanted
 from undivided.context_parallel.collectives import Wait
@@ -58,12 +43,8 @@ class Backward:
         rounds = call.schedule.rounds
         pieces = [piece.share for round_ in rounds for piece in round_.pieces]
         alone = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
-        self.dk, self.dv = (
-            Total(t, alone) if needed else None for t, needed in ((k, needs[1]), (v, needs[2]))
-        )
-        self.dq = [
-            Total(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)
-        ]
+        self.dk, self.dv = (Total(t, alone) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
+        self.dq = [Total(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)]
         self.dbias = [self._zeros(share.bias) if needs[3] else None for share in self.shares]
         self.dsinks, self.dslopes = (
             torch.zeros(t.shape, dtype=self.precision, device=k.device) if t is not None and needed else None
@@ -82,9 +63,7 @@ class Backward:
         returning: Wait = lambda: None  # noqa: E731
         for index, round_, k_r, v_r in arrivals(self.call, self.k, self.v):
             one = len(round_.pieces) == 1
-            found = [
-                None if total is None else Total(t, one) for total, t in ((self.dk, k_r), (self.dv, v_r))
-            ]
+            found = [None if total is None else Total(t, one) for total, t in ((self.dk, k_r), (self.dv, v_r))]
             for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
                 self._piece(round_, piece, run, (k_r, v_r), found, upstream[piece.share])
             del k_r, v_r
@@ -95,9 +74,7 @@ class Backward:
         upstream.clear()
         return self._finish()
 
-    def _upstream(
-        self, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> list[tuple[Tensor, Result, Tensor | None]]:
+    def _upstream(self, grad_out: Tensor | None, grad_lse: Tensor | None) -> list[tuple[Tensor, Result, Tensor | None]]:
         """Of every share: grad_out, (out, lse') that its weights follow from, and the gradient of lse'."""
         problem, q = self.call.problem, self.shapes[0]
         assert q is not None
@@ -109,9 +86,7 @@ class Backward:
             grads.append(grad_lse.transpose(1, 2).unsqueeze(-1))
         found = []
         traded = self.call.schedule.queries.to_shares(self.call.heads, grads)()
-        for number, (share, result, (grad, *more)) in enumerate(
-            zip(self.shares, self.results, traded, strict=True)
-        ):
+        for number, (share, result, (grad, *more)) in enumerate(zip(self.shares, self.results, traded, strict=True)):
             for_lse = more[0].squeeze(-1).transpose(1, 2) if more else None
             if share.sinks is not None:
                 result, for_lse = self._with_sinks(number, share.sinks, result, grad, for_lse)
@@ -121,7 +96,8 @@ class Backward:
     def _with_sinks(
         self, number: int, sinks: Tensor, result: Result, grad: Tensor, for_lse: Tensor | None
     ) -> tuple[Result, Tensor | None]:
-        """(out, lse with the sinks in it), and the gradient of that lse; the sinks' own gradient is added up on the way."""
+        """(out, lse with the sinks in it), and the gradient of that lse; the sinks' own gradient is added up on the
+        way."""
         sink, empty = sinks.to(result.lse.dtype)[:, None], result.lse == -torch.inf
         lse = torch.logaddexp(result.lse, sink).masked_fill(empty, -torch.inf)
         if self.dsinks is not None:
@@ -134,22 +110,29 @@ class Backward:
         return Result(result.out, lse), for_lse
 
     def _piece(
-        self, round_: Round, piece: Piece, run: Run, keys: tuple[Tensor, Tensor],
-        totals: Sequence[Total | None], upstream: tuple[Tensor, Result, Tensor | None],
-    ) -> None:  # fmt: skip
+        self,
+        round_: Round,
+        piece: Piece,
+        run: Run,
+        keys: tuple[Tensor, Tensor],
+        totals: Sequence[Total | None],
+        upstream: tuple[Tensor, Result, Tensor | None],
+    ) -> None:
         """One backward call of a backend, its gradients added where they belong."""
         backend, problem = run
         share, heads = self.shares[piece.share], within_share(self.call, piece)
         operands = operands_of(self.call, share, round_, piece, *keys)
         grad, (out, lse), for_lse = upstream
         found = _autograd.backward(
-            backend, problem, operands, Result(out[:, piece.rows, heads], lse[:, heads, piece.rows]),
-            grad[:, piece.rows, heads], None if for_lse is None else for_lse[:, heads, piece.rows],
-        )  # fmt: skip
-        dq, dk, dv, dbias, _, dslopes = found
-        kv_heads = slice(
-            piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start
+            backend,
+            problem,
+            operands,
+            Result(out[:, piece.rows, heads], lse[:, heads, piece.rows]),
+            grad[:, piece.rows, heads],
+            None if for_lse is None else for_lse[:, heads, piece.rows],
         )
+        dq, dk, dv, dbias, _, dslopes = found
+        kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
         for sum_, part, rows, some in (
             (self.dq[piece.share], dq, piece.rows, heads),
             (totals[0], dk, piece.keys, kv_heads),
@@ -164,16 +147,13 @@ class Backward:
             self.dslopes[..., piece.heads] += dslopes
 
     def _give_back(self, round_: Round, dk_r: Total | None, dv_r: Total | None) -> Wait:
-        """Send gradients of keys to the ranks that hold them; the result waits for what others found for this rank's."""
+        """Send gradients of keys to the ranks that hold them; the result waits for what others found for this
+        rank's."""
         heads = heads_of(self.call, round_)
-        both = [
-            (of, to) for of, to in ((dk_r, self.dk), (dv_r, self.dv)) if of is not None and to is not None
-        ]
+        both = [(of, to) for of, to in ((dk_r, self.dk), (dv_r, self.dv)) if of is not None and to is not None]
         own, *theirs = round_.where if round_.own is not None else (slice(0, 0), *round_.where)
         dtype = self.call.problem.dtype
-        arriving = {
-            peer: [to.part(count(index), heads, dtype) for _, to in both] for peer, index in round_.sends
-        }
+        arriving = {peer: [to.part(count(index), heads, dtype) for _, to in both] for peer, index in round_.sends}
         leaving = {
             peer: [on_its_own(take(of.so_far(), 1, where).to(dtype)) for of, _ in both]
             for (peer, _), where in zip(round_.receives, theirs, strict=True)

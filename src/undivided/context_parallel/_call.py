@@ -1,6 +1,7 @@
 """One rank's call: its tensors as shares and rounds, which forward and backward go through alike.
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H, D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
+    D].
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ def traded(call: Call, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTenso
     asked, keys = schedule.queries.to_shares(call.heads, rows), schedule.keys.to_shares(call.heads, [k, v])
     shares = []
     for of, (mine, *more) in zip(schedule.shares, asked(), strict=True):
-        part = (
-            more[0].transpose(1, 2) if more else None if bias is None else unless_broadcast(bias, 1, of.heads)
-        )
+        part = more[0].transpose(1, 2) if more else None if bias is None else unless_broadcast(bias, 1, of.heads)
         some = [None if t is None else t[..., of.heads] for t in (slopes, sinks)]
         shares.append(ShareTensors(mine, part, *some))
     ((k, v),) = keys()
@@ -88,9 +87,7 @@ def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Ten
 def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits for its keys and values, in ascending order."""
     mine = [t[:, :, heads_of(call, round_)] for t in (k, v)]
-    arriving = {
-        peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in mine] for peer, n in round_.receives
-    }
+    arriving = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in mine] for peer, n in round_.receives}
     wait = call.ring.exchange(
         {peer: [take(t, 1, index).contiguous() for t in mine] for peer, index in round_.sends}, arriving
     )
@@ -119,13 +116,9 @@ def within_share(call: Call, piece: Piece) -> slice:
     return slice(piece.heads.start - first, piece.heads.stop - first)
 
 
-def operands_of(
-    call: Call, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
-) -> Operands:
+def operands_of(call: Call, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor) -> Operands:
     heads = within_share(call, piece)
-    kv_heads = slice(
-        piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start
-    )
+    kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
     bias = share.bias
     if bias is not None:
         bias = unless_broadcast(unless_broadcast(bias, 1, heads), 2, piece.rows)
@@ -162,6 +155,13 @@ def piece_problem(problem: Problem, piece: Piece) -> Problem:
     if align is not None and q_len == kv_len:
         align = "both"
     return problem._replace(
-        layout="bshd", heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, mask=piece.mask.structure,
-        align=align, features=frozenset(features), documents=None,
-    )  # fmt: skip
+        layout="bshd",
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        mask=piece.mask.structure,
+        align=align,
+        features=frozenset(features),
+        documents=None,
+    )

@@ -1,4 +1,5 @@
-"""Who takes part: the axes (ring, heads) of a process group, a `DeviceMesh`, TransformerEngine's pair or a simulated group."""
+"""Who takes part: the axes (ring, heads) of a process group, a `DeviceMesh`, TransformerEngine's pair or a simulated
+group."""
 
 from __future__ import annotations
 
@@ -14,9 +15,7 @@ from undivided.errors import InputError
 def mesh_of(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
     """Of a rank without a group: enough to shard."""
     if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
-        raise InputError(
-            "rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}"
-        )
+        raise InputError("rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}")
     return Mesh.of(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
 
 
@@ -26,10 +25,13 @@ def axes_of(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]
     wanted = 2 if strategy == "ring+all_to_all" else 1
     if len(axes) != wanted:
         raise InputError(
-            "group", f"have {wanted} {'axes [ring, heads]' if wanted == 2 else 'axis'} for strategy={strategy!r}", len(axes),
+            "group",
+            f"have {wanted} {'axes [ring, heads]' if wanted == 2 else 'axis'} for strategy={strategy!r}",
+            len(axes),
             hint="torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
-            if wanted == 2 else "mesh['ring']",
-        )  # fmt: skip
+            if wanted == 2
+            else "mesh['ring']",
+        )
     if wanted == 2:
         return axes[0], axes[1]
     return (Alone(), axes[0]) if strategy == "all_to_all" else (axes[0], Alone())
@@ -43,9 +45,12 @@ def _communicators(group: Any) -> Iterator[Communicator]:
 
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            "group", "be a process group, a DeviceMesh or a simulated group", repr(group),
-            hint="torch.distributed.init_process_group() first; or simulate(world, function); or rank= and world= to shard",
-        )  # fmt: skip
+            "group",
+            "be a process group, a DeviceMesh or a simulated group",
+            repr(group),
+            hint="torch.distributed.init_process_group() first; or simulate(world, function); or "
+            "rank= and world= to shard",
+        )
     if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
         yield from (ProcessGroup(part) for part in reversed(group))
     elif hasattr(group, "mesh_dim_names"):

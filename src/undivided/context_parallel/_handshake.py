@@ -1,9 +1,11 @@
 """Before anything is sent: do all ranks mean the same call?
 
-Every rank shows a few numbers, one for each thing that must agree, and whether it has refused its arguments. Where all is
-well that is the end of it. Else every rank sees that it is not, so all of them go on to exchange words, and all raise.
+Every rank shows a few numbers, one for each thing that must agree, and whether it has refused its arguments. Where all
+is well that is the end of it. Else every rank sees that it is not, so all of them go on to exchange words, and all
+raise.
 
-Nothing is remembered between calls: a rank that found its problem in a cache and skipped this would leave the others waiting.
+Nothing is remembered between calls: a rank that found its problem in a cache and skipped this would leave the others
+    waiting.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ T = TypeVar("T")
 
 
 def agreed(axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, Said]]) -> T:
-    """What this rank prepares for a call, once all ranks have said the same about theirs; `shake_hands` says what is raised.
+    """What this rank prepares for a call, once all ranks have said the same about theirs; `shake_hands` says what is
+    raised.
 
     Args:
         check: whether ranks talk about it at all.
-        prepare: gives it with what must agree. What it raises is told to the others, which would wait for this rank otherwise.
+        prepare: gives it with what must agree. What it raises is told to the others, which would wait for this rank
+            otherwise.
     """
     ready, words, error = None, None, None
     try:
@@ -82,8 +86,7 @@ def shake_hands(axes: Sequence[Communicator], said: Said | None, error: Exceptio
     for rank, text in enumerate(texts):
         ways.setdefault(text, []).append(rank)
     got = "; ".join(
-        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for text, ranks in ways.items()
+        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for text, ranks in ways.items()
     )
     raise InputError(name, "be the same on every rank", got)
 

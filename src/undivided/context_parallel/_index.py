@@ -55,7 +55,8 @@ def places(parts: Sequence[Tensor]) -> tuple[Index, ...]:
 
 
 def joined(parts: list[Tensor], where: Sequence[Index]) -> Tensor:
-    """One tensor [B, S, H, X] of parts that lie at `places` of S. The list is emptied, so that each goes once it is copied."""
+    """One tensor [B, S, H, X] of parts that lie at `places` of S. The list is emptied, so that each goes once it is
+    copied."""
     if len(parts) == 1:
         return parts.pop()
     batch, _, heads, size = parts[0].shape

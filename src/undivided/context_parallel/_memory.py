@@ -1,9 +1,9 @@
 """The most that a rank holds at one time, moment by moment as a run goes through them.
 
-What is counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what was traded, keys that
-are being used and on their way, sums, and what a kernel gives back. Not counted are a kernel's own scratch and the mask with
-its schedule, which all layers share. Keys that are a run of a rank's own are sent without a copy; that they are is taken for
-granted unless they are of several documents.
+What is counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what was traded, keys
+that are being used and on their way, sums, and what a kernel gives back. Not counted are a kernel's own scratch and the
+mask with its schedule, which all layers share. Keys that are a run of a rank's own are sent without a copy; that they
+are is taken for granted unless they are of several documents.
 
 Legend: W ranks, T rounds; everything is bytes, int64 [W] or [W, T].
 """
@@ -41,18 +41,12 @@ class Memory:
         self._scattered = scattered
         work, sizes = counts.work, counts.sizes
         self._counts, self._work, self._sizes = counts, work, sizes
-        rows, keys = (
-            torch.tensor([part.numel() for part in parts]) for parts in (work.ranks.rows, work.ranks.keys)
-        )
+        rows, keys = (torch.tensor([part.numel() for part in parts]) for parts in (work.ranks.rows, work.ranks.keys))
         self._wide = sizes.lse // sizes.entry
         """Bytes of an entry that is summed, by those of an entry of the inputs."""
         self._traded = work.ranks.members > 1
         entry, heads = sizes.entry, rows * sizes.heads
-        self._q, self._out, self._lse = (
-            heads * sizes.qk_dim * entry,
-            heads * sizes.v_dim * entry,
-            heads * sizes.lse,
-        )
+        self._q, self._out, self._lse = (heads * sizes.qk_dim * entry, heads * sizes.v_dim * entry, heads * sizes.lse)
         self._q_t, self._out_t = work.entries * sizes.qk_dim * entry, work.entries * sizes.v_dim * entry
         self._lse_t = work.entries * sizes.lse
         self._kv = keys * sizes.kv_heads * counts.of_key
@@ -72,9 +66,7 @@ class Memory:
         counts, of_key = self._counts, self._counts.of_key
         if self._gathers:
             groups = counts.groups
-            came, gone = (
-                counts.by_rank(counts.arriving.sum(dim))[:, None] * of_key // groups for dim in (1, 0)
-            )
+            came, gone = (counts.by_rank(counts.arriving.sum(dim))[:, None] * of_key // groups for dim in (1, 0))
             came, gone = came.expand(-1, groups), gone.expand(-1, groups)
             copied = gone if groups > 1 or self._sizes.batch > 1 else torch.zeros_like(gone)
             return _Rounds(came + (self._kv // groups)[:, None], came, gone, copied)
@@ -109,10 +101,7 @@ class Memory:
         # half types are summed in fp32, an eighth of the rows at a time
         result += torch.where(rounds_sums, result * self._wide // 8, 0)
         moments = {
-            "a round": inputs
-            + torch.where(self._alone, 0, sums)
-            + result
-            + (rounds.held + rounds.flight).amax(1),
+            "a round": inputs + torch.where(self._alone, 0, sums) + result + (rounds.held + rounds.flight).amax(1),
             "sums rounded": inputs + sums + torch.where(rounds_sums, self._out_t, 0),
         }
         return moments | (self._forward_trades(held, inputs) if self._traded else {})
@@ -144,17 +133,12 @@ class Memory:
         sums = (dq_sum + dkv_sum)[:, None] * (begun | self._gathers)
         during = dq + dkv + sums + rounds.held + rounds.flight + returning
         rounded = torch.where(self._several & (self._wide > 1) & (not self._traded), self._q_t, 0)
-        return {
-            "a round": held + upstream + during.amax(1),
-            "sums rounded": held + dq_sum + dkv_sum + rounded,
-        }
+        return {"a round": held + upstream + during.amax(1), "sums rounded": held + dq_sum + dkv_sum + rounded}
 
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Bytes of the sums of dq, and of dk and dv, at the end: as wide as the inputs where one piece is all."""
         one_key = (self._work.shares == 1) & (self._rounds.gone.sum(1) == 0) & (not self._gathers)
-        return self._q_t * torch.where(self._alone, 1, self._wide), self._kv_t * torch.where(
-            one_key, 1, self._wide
-        )
+        return self._q_t * torch.where(self._alone, 1, self._wide), self._kv_t * torch.where(one_key, 1, self._wide)
 
     def _backward_trades(self, held: Tensor) -> dict[str, Tensor]:
         work, of_key, sizes = self._work, self._counts.of_key, self._sizes
@@ -165,11 +149,7 @@ class Memory:
         return {
             "gradients of the output on their way": held + (work.rows_leave + work.rows_come) * back,
             "and joined": held + 2 * self._out_t,
-            "gradients on their way": held
-            + dq_sum
-            + dkv_sum
-            + (work.rows_leave + work.rows_come) * row
-            + keys,
+            "gradients on their way": held + dq_sum + dkv_sum + (work.rows_leave + work.rows_come) * row + keys,
             "of queries placed": held + dq_sum + dkv_sum + work.rows_leave * row + self._q + keys,
             "of keys placed": held + self._q + dkv_sum + work.keys_leave * of_key + kv,
         }

@@ -1,8 +1,8 @@
-"""What one rank computes: shares of the queries, rounds of keys, and a piece for each pair of them with an allowed pair.
+"""What one rank computes: shares of the queries, rounds of keys, and a piece for each pair of them that is not hidden.
 
     Share   some query heads for some rows, at one rank
     Round   keys that are at a rank at one time: its own, and what others sent of theirs
-    Piece   a share's rows against a round's keys: one call of a backend, under the global mask cut to these rows and keys
+    Piece   a share's rows against a round's keys: one call of a backend, under the mask cut to these rows and keys
 
 Nothing here communicates. Positions are global, ascending, and on the device of the mask's form.
 """
@@ -98,8 +98,8 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """A piece for every share that may attend to some of these keys, trimmed to the rows and keys that it is about.
 
-    form: of the whole. keys: global positions. with_positions: something asks where rows and keys stand (ALiBi, dropout), so
-    that a mask in simpler words would not do.
+    form: of the whole. keys: global positions. with_positions: something asks where rows and keys stand (ALiBi,
+    dropout), so that a mask in simpler words would not do.
     """
     found = []
     for number, share in enumerate(shares):

@@ -1,4 +1,5 @@
-"""From one rank's arguments to its part of a validated whole: the whole's Problem, its schedule, and who runs each piece."""
+"""From one rank's arguments to its part of a validated whole: the whole's Problem, its schedule, and who runs each
+piece."""
 
 from __future__ import annotations
 
@@ -15,13 +16,7 @@ from undivided._machine import Machine
 from undivided._policy import Policy
 from undivided._problem import Operands, Problem
 from undivided._selection import select
-from undivided._validation import (
-    check_extras,
-    check_kinds,
-    check_layout,
-    check_ranks,
-    checked_mask,
-)
+from undivided._validation import check_extras, check_kinds, check_layout, check_ranks, checked_mask
 from undivided.context_parallel import _schedule
 from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._handshake import mask_words
@@ -34,7 +29,8 @@ from undivided.masks import Mask
 
 
 class Request(NamedTuple):
-    """problem, operands: of the whole; their tensors have sizes and no contents. parts: the problem of every round's pieces.
+    """problem, operands: of the whole; their tensors have sizes and no contents. parts: the problem of every round's
+    pieces.
 
     by_row: whether the bias has rows of its own for every rank's queries; None where this rank cannot tell.
     """
@@ -58,9 +54,15 @@ def decided(part: Problem, machine: Machine, allowed: Policy) -> Run:
 
 
 def request(
-    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], strategy: Strategy, mesh: Mesh, placement: Placement,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: dict[str, Any],
+    strategy: Strategy,
+    mesh: Mesh,
+    placement: Placement,
     device: str | None = None,
-) -> Request:  # fmt: skip
+) -> Request:
     """Check this rank's arguments, of which `check_own` has found nothing wrong, as those of the whole.
 
     `device` replaces that of the tensors, which may then be on the meta device.
@@ -81,17 +83,13 @@ def request(
         if given[name] is not None:
             given[name] = torch.empty_like(given[name], device="meta")
     if bias is not None and by_row is not False:
-        given["bias"] = bias.new_empty(
-            (*bias.shape[:-2], placement.length("q"), bias.shape[-1]), device="meta"
-        )
+        given["bias"] = bias.new_empty((*bias.shape[:-2], placement.length("q"), bias.shape[-1]), device="meta")
     inputs = (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"])
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
     problem, operands = _problem.normalise(*whole, **given, device=device or q.device.type, needs=needs)
     here = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
     schedule = _schedule_of(problem, operands.mask, strategy, mesh, placement, here)
-    parts = tuple(
-        tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds
-    )
+    parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
     return Request(problem, operands, placement, schedule, parts, by_row)
 
 
@@ -106,23 +104,29 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
             check_tensor(name, arguments[name])
     if any(tensor.is_meta for tensor in checked_mask(arguments["mask"]).tensors):
         raise InputError(
-            "mask", "hold values under context parallelism: the ranks' work is planned by them", "a meta tensor",
+            "mask",
+            "hold values under context parallelism: the ranks' work is planned by them",
+            "a meta tensor",
             hint="q, k and v may be meta tensors for undivided.explain; lengths, offsets and ids may not",
-        )  # fmt: skip
+        )
     check_ranks(q, k, v, layout, None)
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
     check_extras(q, arguments["bias"], arguments["sinks"], arguments["alibi_slopes"], heads)
     if arguments["pages"] is not None:
         raise InputError(
-            "pages", "be None under context parallelism: a block table is of one rank's pool, keys are of all", "one",
+            "pages",
+            "be None under context parallelism: a block table is of one rank's pool, keys are of all",
+            "one",
             hint="generation over keys that are spread over ranks: ContextParallel.decode",
-        )  # fmt: skip
+        )
     if arguments["dropout_p"] and arguments["dropout_seed"] is None:
         raise InputError(
-            "dropout_seed", "be given under context parallelism, the same on every rank", "None",
+            "dropout_seed",
+            "be given under context parallelism, the same on every rank",
+            "None",
             hint="dropout_seed=step: each rank would draw another one, and the pattern is a function of the seed",
-        )  # fmt: skip
+        )
 
 
 def check_values(q: Tensor) -> None:
@@ -132,26 +136,29 @@ def check_values(q: Tensor) -> None:
         raise InputError("q", "hold values under context parallelism", "a meta tensor", hint=hint)
 
 
-def _check_length(
-    name: str, tensor: Tensor, layout: Layout, placement: Placement, side: Side, rank: int
-) -> None:
+def _check_length(name: str, tensor: Tensor, layout: Layout, placement: Placement, side: Side, rank: int) -> None:
     length, wanted = tensor.shape[SEQUENCE_AXIS[layout]], placement.rows(side)[rank].numel()
     if length != wanted:
         raise InputError(
-            name, f"have rank {rank}'s {wanted} of {placement.length(side)} tokens", f"{length} in {list(tensor.shape)}",
+            name,
+            f"have rank {rank}'s {wanted} of {placement.length(side)} tokens",
+            f"{length} in {list(tensor.shape)}",
             hint=f"cp.bind(q_len, kv_len, mask), then {name} = cp.shard({name}, layout={layout!r}, of={side!r})",
-        )  # fmt: skip
+        )
 
 
 def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool | None:
-    """Whether its axis of queries is this rank's rows; None where one row may be that, or be meant for all ranks' rows."""
+    """Whether its axis of queries is this rank's rows; None where one row may be that, or be meant for all ranks'
+    rows."""
     if bias is None or bias.dim() < 2:
         return False
     if bias.shape[-2] not in (1, rows):
         raise InputError(
-            "bias", f"have 1 or this rank's {rows} query rows, and all keys", list(bias.shape),
+            "bias",
+            f"have 1 or this rank's {rows} query rows, and all keys",
+            list(bias.shape),
             hint="bias = cp.shard(bias, dim=-2): its rows are local, its keys global",
-        )  # fmt: skip
+        )
     if bias.shape[-2] != 1:
         return True
     if rows > 1:
@@ -201,9 +208,7 @@ def _schedule_of(
     def build() -> Schedule:
         with torch.inference_mode(False), torch.no_grad():
             form = mask.normal_form(problem.batch, problem.heads, problem.q_len, problem.kv_len, device)
-            return _schedule.build(
-                form, placement, strategy, mesh, problem.heads, problem.kv_heads, with_positions
-            )
+            return _schedule.build(form, placement, strategy, mesh, problem.heads, problem.kv_heads, with_positions)
 
     return mask.remembered(key, build)
 
@@ -227,9 +232,7 @@ def said(asked: Request, strategy: Strategy) -> dict[str, object]:
         "scale": operands.scale,
         "softcap": operands.softcap,
         "dropout_p": (operands.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
-        "requires_grad": dict(
-            zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)
-        ),
+        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)),
         "bias": _axes_of_bias(asked),
         "features": sorted(problem.features),
     }

@@ -5,7 +5,8 @@ backend, and results are merged in fp32; rows are traded back.
 
 Sinks are left out of the pieces and applied when all keys have been seen.
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H, D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
+    D].
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class _Attention(torch.autograd.Function):
         return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))
 
 
-def _forward(
-    call: Call, inputs: Sequence[Tensor | None]
-) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
+def _forward(call: Call, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """((out, lse) as the caller gets them, what the backward needs: see `Backward`)."""
     schedule, problem = call.schedule, call.problem
     shares, k, v = traded(call, inputs)
@@ -82,17 +81,14 @@ def _forward(
     out, lse = schedule.queries.from_shares(call.heads, of_shares, wanted)()
     lse = lse.squeeze(-1).transpose(1, 2).contiguous()  # [B, H, Sq]
     kept = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
-    return (
-        _layout.restore(out, problem.layout).contiguous(),
-        lse.squeeze(0) if problem.packed else lse,
-    ), kept
+    return (_layout.restore(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), kept
 
 
 class _Merged:
     """The result of a share as its pieces come in: out [B, R, H, Dv] and lse [B, H, R].
 
-    A share that is one piece has that piece's result. Where no head has two, they are put beside one another in the dtype of
-    the inputs; else they are added up in the precision of the softmax.
+    A share that is one piece has that piece's result. Where no head has two, they are put beside one another in the
+    dtype of the inputs; else they are added up in the precision of the softmax.
     """
 
     def __init__(self, call: Call, number: int, q: Tensor) -> None:

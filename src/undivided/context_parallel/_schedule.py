@@ -3,8 +3,8 @@
     heads     which rows and heads are traded (all-to-all), nothing where the group of heads is one rank
     rounds    which keys come when (ring or all-gather), its own where the ring is one rank
 
-Every strategy is these two, one after the other. Ranks stand in a mesh [ring, heads]; rank = ring * (ranks of heads) + heads.
-A schedule holds no tensors of a call, so it is made once for a mask and kept with it.
+Every strategy is these two, one after the other. Ranks stand in a mesh [ring, heads]; rank = ring * (ranks of heads) +
+heads. A schedule holds no tensors of a call, so it is made once for a mask and kept with it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Ranks:
         self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
         self.lines = [self._together(self.rows, place) for place in range(self.ring)]
         same = self.keys is self.rows
-        self.key_lines = (
-            self.lines if same else [self._together(self.keys, place) for place in range(self.ring)]
-        )
+        self.key_lines = self.lines if same else [self._together(self.keys, place) for place in range(self.ring)]
         self._pairs = row_pairs(form) if self.members > 1 else None
         self._work: dict[int, Tensor] = {}
 
@@ -117,23 +115,23 @@ class Ranks:
 
 
 def build(
-    form: NormalForm, placement: Placement, strategy: Strategy, mesh: Mesh, heads: int, kv_heads: int, with_positions: bool
-) -> Schedule:  # fmt: skip
+    form: NormalForm,
+    placement: Placement,
+    strategy: Strategy,
+    mesh: Mesh,
+    heads: int,
+    kv_heads: int,
+    with_positions: bool,
+) -> Schedule:
     """The schedule of one rank; ``form`` is the whole mask's. With positions: ALiBi or dropout look at them."""
     ranks = Ranks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
     line, whole = ranks.line(mesh.ring), ranks.key_lines[mesh.ring]
     members = [ranks.shares(mesh.ring, member) for member in range(mesh.heads_world)]
     queries = HeadExchange.of(
-        mesh.heads,
-        [ranks.rows[r] for r in line],
-        [[(s.rows, s.heads) for s in shares] for shares in members],
-        heads,
+        mesh.heads, [ranks.rows[r] for r in line], [[(s.rows, s.heads) for s in shares] for shares in members], heads
     )
     keys = HeadExchange.of(
-        mesh.heads,
-        [ranks.keys[r] for r in line],
-        [[(whole, ranks.span(m))] for m in range(mesh.heads_world)],
-        kv_heads,
+        mesh.heads, [ranks.keys[r] for r in line], [[(whole, ranks.span(m))] for m in range(mesh.heads_world)], kv_heads
     )
     mine = members[mesh.heads]
     on_ring = [mine if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]

@@ -1,8 +1,8 @@
 """All-gather: every key that a rank needs is brought together, some heads at a time, and attended to in one call.
 
-One softmax over all keys, so nothing is merged; in exchange the keys of a group of heads must fit in memory. The next group
-arrives while one is attended to. As in the ring a rank gets only keys that some row of its own may attend to, and their
-gradients go back to their owners, who add them up in fp32 (a reduce-scatter).
+One softmax over all keys, so nothing is merged; in exchange the keys of a group of heads must fit in memory. The next
+group arrives while one is attended to. As in the ring a rank gets only keys that some row of its own may attend to, and
+their gradients go back to their owners, who add them up in fp32 (a reduce-scatter).
 
 Source: Llama 3 (arXiv:2407.21783, section 3.3.2) gathers keys and values in the same way.
 """
@@ -19,13 +19,18 @@ from undivided.context_parallel._pieces import Round, Share, needed, pieces, uni
 from undivided.masks import NormalForm
 
 HEAD_GROUPS = 4
-"""Groups of key heads gathered one after another: a quarter of the memory, and all but the first quarter hidden behind work."""
+"""Groups of key heads gathered one after another: a quarter of the memory, and all but the first quarter hidden behind
+work."""
 
 
 def rounds(
-    form: NormalForm, rank: int, shares: Sequence[Sequence[Share]], keys: Sequence[Tensor], kv_heads: slice,
+    form: NormalForm,
+    rank: int,
+    shares: Sequence[Sequence[Share]],
+    keys: Sequence[Tensor],
+    kv_heads: slice,
     with_positions: bool,
-) -> tuple[Round, ...]:  # fmt: skip
+) -> tuple[Round, ...]:
     """One round for every group of key heads; arguments as for the ring's."""
     mine = union_of_rows(shares[rank])
     others = [peer for peer in range(len(keys)) if peer != rank]

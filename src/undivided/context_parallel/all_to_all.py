@@ -1,10 +1,10 @@
 """All-to-all: each rank trades its rows for heads. Between two exchanges it has whole sequences of some heads.
 
-The usual form needs query and key heads that the ranks divide. Here rank r of W takes the stretch [r * H / W, (r + 1) * H / W)
-of H query heads, fractions included: a head that two ranks share is split between them by rows, at the row where its allowed
-pairs are split in that proportion. So 18 heads on 4 ranks are 4.5 for each, and 2 heads on 4 ranks are half a head each. Key
-heads go to every rank that has one of their query heads, whole; groups that are cut give shares of their own, so that in each
-share all key heads serve equally many query heads.
+The usual form needs query and key heads that the ranks divide. Here rank r of W takes the stretch [r * H / W, (r + 1) *
+H / W) of H query heads, fractions included: a head that two ranks share is split between them by rows, at the row where
+its allowed pairs are split in that proportion. So 18 heads on 4 ranks are 4.5 for each, and 2 heads on 4 ranks are half
+a head each. Key heads go to every rank that has one of their query heads, whole; groups that are cut give shares of
+their own, so that in each share all key heads serve equally many query heads.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509).
 """
@@ -20,17 +20,7 @@ from torch import Tensor
 
 from undivided import _layout
 from undivided._layout import Layout
-from undivided.context_parallel._index import (
-    Index,
-    add,
-    as_index,
-    count,
-    joined,
-    places,
-    put,
-    take,
-    unless_broadcast,
-)
+from undivided.context_parallel._index import Index, add, as_index, count, joined, places, put, take, unless_broadcast
 from undivided.context_parallel.collectives import Communicator
 
 
@@ -43,9 +33,7 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def stretches(
-    running: Tensor, rank: int, world: int, heads: int, kv_heads: int, rows: int
-) -> tuple[Stretch, ...]:
+def stretches(running: Tensor, rank: int, world: int, heads: int, kv_heads: int, rows: int) -> tuple[Stretch, ...]:
     """What a rank computes of all heads of so many rows; ``running``: see `running_work`."""
     if world == 1:
         return (Stretch(slice(0, heads), slice(0, kv_heads), 0, rows),)
@@ -65,7 +53,8 @@ def running_work(pairs: Tensor, rows: Tensor) -> Tensor:
 
 
 def _stretches(unit: int, end: int, world: int, group: int) -> list[tuple[int, int, int, int]]:
-    """(first head, last + 1, from, to) of units [unit, end), ``world`` of which are a head; from and to are units of it.
+    """(first head, last + 1, from, to) of units [unit, end), ``world`` of which are a head; from and to are units of
+    it.
 
     Whole heads stand together where they are of one group, or are whole groups.
 
@@ -118,7 +107,8 @@ class _Part:
 
 
 class Wanted(NamedTuple):
-    """A tensor to be made: its sizes [B, S, H, X], where B and H may be 1, and the layout that its memory is contiguous in."""
+    """A tensor to be made: its sizes [B, S, H, X], where B and H may be 1, and the layout that its memory is contiguous
+    in."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
@@ -133,9 +123,7 @@ class Wanted(NamedTuple):
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """It, in another dtype."""
-        return _layout.empty(
-            self.layout, self.shape, torch.empty(0, dtype=dtype, device=self.device), zero=True
-        )
+        return _layout.empty(self.layout, self.shape, torch.empty(0, dtype=dtype, device=self.device), zero=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,17 +146,18 @@ class HeadExchange:
     def of(
         rank: int, rows: Sequence[Tensor], targets: Sequence[Sequence[tuple[Tensor, slice]]], heads: int
     ) -> HeadExchange:
-        """rows: of every member. targets: for every member, (rows, heads) of each of its shares; all positions global."""
+        """rows: of every member. targets: for every member, (rows, heads) of each of its shares; all positions
+        global."""
         sends = tuple(
-            tuple(_Part(as_index(_within(rows[rank], share)), some) for share, some in member)
-            for member in targets
+            tuple(_Part(as_index(_within(rows[rank], share)), some) for share, some in member) for member in targets
         )
         where = tuple(places([of[_within(of, share)] for of in rows]) for share, _ in targets[rank])
         given = sum(share.numel() * (some.stop - some.start) for member in targets for share, some in member)
         return HeadExchange(rank, sends, where, heads, given == heads * sum(of.numel() for of in rows))
 
     def to_shares(self, comm: Communicator, tensors: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
-        """Post the exchange of some tensors; the result waits and gives, for every share, its rows and heads of each."""
+        """Post the exchange of some tensors; the result waits and gives, for every share, its rows and heads of
+        each."""
         if len(self.sends) == 1:
             return lambda: [list(tensors)]
         arriving = {
@@ -179,17 +168,18 @@ class HeadExchange:
             for peer in self._others
         }
         wait = comm.exchange(
-            {peer: [_piece_of(t, part).contiguous() for part in self.sends[peer] for t in tensors] for peer in self._others},
+            {
+                peer: [_piece_of(t, part).contiguous() for part in self.sends[peer] for t in tensors]
+                for peer in self._others
+            },
             {peer: [t for share in got for t in share] for peer, got in arriving.items()},
-        )  # fmt: skip
+        )
 
         def share(number: int) -> list[Tensor]:
             found = []
             for tensor in tensors:
                 parts = [
-                    arriving[peer][number].pop(0)
-                    if peer in arriving
-                    else _piece_of(tensor, self.sends[peer][number])
+                    arriving[peer][number].pop(0) if peer in arriving else _piece_of(tensor, self.sends[peer][number])
                     for peer in range(len(self.sends))
                 ]
                 found.append(joined(parts, self.where[number]))
@@ -204,20 +194,24 @@ class HeadExchange:
     def from_shares(
         self, comm: Communicator, shares: Sequence[list[Tensor]], wanted: Sequence[Wanted]
     ) -> Callable[[], list[Tensor]]:
-        """The way back: what several shares have of a tensor is added up, in fp32. The lists of the shares are emptied."""
+        """The way back: what several shares have of a tensor is added up, in fp32. The lists of the shares are
+        emptied."""
         if len(self.sends) == 1:
             return lambda: [shares[0].pop(0).to(of.dtype) for of in wanted]
-        arriving = {
-            peer: [[of.part(part) for of in wanted] for part in self.sends[peer]] for peer in self._others
-        }
+        arriving = {peer: [[of.part(part) for of in wanted] for part in self.sends[peer]] for peer in self._others}
         wait = comm.exchange(
-            {peer: [take(t, 1, where[peer]).to(of.dtype).contiguous() for share, where in zip(shares, self.where, strict=True)
-                    for t, of in zip(share, wanted, strict=True)] for peer in self._others},
+            {
+                peer: [
+                    take(t, 1, where[peer]).to(of.dtype).contiguous()
+                    for share, where in zip(shares, self.where, strict=True)
+                    for t, of in zip(share, wanted, strict=True)
+                ]
+                for peer in self._others
+            },
             {peer: [t for part in got for t in part] for peer, got in arriving.items()},
-        )  # fmt: skip
+        )
         arriving[self.comm_rank] = [
-            [take(t, 1, where[self.comm_rank]) for t in share]
-            for share, where in zip(shares, self.where, strict=True)
+            [take(t, 1, where[self.comm_rank]) for t in share] for share, where in zip(shares, self.where, strict=True)
         ]
         for share in shares:
             share.clear()

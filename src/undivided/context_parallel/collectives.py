@@ -1,9 +1,9 @@
 """How ranks talk: one primitive, `exchange`, over torch.distributed or over mailboxes between threads.
 
-Everything that context parallelism sends, it sends by `exchange`: to each peer a list of tensors, from each peer a list of
-buffers, all posted at once and waited for later, while something is computed. Ring steps, gathers with uneven shards,
-all-to-all with uneven heads and the return of gradients differ only in who sends what; nothing is padded, and what a peer
-does not need is not sent. Bytes are counted in `Traffic`.
+Everything that context parallelism sends, it sends by `exchange`: to each peer a list of tensors, from each peer a list
+of buffers, all posted at once and waited for later, while something is computed. Ring steps, gathers with uneven
+shards, all-to-all with uneven heads and the return of gradients differ only in who sends what; nothing is padded, and
+what a peer does not need is not sent. Bytes are counted in `Traffic`.
 
 Messages between two ranks are matched by order alone, so both must post the same ones in the same order.
 """
@@ -22,7 +22,8 @@ Messages = Mapping[int, Sequence[Tensor]]
 
 
 class RankError(RuntimeError):
-    """Ranks could not work together: one died, refused its arguments, was called differently, or did not answer in time."""
+    """Ranks could not work together: one died, refused its arguments, was called differently, or did not answer in
+    time."""
 
 
 @dataclass
@@ -197,10 +198,7 @@ def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[i
 
 def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """The tensor of every rank, in order; the first dimension of rank r's is ``counts[r]``."""
-    found = [
-        tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:]))
-        for rank, n in enumerate(counts)
-    ]
+    found = [tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
     comm.exchange({rank: [tensor] for rank in others}, {rank: [found[rank]] for rank in others})()
     return found

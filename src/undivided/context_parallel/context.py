@@ -34,14 +34,7 @@ from undivided.context_parallel._shards import SEQUENCE_AXIS, Gathered, axis_of,
 from undivided.context_parallel.collectives import Counted, Traffic, gather_all
 from undivided.context_parallel.decode import By, decode, prepared
 from undivided.context_parallel.max_logit import largest
-from undivided.context_parallel.sharding import (
-    PLACEMENTS,
-    Placement,
-    PlacementName,
-    Side,
-    document_edges,
-    sizes_of,
-)
+from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, Side, document_edges, sizes_of
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Documents
@@ -52,18 +45,19 @@ _MOST_PLACEMENTS = 64
 class ContextParallel:
     """Attention over sequences that are spread over ranks: every mask, every layout, with every strategy.
 
-    Each rank holds some tokens of every sequence (`shard`) and calls `undivided.attention` with its part of q, k and v and
-    the mask of the whole, in global positions. What it gets is its part of what one process would have computed.
+    Each rank holds some tokens of every sequence (`shard`) and calls `undivided.attention` with its part of q, k and v
+    and the mask of the whole, in global positions. What it gets is its part of what one process would have computed.
 
     Args:
         group: who takes part: a `torch.distributed` process group, a `DeviceMesh` of one axis (two, [ring, heads], for
-            "ring+all_to_all"), TransformerEngine's pair (all-to-all group, ring group), a group of `simulate`, or None for
-            all processes. Not needed where rank and world are given: such an object shards and plans, and cannot attend.
-        strategy: "ring" (keys come a rank at a time, hidden behind work), "all_gather" (keys are brought together, some heads
-            at a time), "all_to_all" (rows are traded for heads), or "ring+all_to_all".
+            "ring+all_to_all"), TransformerEngine's pair (all-to-all group, ring group), a group of `simulate`, or None
+            for all processes. Not needed where rank and world are given: such an object shards and plans, and cannot
+            attend.
+        strategy: "ring" (keys come a rank at a time, hidden behind work), "all_gather" (keys are brought together, some
+            heads at a time), "all_to_all" (rows are traded for heads), or "ring+all_to_all".
         placement: which tokens a rank holds: "zigzag", "contiguous" or "balanced" (equal work for the mask of `bind`).
-        check: compare the arguments of all ranks before every call; a difference is then an error on every rank, and not a
-            wait for the group's timeout. One small gathering, without effect on results.
+        check: compare the arguments of all ranks before every call; a difference is then an error on every rank, and
+            not a wait for the group's timeout. One small gathering, without effect on results.
         rank, world: in place of a group.
 
     Raises:
@@ -107,9 +101,7 @@ class ContextParallel:
         self._placements: dict[object, Placement] = {}
 
     def __repr__(self) -> str:
-        bound = (
-            "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
-        )
+        bound = "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
         return f"ContextParallel(rank {self.rank} of {self.world}, {self.strategy}, {self.placement}{bound})"
 
     def bind(self, q_len: int, kv_len: int | None = None, mask: Mask | None = None) -> ContextParallel:
@@ -146,7 +138,8 @@ class ContextParallel:
         return bound
 
     def positions(self, of: Side = "q", *, within_documents: bool = True) -> Tensor:
-        """Where this rank's tokens stand, int64 [local length]: for rotary embeddings, labels, and whatever depends on it.
+        """Where this rank's tokens stand, int64 [local length]: for rotary embeddings, labels, and whatever depends on
+        it.
 
         Args:
             of: "q" or "kv".
@@ -160,8 +153,8 @@ class ContextParallel:
         return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
 
     def placed(self, q_len: int, kv_len: int, mask: Mask = masks.FULL) -> Placement:
-        """Who holds which token where this rank holds ``q_len`` queries and ``kv_len`` keys: the bound placement, or that of
-        as many on every rank, in documents of the mask where it has any.
+        """Who holds which token where this rank holds ``q_len`` queries and ``kv_len`` keys: the bound placement, or
+        that of as many on every rank, in documents of the mask where it has any.
 
         Raises:
             InputError: unbound and "balanced".
@@ -169,13 +162,12 @@ class ContextParallel:
         return self.bound or self._unbound(self.world * q_len, self.world * kv_len, mask)
 
     def seed(self) -> int:
-        """A dropout seed that is the same on every rank: the first draws it from torch's generator. All ranks must call it."""
+        """A dropout seed that is the same on every rank: the first draws it from torch's generator. All ranks must call
+        it."""
         drawn = torch.randint(2**62, ())
         return int(drawn if self._axes is None else gather_all(self._axes, drawn[None])[0])
 
-    def shard(
-        self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
-    ) -> Tensor:
+    def shard(self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None) -> Tensor:
         """This rank's tokens of a tensor of the whole. Differentiable.
 
         Args:
@@ -198,14 +190,15 @@ class ContextParallel:
 
     def unshard(
         self, shards: Tensor | Sequence[Tensor], layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The tensor of the whole, on every rank: the exact inverse of `shard`.
 
         Args:
             shards: this rank's part, gathered from all; or the parts of all ranks, for which no group is needed.
             layout, of, dim: as for `shard`.
 
-        In the backward each rank takes its own part of the gradient: the loss is taken to be computed alike on every rank.
+        In the backward each rank takes its own part of the gradient: the loss is taken to be computed alike on every
+            rank.
 
         >>> import torch, undivided
         >>> ranks = [undivided.ContextParallel(rank=r, world=3).bind(7) for r in range(3)]
@@ -227,8 +220,14 @@ class ContextParallel:
 
     @outside_of_graphs
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], backend: str | None, deterministic: bool | None
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        arguments: dict[str, Any],
+        backend: str | None,
+        deterministic: bool | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """What `undivided.attention` calls; ``arguments`` are its own, by name."""
         axes = self._talking()
         allowed = policy(backend, deterministic)
@@ -240,10 +239,19 @@ class ContextParallel:
     @outside_of_graphs
     @torch.no_grad()
     def max_logit(
-        self, q: Tensor, k: Tensor, *, layout: Layout, mask: Mask | None = None, bias: Tensor | None = None,
-        scale: float | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The largest allowed score of each head over all ranks' rows and keys: what QK-clipping and logit monitors look at.
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        layout: Layout,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        """The largest allowed score of each head over all ranks' rows and keys: what QK-clipping and logit monitors
+        look at.
 
         A second pass over q . k^T in which keys travel again (values do not), as in the layers' ``return_max_logit``.
 
@@ -259,20 +267,42 @@ class ContextParallel:
             RankError: another rank refused its arguments, or died.
         """
         arguments = {
-            "layout": layout, "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": None, "dropout_p": 0.0, "dropout_seed": None, "return_lse": False, "pages": None,
-        }  # fmt: skip
+            "layout": layout,
+            "mask": mask,
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": None,
+            "dropout_p": 0.0,
+            "dropout_seed": None,
+            "return_lse": False,
+            "pages": None,
+        }
         axes = self._talking()
         asked = agreed(axes, self.check, lambda: self._asked(q, k, k, arguments))
         return largest(self._call(asked, ()), asked.parts, (q, k, k[..., :0], *small_inputs(arguments)))
 
     @torch.no_grad()
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int, *, layout: Layout, mask: Mask | None = None,
-        bias: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
-        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, backend: str | None = None,
-        deterministic: bool | None = None, by: By = "all_gather",
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        kv_len: int,
+        *,
+        layout: Layout,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        backend: str | None = None,
+        deterministic: bool | None = None,
+        by: By = "all_gather",
+    ) -> tuple[Tensor, Tensor]:
         """Attention of queries that every rank has over keys that are spread over the ranks: a step of generation.
 
         Args:
@@ -284,9 +314,9 @@ class ContextParallel:
             layout, scale, softcap, alibi_slopes, sinks, backend, deterministic: as for `undivided.attention`.
             mask: of all queries and all keys; None is causal, aligned bottom-right.
             bias: its keys are all keys.
-            by: how partial results come together. "all_gather" sends each to every rank, in one exchange: for a few tokens.
-                "ring" adds up some rows at each rank and then shares the sums: two exchanges, of 2 / ranks of the bytes, for
-                many tokens, as in chunked prefill.
+            by: how partial results come together. "all_gather" sends each to every rank, in one exchange: for a few
+                tokens. "ring" adds up some rows at each rank and then shares the sums: two exchanges, of 2 / ranks of
+                the bytes, for many tokens, as in chunked prefill.
 
         Returns:
             (out, lse) of all keys, the same on every rank, bit for bit. Not differentiable.
@@ -297,18 +327,32 @@ class ContextParallel:
         """
         axes = self._talking()
         arguments = {
-            "layout": layout, "mask": masks.causal(align="bottom_right") if mask is None else mask, "bias": bias,
-            "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": 0.0,
-            "dropout_seed": None, "return_lse": True, "pages": None,
-        }  # fmt: skip
+            "layout": layout,
+            "mask": masks.causal(align="bottom_right") if mask is None else mask,
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "dropout_p": 0.0,
+            "dropout_seed": None,
+            "return_lse": True,
+            "pages": None,
+        }
         allowed = policy(backend, deterministic)
         own = agreed(axes, self.check, lambda: prepared(q, k, v, positions, kv_len, arguments, allowed, by))
         return decode(axes, own, by)
 
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], machine: Machine, allowed: Policy,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        arguments: dict[str, Any],
+        machine: Machine,
+        allowed: Policy,
         device: str | None,
-    ) -> Decision:  # fmt: skip
+    ) -> Decision:
         """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
         asked = self._request(q, k, v, arguments, device)
         found = [
@@ -322,9 +366,11 @@ class ContextParallel:
     def _talking(self) -> tuple[Counted, Counted]:
         if self._axes is None:
             raise InputError(
-                "context_parallel", "have a group to attend with", repr(self),
+                "context_parallel",
+                "have a group to attend with",
+                repr(self),
                 hint="ContextParallel(group): rank and world alone are for sharding and planning",
-            )  # fmt: skip
+            )
         return self._axes
 
     def _asked(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Request, Said]:
@@ -353,9 +399,7 @@ class ContextParallel:
 
     def _bound(self) -> Placement:
         if self.bound is None:
-            raise InputError(
-                "context_parallel", "be bound", repr(self), hint="cp = cp.bind(q_len, kv_len, mask)"
-            )
+            raise InputError("context_parallel", "be bound", repr(self), hint="cp = cp.bind(q_len, kv_len, mask)")
         return self.bound
 
     def _placement_of_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
@@ -366,9 +410,11 @@ class ContextParallel:
             return self.bound
         if length % self.world or layout == "thd":
             raise InputError(
-                "context_parallel", f"be bound where {self.world} ranks do not divide {length} tokens, or they are packed",
-                repr(self), hint="cp = cp.bind(q_len, kv_len, mask)",
-            )  # fmt: skip
+                "context_parallel",
+                f"be bound where {self.world} ranks do not divide {length} tokens, or they are packed",
+                repr(self),
+                hint="cp = cp.bind(q_len, kv_len, mask)",
+            )
         return self._unbound(length, length, masks.FULL)
 
     def _placement(self, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Placement:
@@ -389,7 +435,5 @@ class ContextParallel:
             if len(self._placements) >= _MOST_PLACEMENTS:
                 self._placements.clear()
             same = (q_len, edges[0]) == (kv_len, edges[1])
-            self._placements[key] = Placement.of(
-                self.placement, self.world, q_len, None if same else kv_len, mask
-            )
+            self._placements[key] = Placement.of(self.placement, self.world, q_len, None if same else kv_len, mask)
         return self._placements[key]

@@ -1,15 +1,17 @@
-"""Generation over a cache that is spread over ranks: queries everywhere, keys in one place each, partial results merged.
+"""Generation over a cache that is spread over ranks: queries everywhere, keys in one place each, partial results
+merged.
 
-The new tokens are few and the cached keys many, so nothing of the keys is sent: every rank attends to the keys that it holds,
-and what travels are outputs and their log-sum-exps, merged as parts over disjoint keys always are. Two ways to bring them
-together; n bytes of a partial result, W ranks:
+The new tokens are few and the cached keys many, so nothing of the keys is sent: every rank attends to the keys that it
+holds, and what travels are outputs and their log-sum-exps, merged as parts over disjoint keys always are. Two ways to
+bring them together; n bytes of a partial result, W ranks:
 
     all_gather   each rank sends its own to all, one exchange: (W - 1) n
-    ring         each rank adds up 1 / W of the rows for all, then all send what they have: two exchanges, 2 (W - 1) n / W
+    ring         each rank adds up 1 / W of the rows for all, then all send theirs: two exchanges, 2 (W - 1) n / W
 
 Parts are added up in the order of the ranks, so that all ranks get the same bits.
 
-Source: the second is a ring all-reduce (Patarasuk and Yuan 2009) with attention's merge for a sum, without its W - 1 hops.
+Source: the second is a ring all-reduce (Patarasuk and Yuan 2009) with attention's merge for a sum, without its W - 1
+    hops.
 """
 
 from __future__ import annotations
@@ -50,14 +52,7 @@ class Step(NamedTuple):
 
 
 def prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    kv_len: int,
-    arguments: dict[str, Any],
-    allowed: Policy,
-    by: By,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int, arguments: dict[str, Any], allowed: Policy, by: By
 ) -> tuple[Step, Said]:
     """This rank's part, validated, and what must be the same on every rank; see `ContextParallel.decode`."""
     check_values(q)
@@ -136,9 +131,15 @@ def _as_result(rows: Tensor) -> Result:
 
 
 def _own(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: Problem, operands: Operands, arguments: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    problem: Problem,
+    operands: Operands,
+    arguments: dict[str, Any],
     allowed: Policy,
-) -> tuple[Run, Operands]:  # fmt: skip
+) -> tuple[Run, Operands]:
     """Attention over the keys of this rank: what runs it, and on what."""
     q, k, v = (_layout.canonical(t, problem.layout) for t in (q, k, v))
     bias = arguments["bias"]
@@ -148,15 +149,21 @@ def _own(
     part = piece_problem(problem, piece)
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
     mine = dataclasses.replace(
-        operands, q=q, k=k, v=v, layout="bshd", mask=piece.mask, bias=bias, sinks=None,
-        alibi_slopes=arguments["alibi_slopes"], bound=None,
-    )  # fmt: skip
+        operands,
+        q=q,
+        k=k,
+        v=v,
+        layout="bshd",
+        mask=piece.mask,
+        bias=bias,
+        sinks=None,
+        alibi_slopes=arguments["alibi_slopes"],
+        bound=None,
+    )
     return decided(part, Machine.this(q.device), allowed), mine
 
 
-def _whole(
-    q: Tensor, k: Tensor, v: Tensor, kv_len: int, arguments: dict[str, Any]
-) -> tuple[Problem, Operands]:
+def _whole(q: Tensor, k: Tensor, v: Tensor, kv_len: int, arguments: dict[str, Any]) -> tuple[Problem, Operands]:
     """The request over all keys, without contents."""
     axis, sized = SEQUENCE_AXIS[arguments["layout"]], []
     for tensor, length in ((q, None), (k, kv_len), (v, kv_len)):
@@ -173,9 +180,7 @@ def _whole(
 def _check_positions(positions: Tensor, keys: int, kv_len: int) -> None:
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.shape != (keys,):
         got = (
-            f"{positions.dtype} {list(positions.shape)}"
-            if isinstance(positions, Tensor)
-            else type(positions).__name__
+            f"{positions.dtype} {list(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
         )
         raise InputError("positions", f"be int64 [{keys}], one for each key that this rank holds", got)
     if positions.device.type != "cpu" or not keys:

@@ -1,7 +1,9 @@
-"""What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running anything.
+"""What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running
+anything.
 
-Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment (`_memory`)
-and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to rank strategies
+Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment
+(`_memory`) and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to
+rank strategies
 by: what a ring hides behind work costs nothing until it is more than the work.
 
 Legend: W ranks, R x A the mesh [ring, heads], S tokens, H query heads, N key heads, D head size, e bytes of an entry.
@@ -44,8 +46,8 @@ class Option:
 
     shape: the mesh [ring, heads]. pairs: allowed pairs that it computes, over batch elements and heads.
     forward, backward: bytes that it sends in each. steps: exchanges that it takes part in, forward.
-    inference, memory: bytes held at the fullest moment of a forward pass alone, and of forward and backward. Kernels' own
-    scratch, and the mask with its schedule, which all layers share, come on top.
+    inference, memory: bytes held at the fullest moment of a forward pass alone, and of forward and backward. Kernels'
+    own scratch, and the mask with its schedule, which all layers share, come on top.
     seconds: estimated for a forward and a backward pass of the slowest rank.
     """
 
@@ -97,9 +99,7 @@ class Plan:
     def __str__(self) -> str:
         rows = [HEAD, *(cells(option) for option in self.options)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.title, "", *lines, "", f"Recommended: {self.reason}"])
 
 
@@ -127,12 +127,13 @@ def plan(
         heads, head_dim: of the queries.
         mask: of the whole; None is every pair.
         world: ranks.
-        strategy, placement: only this one; all if None. "ring+all_to_all" takes the largest number of ranks for its heads
-            that divides both the ranks and the key heads, up to 8.
+        strategy, placement: only this one; all if None. "ring+all_to_all" takes the largest number of ranks for its
+            heads that divides both the ranks and the key heads, up to 8.
         kv_len, kv_heads, value_dim: of the keys, where they differ from the queries'.
         batch: sequences side by side.
         dtype: of q, k and v.
-        flops, bandwidth: FLOP/s that attention reaches and bytes/s that it sends at, of a rank: only the estimate of time.
+        flops, bandwidth: FLOP/s that attention reaches and bytes/s that it sends at, of a rank: only the estimate of
+            time.
 
     Returns:
         A `Plan`: ``.options`` with exact counts for every rank, ``.best``, ``.reason``, and a table as text.
@@ -142,14 +143,12 @@ def plan(
 
     >>> from undivided import masks
     >>> found = plan(4096, 8, 64, masks.window(255, 0), world=4, strategy="ring", placement="contiguous")
-    >>> found.best.forward.tolist()                   # 255 keys of 8 heads of 2 x 64 bfloat16, and nothing from the last rank
+    >>> found.best.forward.tolist()  # 255 keys of 8 heads of 2 x 64 bfloat16; the last sends nothing
     [522240, 522240, 522240, 0]
     >>> found.best.pairs.tolist()
     [1836032, 2097152, 2097152, 2097152]
     """
-    sizes = Sizes(
-        batch, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim or head_dim, dtype
-    )
+    sizes = Sizes(batch, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim or head_dim, dtype)
     keys = seq_len if kv_len is None else kv_len
     _check(seq_len, keys, world, sizes, strategy, placement)
     mask = masks.FULL if mask is None else mask
@@ -170,9 +169,7 @@ def plan(
             memory = Memory(counts, packed and name != "contiguous")
             found.append(_option(counts, memory, name, flops, bandwidth))
     if not found:
-        raise InputError(
-            "strategy", f"have a mesh for {world} ranks and {sizes.kv_heads} key heads", repr(strategy)
-        )
+        raise InputError("strategy", f"have a mesh for {world} ranks and {sizes.kv_heads} key heads", repr(strategy))
     found.sort(key=_rank)
     lengths = f"{seq_len:,}" if keys == seq_len else f"{seq_len:,} x {keys:,}"
     return Plan(
@@ -182,8 +179,16 @@ def plan(
 
 
 def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, placement: object) -> None:
-    named = {"seq_len": q_len, "kv_len": kv_len, "world": world, "batch": sizes.batch, "heads": sizes.heads,
-             "kv_heads": sizes.kv_heads, "head_dim": sizes.qk_dim, "value_dim": sizes.v_dim}  # fmt: skip
+    named = {
+        "seq_len": q_len,
+        "kv_len": kv_len,
+        "world": world,
+        "batch": sizes.batch,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "head_dim": sizes.qk_dim,
+        "value_dim": sizes.v_dim,
+    }
     for name, value in named.items():
         if not isinstance(value, int) or value < 1:
             raise InputError(name, "be a positive number", repr(value))
@@ -192,9 +197,7 @@ def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, 
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}, or None", repr(strategy))
     if placement is not None and placement not in PLACEMENTS:
-        raise InputError(
-            "placement", f"be one of {', '.join(map(repr, PLACEMENTS))}, or None", repr(placement)
-        )
+        raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}, or None", repr(placement))
 
 
 def _shape(strategy: Strategy, world: int, sizes: Sizes) -> tuple[int, int] | None:
@@ -245,30 +248,29 @@ def _short(number: float) -> str:
 
 def _rank(option: Option) -> tuple[float, int, int]:
     """The fastest first; of those within the second digit, what sends and holds the least."""
-    return (
-        float(f"{option.seconds:.2g}"),
-        int((option.forward + option.backward).sum()),
-        int(option.memory.max()),
-    )
+    return (float(f"{option.seconds:.2g}"), int((option.forward + option.backward).sum()), int(option.memory.max()))
 
 
 HEAD = ("strategy", "placement", "mesh", "balance", "steps", "sent", "most", "memory", "time")
 """The columns of a plan; 80 characters with what is under them."""
 
-LEGEND = (
-    "steps: exchanges of the busiest rank, forward. sent: by a rank, mean and most, forward and backward."
-)
+LEGEND = "steps: exchanges of the busiest rank, forward. sent: by a rank, mean and most, forward and backward."
 
 
 def cells(option: Option) -> tuple[str, ...]:
     """An option as text, under `HEAD`."""
     sent = (option.forward + option.backward).to(torch.float64)
     return (
-        option.strategy, option.placement, "x".join(map(str, option.shape)), f"{option.balance:.3f}",
+        option.strategy,
+        option.placement,
+        "x".join(map(str, option.shape)),
+        f"{option.balance:.3f}",
         str(int(option.steps.max())),
-        _amount(round(float(sent.mean()))), _amount(int(sent.max())), _amount(int(option.memory.max())),
+        _amount(round(float(sent.mean()))),
+        _amount(int(sent.max())),
+        _amount(int(option.memory.max())),
         _duration(option.seconds),
-    )  # fmt: skip
+    )
 
 
 def _duration(seconds: float) -> str:

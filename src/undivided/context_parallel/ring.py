@@ -1,12 +1,13 @@
 """Ring: keys come to the queries that need them, a rank's at a time, while the ones before are being attended to.
 
-In round t rank r attends to keys of rank r - t. It gets them from that rank itself, and only the keys that some row of its
-own may attend to: under a causal mask that is three quarters of them (zigzag), under a window the few at the edges of its
-stretches, whatever the length of the sequence. A round without an allowed pair sends nothing and computes nothing. Results
-of rounds are merged in fp32 (`undivided.merge`); gradients of keys go straight back to the rank that holds them.
+In round t rank r attends to keys of rank r - t. It gets them from that rank itself, and only the keys that some row of
+its own may attend to: under a causal mask that is three quarters of them (zigzag), under a window the few at the edges
+of its stretches, whatever the length of the sequence. A round without an allowed pair sends nothing and computes
+nothing. Results of rounds are merged in fp32 (`undivided.merge`); gradients of keys go straight back to the rank that
+holds them.
 
-The rounds are a shift of the ranks by t, so that every rank sends to one and receives from one, as on a ring; but nothing
-travels by way of others, which would have to carry what they do not need.
+The rounds are a shift of the ranks by t, so that every rank sends to one and receives from one, as on a ring; but
+nothing travels by way of others, which would have to carry what they do not need.
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
 """
@@ -23,9 +24,13 @@ from undivided.masks import NormalForm
 
 
 def rounds(
-    form: NormalForm, rank: int, shares: Sequence[Sequence[Share]], keys: Sequence[Tensor], kv_heads: slice,
+    form: NormalForm,
+    rank: int,
+    shares: Sequence[Sequence[Share]],
+    keys: Sequence[Tensor],
+    kv_heads: slice,
     with_positions: bool,
-) -> tuple[Round, ...]:  # fmt: skip
+) -> tuple[Round, ...]:
     """One round for every rank of the ring, its own keys first.
 
     Args:

@@ -6,8 +6,8 @@ A placement is one number a token, its owner. Three ways to choose it:
     zigzag       2 * world equal chunks, rank r holds chunks r and 2 * world - 1 - r; packed: of every document
     balanced     equal chunks, as many for every rank, dealt so that each has the same number of allowed pairs
 
-Under a causal mask row i costs i + 1 pairs, so that contiguous gives the last rank almost twice the mean, and zigzag (an
-early chunk with a late one) the same to all. No length has to be divisible by anything: chunks differ by a token.
+Under a causal mask row i costs i + 1 pairs, so that contiguous gives the last rank almost twice the mean, and zigzag
+(an early chunk with a late one) the same to all. No length has to be divisible by anything: chunks differ by a token.
 
 A rank's tokens stay in ascending order of global position. Legend: S tokens, W ranks.
 
@@ -34,7 +34,8 @@ PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
 Side = Literal["q", "kv"]
 
 EVEN_ENOUGH = 1.01
-"""Largest over mean pairs at which `balanced` stops cutting finer: one percent of a step's time is not worth more pieces."""
+"""Largest over mean pairs at which `balanced` stops cutting finer: one percent of a step's time is not worth more
+pieces."""
 
 MOST_CHUNKS = 64
 """Chunks a rank in the finest cut of `balanced`: each is a stretch of keys that others ask for on its own."""
@@ -44,7 +45,8 @@ _MIX = (6364136223846793005, 1442695040888963407)
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The owner of every token: int64 ``[q_len]`` and ``[kv_len]``, the same tensor where queries and keys are one sequence.
+    """The owner of every token: int64 ``[q_len]`` and ``[kv_len]``, the same tensor where queries and keys are one
+    sequence.
 
     >>> placement = Placement.of("zigzag", 2, 8, None)
     >>> [rows.tolist() for rows in placement.q]
@@ -57,10 +59,15 @@ class Placement:
 
     @staticmethod
     def of(
-        name: PlacementName, world: int, q_len: int, kv_len: int | None, mask: Mask | None = None,
+        name: PlacementName,
+        world: int,
+        q_len: int,
+        kv_len: int | None,
+        mask: Mask | None = None,
         form: NormalForm | None = None,
-    ) -> Placement:  # fmt: skip
-        """The placement of that name; ``kv_len`` None: keys are the same tokens as queries. `balanced` needs the form."""
+    ) -> Placement:
+        """The placement of that name; ``kv_len`` None: keys are the same tokens as queries. `balanced` needs the
+        form."""
         if name == "balanced":
             assert form is not None
             q_owner = balanced(row_pairs(form), world)
@@ -150,9 +157,7 @@ def balanced(pairs: Tensor, world: int) -> Tensor:
         cell = _cell(torch.arange(length), torch.tensor(length), chunks * world)
         edges = torch.searchsorted(cell, torch.arange(chunks * world + 1))
         owner = torch.tensor(_dealt(running[edges].diff().tolist(), world))[cell]
-        spread = imbalance(
-            torch.zeros(world, dtype=torch.float64).index_add_(0, owner, pairs.to(torch.float64))
-        )
+        spread = imbalance(torch.zeros(world, dtype=torch.float64).index_add_(0, owner, pairs.to(torch.float64)))
         if best is None or spread < best[0]:
             best = spread, owner
         if spread <= EVEN_ENOUGH:

@@ -37,13 +37,14 @@ def simulate(
         Exception: the first that a rank raised; the others are told that it died.
 
     >>> import torch, undivided
+    >>> from undivided import masks
     >>> q = torch.randn(1, 10, 2, 8)
     >>> def step(group):
     ...     cp = undivided.ContextParallel(group).bind(10)
     ...     mine = cp.shard(q, layout="bshd")
-    ...     out = undivided.attention(mine, mine, mine, layout="bshd", mask=undivided.masks.causal(), context_parallel=cp)
+    ...     out = undivided.attention(mine, mine, mine, layout="bshd", mask=masks.causal(), context_parallel=cp)
     ...     return cp.unshard(out, layout="bshd")
-    >>> alone = undivided.attention(q, q, q, layout="bshd", mask=undivided.masks.causal())
+    >>> alone = undivided.attention(q, q, q, layout="bshd", mask=masks.causal())
     >>> [bool((out - alone).abs().max() < 1e-5) for out in simulate(3, step)]
     [True, True, True]
     """
@@ -116,10 +117,7 @@ class SimulatedGroup:
         row, column = divmod(rank, shape[1])
         self.is_mesh = is_mesh
         self._office, self._members = office, list(range(self.world))
-        self._lines = [
-            [r * shape[1] + column for r in range(shape[0])],
-            [row * shape[1] + c for c in range(shape[1])],
-        ]
+        self._lines = [[r * shape[1] + column for r in range(shape[0])], [row * shape[1] + c for c in range(shape[1])]]
 
     def axis(self, dim: int) -> Communicator:
         """The ranks along one axis of the mesh: 0 the ring, 1 the heads."""
@@ -153,8 +151,6 @@ class SimulatedGroup:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        found = [
-            tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)
-        ]
+        found = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
         self.exchange({rank: [tensor] for rank in others}, {rank: [found[rank]] for rank in others})()
         return found

@@ -22,7 +22,8 @@ _FRAME = re.compile(r'^\s*File "[^"]*", line \d+|^Traceback \(most recent call l
 
 
 def diagnose(problem: str | BaseException) -> Diagnosis:
-    """The known errors in a text or an exception, the most specific first, each with cause, repair and a call that avoids it.
+    """The known errors in a text or an exception, the most specific first, each with cause, repair and a call that
+    avoids it.
 
     Args:
         problem: an exception (its causes and contexts are read too), or any text: a message, a whole traceback or

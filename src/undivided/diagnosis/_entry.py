@@ -12,7 +12,8 @@ PRELUDE = "import torch, undivided\nfrom undivided import masks\n"
 """What every snippet begins with."""
 
 WORDS, MESSAGE, PRECISE = range(3)
-"""How much a match says: a description in somebody's words; the text of an error; that and which of its causes it is."""
+"""How much a match says: a description in somebody's words; the text of an error; that and which of its causes it
+is."""
 
 ATTENTION = r"attention|attn|sdpa|\bqkv?\b|flash"
 """What stands in a traceback that has to do with attention."""

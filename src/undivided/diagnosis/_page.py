@@ -28,16 +28,12 @@ def page() -> str:
         parts += [f"## {area}", *(_section(entry) for entry in entries)]
     parts += ["## An error that is not here", "What would help somebody to find it:"]
     parts.append("\n".join(_filled(line, "- ", "  ") for line in HELPFUL))
-    parts.append(
-        "*This page is made from the table: `python -m undivided.diagnosis > docs/troubleshooting.md`.*"
-    )
+    parts.append("*This page is made from the table: `python -m undivided.diagnosis > docs/troubleshooting.md`.*")
     return "\n\n".join(parts) + "\n"
 
 
 def _contents() -> str:
-    rows = [
-        f"- {area}: {', '.join(f'[{e.id}](#{e.id})' for e in entries)}" for area, entries in AREAS.items()
-    ]
+    rows = [f"- {area}: {', '.join(f'[{e.id}](#{e.id})' for e in entries)}" for area, entries in AREAS.items()]
     return "\n".join(rows)
 
 
@@ -66,10 +62,5 @@ def _linked(source: str) -> str:
 
 def _filled(prose: str, first: str = "", rest: str = "") -> str:
     return textwrap.fill(
-        prose,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
+        prose, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

@@ -45,8 +45,8 @@ class Finding:
 class Diagnosis:
     """What is known about an error. ``print`` it.
 
-    ``.known`` is whether anything was recognised, ``.entries`` what, the most specific first, ``.findings`` the same with
-    what the values in the text say, ``.observed`` the versions, sizes and shapes that were read.
+    ``.known`` is whether anything was recognised, ``.entries`` what, the most specific first, ``.findings`` the same
+    with what the values in the text say, ``.observed`` the versions, sizes and shapes that were read.
     """
 
     findings: tuple[Finding, ...]
@@ -76,8 +76,7 @@ class Diagnosis:
         if self.findings[1:]:
             blocks.append("Also in this text:")
             blocks += [
-                _wrapped(f"{finding.entry.title} ({finding.entry.id})", "  ", "    ")
-                for finding in self.findings[1:]
+                _wrapped(f"{finding.entry.title} ({finding.entry.id})", "  ", "    ") for finding in self.findings[1:]
             ]
         if self.observed:
             seen = "; ".join(f"{name} {value}" for name, value in self.observed)
@@ -102,10 +101,5 @@ def _unknown() -> str:
 
 def _wrapped(prose: str, first: str, rest: str) -> str:
     return textwrap.fill(
-        prose,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
+        prose, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

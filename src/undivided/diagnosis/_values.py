@@ -11,9 +11,7 @@ _LENGTH = re.compile(
     r"['\"]?\s*(?:[:=]|of|is)?\s*(\d{2,8})\b",
     re.IGNORECASE,
 )
-_HEAD_SIZE = re.compile(
-    r"head[_ ]?(?:dim(?:ension)?|size)s?(?:_qk|_v)?['\"]?\s*(?:[:=]|of|is)?\s*(\d{1,4})\b", re.I
-)
+_HEAD_SIZE = re.compile(r"head[_ ]?(?:dim(?:ension)?|size)s?(?:_qk|_v)?['\"]?\s*(?:[:=]|of|is)?\s*(\d{1,4})\b", re.I)
 _RANKS = re.compile(r"(?:cp_size|context[_ -]parallel[_ -]size)['\"]?\s*[:=]?\s*(\d{1,4})\b", re.I)
 _SHAPE = re.compile(r"(?:torch\.Size\(|shape\s*[:=]?\s*)[\[(]+(\d+(?:, ?\d+){1,5})")
 _VERSIONS = {
@@ -24,12 +22,8 @@ _VERSIONS = {
     "xformers": r"\bxformers[ '\":=v]{1,4}(\d+\.\d+[\w.]*)",
     "CUDA": r"\bcuda(?:_version)?[ '\":=v]{1,4}(\d{2}\.\d+)",
 }
-_CUDNN = re.compile(
-    r"cudnn(?:[_ ]version)?['\":= (v]{1,6}(?:(\d{1,2}\.\d+(?:\.\d+){0,2})|(8\d{3}|9\d{4,5})\b)", re.I
-)
-_CAPABILITY = re.compile(
-    r"(?:\bsm_?|compute[_ ]capability['\":= ]{0,4})\(?(\d{2,3}|\d{1,2}[.,] ?\d)\b", re.IGNORECASE
-)
+_CUDNN = re.compile(r"cudnn(?:[_ ]version)?['\":= (v]{1,6}(?:(\d{1,2}\.\d+(?:\.\d+){0,2})|(8\d{3}|9\d{4,5})\b)", re.I)
+_CAPABILITY = re.compile(r"(?:\bsm_?|compute[_ ]capability['\":= ]{0,4})\(?(\d{2,3}|\d{1,2}[.,] ?\d)\b", re.IGNORECASE)
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -103,8 +97,7 @@ def _per_rank(text: str) -> list[str]:
 def debug_log(match: re.Match[str], text: str) -> list[str]:
     """The reasons that TransformerEngine's debug log gives."""
     reasons = re.findall(
-        r"(Disabling (?:Flash|Fused|Unfused)\w*(?: \d)?(?: backend)? .{3,160}?)(?= ?\[| ?Traceback|$|\. )",
-        text,
+        r"(Disabling (?:Flash|Fused|Unfused)\w*(?: \d)?(?: backend)? .{3,160}?)(?= ?\[| ?Traceback|$|\. )", text
     )
     return [f"The log says: {reason.strip().rstrip('.')}." for reason in dict.fromkeys(reasons)][:8]
 
@@ -122,9 +115,7 @@ def kernel_warnings(match: re.Match[str], text: str) -> list[str]:
 
 def operator_reasons(match: re.Match[str], text: str) -> list[str]:
     """xFormers' reasons, operator by operator."""
-    found = re.findall(
-        r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text
-    )
+    found = re.findall(r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text)
     return [f"{name}: {' '.join(why.split())[:150]}" for name, why in found][:8]
 
 
@@ -152,9 +143,7 @@ def head_size(match: re.Match[str], text: str) -> list[str]:
         if size > 256:
             said.append(f"Head size {size} is over flash-attn's 256.")
         if size % 8:
-            said.append(
-                f"Head size {size} is {size % 8} over a multiple of 8 (the next is {size + 8 - size % 8})."
-            )
+            said.append(f"Head size {size} is {size % 8} over a multiple of 8 (the next is {size + 8 - size % 8}).")
     return said
 
 
@@ -172,9 +161,7 @@ def allocation(match: re.Match[str], text: str) -> list[str]:
 
 def ours_hint(match: re.Match[str], text: str) -> list[str]:
     """The HINT and the message of one of our own errors."""
-    found = re.search(
-        r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text
-    )
+    found = re.search(r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text)
     if found is None:
         return []
     return [f"It says: {found[1]}."] + ([f"Its HINT: {found[2]}."] if found[2] else [])
@@ -189,7 +176,5 @@ def symbol(match: re.Match[str], text: str) -> list[str]:
             "Take the wheel whose name says cxx11abi as torch.compiled_with_cxx11_abi() does."
         ]
     if "SetDevice" in name:
-        return [
-            "The symbol is c10::cuda::SetDevice, whose type changed in PyTorch 2.3: built for another version."
-        ]
+        return ["The symbol is c10::cuda::SetDevice, whose type changed in PyTorch 2.3: built for another version."]
     return []

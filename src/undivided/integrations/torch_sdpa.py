@@ -1,8 +1,8 @@
 """`replace_sdpa`: models that call PyTorch's scaled_dot_product_attention run on ours, unmodified.
 
 One function, `_replacement`, stands in ``torch.nn.functional`` while any handle is active, whatever the order in which
-handles are restored; the last one puts back what was there. If somebody else replaced the function in the meantime, theirs
-stays, and what they kept of ours passes calls on to PyTorch.
+handles are restored; the last one puts back what was there. If somebody else replaced the function in the meantime,
+theirs stays, and what they kept of ours passes calls on to PyTorch.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ class Replacement:
 def replace_sdpa() -> Replacement:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by `undivided.scaled_dot_product_attention`.
 
-    For the process, until ``restore()`` or the end of the ``with``. Whoever looks the function up in ``torch.nn.functional``
-    at the call gets ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``.
-    A name bound before, by ``from torch.nn.functional import scaled_dot_product_attention``, stays PyTorch's.
+    For the process, until ``restore()`` or the end of the ``with``. Whoever looks the function up in
+    ``torch.nn.functional`` at the call gets ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``,
+    ``nn.TransformerEncoderLayer``. A name bound before, by ``from torch.nn.functional import
+    scaled_dot_product_attention``, stays PyTorch's.
 
-    ``nn.MultiheadAttention`` computes the attention itself, without calling the function, where ``need_weights=True`` (its
-    default) and in its C++ fast path. The fast path is switched off meanwhile (`torch.backends.mha`); ``need_weights`` is
-    the caller's. Nested tensors are passed on to PyTorch.
+    ``nn.MultiheadAttention`` computes the attention itself, without calling the function, where ``need_weights=True``
+    (its default) and in its C++ fast path. The fast path is switched off meanwhile (`torch.backends.mha`);
+    ``need_weights`` is the caller's. Nested tensors are passed on to PyTorch.
 
     Returns:
         A handle with ``calls`` and ``restore()``, which is a context manager as well.
 
     Raises:
-        Nothing here. While it is active a wrong call raises `InputError` (a ValueError) where PyTorch raises RuntimeError.
+        Nothing here. While it is active a wrong call raises `InputError` (a ValueError) where PyTorch raises
+        RuntimeError.
 
     Source: the calls that modules make are those of torch.nn.modules.activation and torch.nn.modules.transformer.
 
@@ -85,7 +87,8 @@ def replace_sdpa() -> Replacement:
 
 _active: list[Replacement] = []
 _pytorchs: Any = functional.scaled_dot_product_attention
-"""Where calls that are not ours go. Found once: whoever replaces it later may call us, and we must not call them back."""
+"""Where calls that are not ours go. Found once: whoever replaces it later may call us, and we must not call them
+back."""
 _before: Any = None
 _fast_path_before = True
 
@@ -124,15 +127,22 @@ def _replacement(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, served by Undivided."""
     if has_torch_function_variadic(query, key, value) and not _are_nested(query, key, value):
-        # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as PyTorch's
+        # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as
+        # PyTorch's
         return handle_torch_function(
-            _replacement, (query, key, value), query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-    if not _serve(query, key, value):
-        out: Tensor = _pytorchs(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            _replacement,
+            (query, key, value),
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
+    if not _serve(query, key, value):
+        out: Tensor = _pytorchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -159,7 +169,8 @@ def _serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _count() -> bool:
-    """Whether calls are ours now, and count one. What torch.jit.trace records is not: it must run without this library."""
+    """Whether calls are ours now, and count one. What torch.jit.trace records is not: it must run without this
+    library."""
     if torch._C._is_tracing():
         return False
     for handle in _active:

@@ -1,9 +1,9 @@
 """Dropout as a pure function of (seed, sequence, head, query position, key position), on integer tensors.
 
-Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). The key is the
-seed (low and high 32 bits), the counter is (j // 8, i, h, b). Its four 32-bit words are eight 16-bit draws for the keys
-8 * (j // 8) .. + 7: word w serves keys 2w (low half) and 2w + 1 (high half). An entry is dropped where
-draw < round(65536 p); survivors are scaled by 1 / (1 - round(65536 p) / 65536).
+Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). The key is
+the seed (low and high 32 bits), the counter is (j // 8, i, h, b). Its four 32-bit words are eight 16-bit draws for the
+keys 8 * (j // 8) .. + 7: word w serves keys 2w (low half) and 2w + 1 (high half). An entry is dropped where draw <
+round(65536 p); survivors are scaled by 1 / (1 - round(65536 p) / 65536).
 
 Torch has no unsigned 64-bit product, so a 32 x 32 -> 64 bit product is put together from two of 16 x 32 bits in int64.
 """
@@ -27,9 +27,7 @@ def _product(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return high, (word * constant) & _LOW
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words for each counter, in int64 tensors of the counters' broadcast shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -54,12 +52,7 @@ def survivor_scale(dropout_p: float) -> float:
 
 
 def keep(
-    seed: int | Tensor,
-    sequence: Tensor,
-    head: Tensor,
-    q_position: Tensor,
-    kv_position: Tensor,
-    dropout_p: float,
+    seed: int | Tensor, sequence: Tensor, head: Tensor, q_position: Tensor, kv_position: Tensor, dropout_p: float
 ) -> Tensor:
     """Which entries survive: a boolean tensor of the arguments' broadcast shape.
 
@@ -85,9 +78,7 @@ def _draws(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor,
     return (words.gather(-1, which).squeeze(-1) >> (j % 2 * 16)) & 0xFFFF
 
 
-def _draws_by_group(
-    j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> Tensor | None:
+def _draws_by_group(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor | None:
     """The same with one generator call for eight keys, where the keys on the last axis lie close together."""
     if j.numel() == 0 or any(x.shape[-1:] not in ((), (1,)) for x in counter):
         return None
@@ -96,9 +87,7 @@ def _draws_by_group(
         return None
     groups = torch.arange(first, last + 1, device=j.device)
     words = torch.stack(philox4x32((groups & _LOW, *counter), key), dim=-1)
-    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(
-        -3
-    )  # eight a group, in the order of the keys
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(-3)  # eight a group, in the order of the keys
     index = j - 8 * first
     if index.numel() == index.shape[-1]:
         return draws.index_select(-1, index.flatten())

@@ -45,9 +45,22 @@ from undivided.masks._predicate import PredicateFunction, register_predicate
 from undivided.masks._structure import Structure
 
 __all__ = [
-    "FULL", "Mask", "NormalForm", "Structure", "causal", "chunks", "dense", "describe", "document_ids",
-    "documents", "lengths", "predicate", "prefix", "sinks", "window",
-]  # fmt: skip
+    "FULL",
+    "Mask",
+    "NormalForm",
+    "Structure",
+    "causal",
+    "chunks",
+    "dense",
+    "describe",
+    "document_ids",
+    "documents",
+    "lengths",
+    "predicate",
+    "prefix",
+    "sinks",
+    "window",
+]
 
 Ints = Tensor | Sequence[int]
 
@@ -96,9 +109,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     return Mask(_align(align), _side("left", left), _side("right", right))
 
 
-def lengths(
-    kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None
-) -> Mask:
+def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
     """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
 
     ``i' = i - q_start[b]`` and ``j' = j - kv_start[b]``.
@@ -123,19 +134,22 @@ def lengths(
     query_start = key_start if q_start is kv_start else _optional("q_start", q_start)
     for argument, value in (("q", queries), ("kv_start", key_start), ("q_start", query_start)):
         if value is not None and value.shape != keys.shape:
-            raise InputError(
-                argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries"
-            )
+            raise InputError(argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries")
     if query_start is not None and queries is None:
         raise InputError("q", "be given with q_start", None, "say how many rows are real from q_start on")
     return _of(Lengths(keys, queries, key_start, query_start))
 
 
 def documents(
-    cu_seqlens_q: Ints, cu_seqlens_kv: Ints | None = None, padded_q: Ints | None = None,
-    padded_kv: Ints | None = None, max_q: int | None = None, max_kv: int | None = None,
-    total_q: int | None = None, total_kv: int | None = None,
-) -> Mask:  # fmt: skip
+    cu_seqlens_q: Ints,
+    cu_seqlens_kv: Ints | None = None,
+    padded_q: Ints | None = None,
+    padded_kv: Ints | None = None,
+    max_q: int | None = None,
+    max_kv: int | None = None,
+    total_q: int | None = None,
+    total_kv: int | None = None,
+) -> Mask:
     """Documents packed one after another: a query attends to the keys of its own document alone.
 
     ``document(i) == document(j)``, where document n is the tokens from ``padded[n]`` on, as many as
@@ -292,9 +306,7 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     [[[2, 4]]]
     """
     return _of(
-        Chunk(
-            min(as_integer("size", size, 1), INT32_MAX), None if offset is None else _size("offset", offset)
-        ),
+        Chunk(min(as_integer("size", size, 1), INT32_MAX), None if offset is None else _size("offset", offset)),
         _align(align),
     )
 
@@ -322,9 +334,11 @@ def dense(tensor: Tensor) -> Mask:
     check_tensor("tensor", tensor)
     if tensor.dim() not in (2, 4):
         raise InputError(
-            "tensor", "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]", f"shape {list(tensor.shape)}",
+            "tensor",
+            "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]",
+            f"shape {list(tensor.shape)}",
             "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
-        )  # fmt: skip
+        )
     return _of(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
 
 
@@ -354,9 +368,11 @@ def predicate(fn: PredicateFunction) -> Mask:
         raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
     if torch.compiler.is_compiling():
         raise InputError(
-            "mask", "be built outside of torch.compile where it holds a predicate", "masks.predicate(fn)",
+            "mask",
+            "be built outside of torch.compile where it holds a predicate",
+            "masks.predicate(fn)",
             "build the mask before the compiled function and pass it in",
-        )  # fmt: skip
+        )
     _check_signature(fn)
     return _of(register_predicate(fn))
 

@@ -44,18 +44,18 @@ def resolve(align: Align | None, parts: Sequence[Part], q_len: int, kv_len: int,
     if agree is None:
         hint += "; values on a GPU are not compared, so pass one tensor for both where they are equal"
     raise InputError(
-        "align", "be given where top-left and bottom-right differ (queries and keys of unequal length)",
-        f"None for {sizes}", hint,
-    )  # fmt: skip
+        "align",
+        "be given where top-left and bottom-right differ (queries and keys of unequal length)",
+        f"None for {sizes}",
+        hint,
+    )
 
 
 def _agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
     """Whether every sequence has as many keys as queries; None where only a GPU knows."""
     for part in parts:
         if isinstance(part, Lengths | Documents):
-            q, kv = (
-                (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)
-            )
+            q, kv = (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)
             if q is kv:
                 return True
             if not readable(q, kv):

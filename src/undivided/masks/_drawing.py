@@ -43,9 +43,7 @@ def describe(mask: Mask) -> str:
     "window(3, 0, align='bottom_right') & prefix(5)"
     """
     align = f"align={mask.align!r}" if mask.align else ""
-    unions = [
-        part for part in mask.parts if isinstance(part, GlobalBand) and _has_sinks(part.right, *mask.band)
-    ]
+    unions = [part for part in mask.parts if isinstance(part, GlobalBand) and _has_sinks(part.right, *mask.band)]
     words = [] if unions or mask.band == (None, None) else [_band(*mask.band, align)]
     for part in mask.parts:
         if part in unions:
@@ -66,9 +64,7 @@ def describe_structure(structure: Structure) -> str:
     """
     outer = (structure.left, structure.right)
     words = []
-    if not any(
-        name == GlobalBand.name and _has_sinks(fields[1], *outer) for name, *fields in structure.detail
-    ):
+    if not any(name == GlobalBand.name and _has_sinks(fields[1], *outer) for name, *fields in structure.detail):
         if "causal" in structure.kinds:
             words.append("causal")
         elif outer != (None, None):
@@ -87,9 +83,7 @@ def describe_structure(structure: Structure) -> str:
 
 
 def _band(left: int | None, right: int | None, align: str) -> str:
-    return (
-        _call("causal", align) if (left, right) == (None, 0) else _call("window", f"{left}, {right}", align)
-    )
+    return _call("causal", align) if (left, right) == (None, 0) else _call("window", f"{left}, {right}", align)
 
 
 def _has_sinks(right: object, outer_left: int | None, outer_right: int | None) -> bool:
@@ -106,9 +100,7 @@ def _part(part: Part, align: str) -> str:
         case Lengths():
             names = ("kv", "q", "kv_start", "q_start")
             given = [
-                f"{name}={_value(value)}"
-                for name, value in zip(names, part.fields(), strict=True)
-                if value is not None
+                f"{name}={_value(value)}" for name, value in zip(names, part.fields(), strict=True) if value is not None
             ]
             return _call("lengths", *given)
         case Documents():
@@ -117,19 +109,14 @@ def _part(part: Part, align: str) -> str:
             total = "" if part.total_q is None else f"total_q={part.total_q}"
             return _call("documents", _value(part.cu_seqlens_q), keys, padded, total)
         case DocumentIds():
-            return _call(
-                "document_ids", _value(part.ids_q), "" if part.ids_kv is part.ids_q else _value(part.ids_kv)
-            )
+            return _call("document_ids", _value(part.ids_q), "" if part.ids_kv is part.ids_q else _value(part.ids_kv))
         case Prefix():
             return _call("prefix", _value(part.length))
         case GlobalBand():
             return f"{_band(part.left, part.right, align)} | prefix({_value(part.prefix)})"
         case Chunk():
             return _call(
-                "chunks",
-                str(part.size),
-                align,
-                "" if part.offset is None else f"offset={_value(part.offset)}",
+                "chunks", str(part.size), align, "" if part.offset is None else f"offset={_value(part.offset)}"
             )
         case Dense():
             return _call("dense", _value(part.tensor))
@@ -188,9 +175,7 @@ def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
     one = slice(index, index + 1)
     shown = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0]
     if not _is_in_memory(shown):
-        raise InputError(
-            "mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors"
-        )
+        raise InputError("mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors")
     pairs = shown.tolist()
     width = len(str(max(form.q_len - 1, 0)))
     ruler = " ".join(str(key % 10) for key in range(form.kv_len))
@@ -235,9 +220,14 @@ def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels:
     figure.suptitle("\n".join(lines), family="monospace", size=TITLE_POINTS)
     axes = figure.add_subplot()
     image = axes.imshow(
-        density(form, pixels, pixels).numpy(), extent=(0, form.kv_len, form.q_len, 0), cmap="Blues", vmin=0,
-        vmax=1, interpolation="nearest", aspect="auto" if form.q_len != form.kv_len else "equal",
-    )  # fmt: skip
+        density(form, pixels, pixels).numpy(),
+        extent=(0, form.kv_len, form.q_len, 0),
+        cmap="Blues",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        aspect="auto" if form.q_len != form.kv_len else "equal",
+    )
     axes.set(xlabel="key", ylabel="query")
     figure.colorbar(image, label="share of allowed pairs", shrink=0.8)
     if path is not None:

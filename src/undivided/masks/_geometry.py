@@ -56,9 +56,7 @@ class Geometry:
                 q_start, q_size, q_ends = _slots(part.cu_seqlens_q, part.padded_q, device)
                 kv_start, kv_size, kv_ends = _slots(part.cu_seqlens_kv, part.padded_kv, device)
         shift = kv_size - q_size if bottom_right else 0
-        return Geometry(
-            batch, q_len, kv_len, device, q_start, q_size, kv_start, kv_size, shift, q_ends, kv_ends
-        )  # fmt: skip
+        return Geometry(batch, q_len, kv_len, device, q_start, q_size, kv_start, kv_size, shift, q_ends, kv_ends)
 
     @cached_property
     def q_sequence(self) -> Tensor:

@@ -239,8 +239,8 @@ class NormalForm:
     def counts(self, row_edges: Sequence[int], key_edges: Sequence[int]) -> Tensor:
         """Allowed pairs in each cell of a grid, int64 ``[B|1, H|1, len(row_edges)-1, len(key_edges)-1]``.
 
-        The edges ascend from 0 to the number of rows and of keys. From ranges alone this takes O(S + cells); whatever is not a
-        range is evaluated a block at a time.
+        The edges ascend from 0 to the number of rows and of keys. From ranges alone this takes O(S + cells); whatever
+        is not a range is evaluated a block at a time.
         """
         row_cuts = torch.tensor(row_edges, device=self.ranges.device)
         key_cuts = torch.tensor(key_edges, device=self.ranges.device)
@@ -257,9 +257,7 @@ class NormalForm:
                 total = in_cells.new_zeros(*in_cells.shape[:2], len(row_edges) - 1, in_cells.shape[-1])
             total.index_add_(2, cell[rows], in_cells)
         if total is None:
-            return torch.zeros(
-                1, 1, len(row_edges) - 1, len(key_edges) - 1, dtype=torch.int64, device=cell.device
-            )
+            return torch.zeros(1, 1, len(row_edges) - 1, len(key_edges) - 1, dtype=torch.int64, device=cell.device)
         return total
 
     def _single_ranges(self) -> list[Tensor] | None:
@@ -280,8 +278,7 @@ class NormalForm:
         """
         found = self.counts([0, self.q_len], [0, self.kv_len])
         broadcast = [
-            size // have if have else 0
-            for size, have in zip((self.batch, self.heads), found.shape, strict=False)
+            size // have if have else 0 for size, have in zip((self.batch, self.heads), found.shape, strict=False)
         ]
         return int(found.sum()) * math.prod(broadcast)
 

@@ -23,16 +23,7 @@ from undivided.masks import _drawing, _ranges, _spec
 from undivided.masks._alignment import Align, resolve
 from undivided.masks._intervals import NormalForm
 from undivided.masks._memory import SHARED_TOKENS, Identical, Remembers, shared
-from undivided.masks._parts import (
-    Call,
-    Chunk,
-    Dense,
-    Documents,
-    GlobalBand,
-    Lengths,
-    Part,
-    Prefix,
-)
+from undivided.masks._parts import Call, Chunk, Dense, Documents, GlobalBand, Lengths, Part, Prefix
 from undivided.masks._predicate import Predicate
 from undivided.masks._structure import Structure, detail_of, kinds_of
 
@@ -124,9 +115,7 @@ class Mask(Remembers):
     def with_padded_kv(self, padded_kv: Tensor) -> Mask:
         """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``."""
         parts = tuple(
-            dataclasses.replace(part, padded_kv=padded_kv, total_kv=None)
-            if isinstance(part, Documents)
-            else part
+            dataclasses.replace(part, padded_kv=padded_kv, total_kv=None) if isinstance(part, Documents) else part
             for part in self.parts
         )
         return dataclasses.replace(self, parts=parts)
@@ -150,26 +139,22 @@ class Mask(Remembers):
         taken = tuple(part for part in self.parts if part.name == name)
         if not taken:
             return None, self
-        rest = Mask(
-            self.align, self.left, self.right, tuple(part for part in self.parts if part.name != name)
-        )
+        rest = Mask(self.align, self.left, self.right, tuple(part for part in self.parts if part.name != name))
         if isinstance(taken[0], Lengths | Documents):
             return taken[0], rest
         return tuple(_taken(part) for part in taken), rest
 
     def __and__(self, other: Mask) -> Mask:
         other = _operand("&", other)
-        both = self.parts + tuple(
-            part for part in other.parts if not any(part is mine for mine in self.parts)
-        )
+        both = self.parts + tuple(part for part in other.parts if not any(part is mine for mine in self.parts))
         if sum(isinstance(part, Lengths | Documents) for part in both) > 1:
             raise InputError(
-                "mask", "describe its sequences once", f"{self!r} & {other!r}",
+                "mask",
+                "describe its sequences once",
+                f"{self!r} & {other!r}",
                 "keep one of lengths(...) and documents(...)",
-            )  # fmt: skip
-        return Mask(
-            _one_align(self, other, "&"), _least(self.left, other.left), _least(self.right, other.right), both
-        )
+            )
+        return Mask(_one_align(self, other, "&"), _least(self.left, other.left), _least(self.right, other.right), both)
 
     def __or__(self, other: Mask) -> Mask:
         other = _operand("|", other)
@@ -177,9 +162,11 @@ class Mask(Remembers):
         bare = len(first.parts) == 1 and isinstance(first.parts[0], Prefix) and first.band in _FIRST_KEYS
         if not bare or not band.is_band:
             raise InputError(
-                "mask", "join causal or window to a bare prefix or sinks with `|`", f"{self!r} | {other!r}",
+                "mask",
+                "join causal or window to a bare prefix or sinks with `|`",
+                f"{self!r} | {other!r}",
                 "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
-            )  # fmt: skip
+            )
         align = _one_align(self, other, "|")
         if band.left is None and first.right == 0:  # every key up to the query's own holds the sinks
             return Mask(align, None, band.right)
@@ -192,22 +179,25 @@ class Mask(Remembers):
         return Mask(align, None, right, (GlobalBand(band.left, band.right, length),))
 
     def check(
-        self, batch: int, heads: int, q_len: int, kv_len: int, *, packed: bool, device: torch.device,
+        self,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        *,
+        packed: bool,
+        device: torch.device,
         argument: str = "mask",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raise InputError unless the mask fits these sizes. Cheap when it was checked for them already."""
         key = ("check", batch, heads, q_len, kv_len, packed, device)
-        self.remembered(
-            key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device)
-        )
+        self.remembered(key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device))
 
     def _check(self, call: Call, packed: bool, device: torch.device) -> bool:
         for side, length in (("q", call.q_len), ("kv", call.kv_len)):
             if not self.is_full and length > INT32_MAX:
                 raise InputError(
-                    call.argument,
-                    f"be for a {side} length of at most {INT32_MAX}: positions have 32 bits",
-                    length,
+                    call.argument, f"be for a {side} length of at most {INT32_MAX}: positions have 32 bits", length
                 )
         for part in self.parts:
             part.validate()
@@ -215,9 +205,11 @@ class Mask(Remembers):
                 call = call._replace(sequences=part.cu_seqlens_q.shape[0] - 1)
             if packed and isinstance(part, Lengths):
                 raise InputError(
-                    call.argument, "describe packed tokens by documents", "lengths",
+                    call.argument,
+                    "describe packed tokens by documents",
+                    "lengths",
                     "masks.documents(cu_seqlens), where cu_seqlens are the cumulative lengths",
-                )  # fmt: skip
+                )
         for part in self.parts:
             part.check_call(call)
         for tensor in self.tensors:
@@ -244,9 +236,7 @@ class Mask(Remembers):
             ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len, self.is_full)
         )
 
-    def normal_form(
-        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
-    ) -> NormalForm:
+    def normal_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:
         """The mask as ranges of keys for every row (see ``NormalForm``), remembered for these sizes.
 
         >>> from undivided.masks import *
@@ -254,9 +244,7 @@ class Mask(Remembers):
         [[[0, 1], [0, 2], [0, 3]]]
         """
         sizes = (batch, heads, q_len, kv_len)
-        return self.remembered(
-            ("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device))
-        )
+        return self.remembered(("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device)))
 
     def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
         batch, _, q_len, kv_len = sizes
@@ -273,9 +261,7 @@ class Mask(Remembers):
             return shared((self.flatten()[0], bottom_right, sizes, device), build)
         return build()
 
-    def intervals(
-        self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def intervals(self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:
         """Each row's keys as ranges ``[start, stop)``: int32 ``[B|1, Sq, 2|4]``; no keys are [0, 0).
 
         Dense tensors and predicates give the smallest range that holds the row's keys, over all heads.
@@ -287,21 +273,17 @@ class Mask(Remembers):
         heads = max([1, *(part.tensor.shape[1] for part in self.parts if isinstance(part, Dense))])
         return self._checked_form(batch, heads, q_len, kv_len, device).ranges
 
-    def to_dense(
-        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def to_dense(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu") -> Tensor:
         """Every pair, bool ``[batch, heads, q_len, kv_len]``, as an expanded view: for tests and eyes."""
         form = self._checked_form(batch, heads, q_len, kv_len, device)
         everything = slice(None)
-        return form.allowed(everything, everything, everything, everything).expand(
-            batch, heads, q_len, kv_len
-        )
+        return form.allowed(everything, everything, everything, everything).expand(batch, heads, q_len, kv_len)
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on a device: itself if they are there already.
 
-        What is known of documents on the CPU (the longest one) goes along, so that no kernel waits to read it. Tensors that a
-        predicate closes over stay where they are.
+        What is known of documents on the CPU (the longest one) goes along, so that no kernel waits to read it. Tensors
+        that a predicate closes over stay where they are.
 
         Args:
             device: a torch.device or its name.
@@ -379,21 +361,27 @@ class Mask(Remembers):
         form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
         if (pairs := batch * q_len * kv_len) > _drawing.MOST_DRAWN:
             raise InputError(
-                "batch * q_len * kv_len", f"be at most {_drawing.MOST_DRAWN} for a picture in text", pairs,
+                "batch * q_len * kv_len",
+                f"be at most {_drawing.MOST_DRAWN} for a picture in text",
+                pairs,
                 "mask.plot(q_len, kv_len, path) draws any size",
-            )  # fmt: skip
+            )
         return "\n\n".join(_drawing.draw(form, index) for index in range(batch))
 
     def plot(
-        self, q_len: int, kv_len: int, path: str | PathLike[str] | None = None, *, batch: int = 1,
-        heads: int = 1, pixels: int = 512,
-    ) -> Figure:  # fmt: skip
+        self,
+        q_len: int,
+        kv_len: int,
+        path: str | PathLike[str] | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        pixels: int = 512,
+    ) -> Figure:
         """Plot the share of allowed pairs under each pixel with matplotlib, for a call of any size."""
         return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
 
-    def _checked_form(
-        self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str
-    ) -> NormalForm:
+    def _checked_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:
         """The normal form for sizes that come from the caller himself, and not from checked tensors."""
         for argument, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
             as_integer(argument, size, 0)
@@ -409,17 +397,15 @@ class Mask(Remembers):
         if "predicate" not in self.structure.kinds:
             self.__dict__["_watched"] = self.tensors
             return versions(self.tensors)
-        captured = [
-            tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()
-        ]
+        captured = [tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()]
         now = versions((*self.tensors, *captured))
         return None if now is None else (now, Identical(captured))
 
     def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
         """``build(*arguments)``, or its last result for this key if no tensor has changed since.
 
-        In a CUDA graph tensors on the GPU are read again at every replay, so that lengths may change between them; those of
-        the CPU cannot be read there, and what was worked out before the capture stands.
+        In a CUDA graph tensors on the GPU are read again at every replay, so that lengths may change between them;
+        those of the CPU cannot be read there, and what was worked out before the capture stands.
         """
         if is_traced() and not (is_captured() and self._is_on_host()):
             return build(*arguments)
@@ -453,10 +439,7 @@ def _operand(sign: str, other: object) -> Mask:
 def _one_align(a: Mask, b: Mask, sign: str) -> Align | None:
     if a.align is not None and b.align is not None and a.align != b.align:
         raise InputError(
-            "mask",
-            "have one alignment",
-            f"{a!r} {sign} {b!r}",
-            "give both the same align, or only one of them any",
+            "mask", "have one alignment", f"{a!r} {sign} {b!r}", "give both the same align, or only one of them any"
         )
     return b.align if a.align is None else a.align
 

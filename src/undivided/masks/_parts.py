@@ -99,9 +99,10 @@ class Lengths(Part):
             if end is not None and end.numel() and int(end.max()) > limit:
                 what = f"{side}_start + {side}" if start is not None and length is not None else side
                 raise InputError(
-                    call.argument, f"have lengths({what}) of at most {limit}, the {side} length of the call",
+                    call.argument,
+                    f"have lengths({what}) of at most {limit}, the {side} length of the call",
                     int(end.max()),
-                )  # fmt: skip
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +121,15 @@ class Documents(Part):
 
     def fields(self) -> tuple[Field, ...]:
         return (
-            self.cu_seqlens_q, self.cu_seqlens_kv, self.padded_q, self.padded_kv, self.max_q, self.max_kv,
-            self.total_q, self.total_kv,
-        )  # fmt: skip
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.padded_q,
+            self.padded_kv,
+            self.max_q,
+            self.max_kv,
+            self.total_q,
+            self.total_kv,
+        )
 
     def longest(self, side: str) -> int | None:
         """The longest document of side "q" or "kv": as given, or read from CPU offsets; None elsewhere."""
@@ -157,17 +164,20 @@ class Documents(Part):
                 if short.numel():
                     n = int(short[0])
                     raise InputError(
-                        f"padded_{side}", f"leave room for document {n} of length {int(real.diff()[n])}",
+                        f"padded_{side}",
+                        f"leave room for document {n} of length {int(real.diff()[n])}",
                         f"{int(padded.diff()[n])} slots",
                         f"padded_{side} holds the offset of each document in memory, then the total",
-                    )  # fmt: skip
+                    )
 
     def check_call(self, call: Call) -> None:
         if call.batch != 1:
             raise InputError(
-                call.argument, "be used with packed documents on a batch of one", f"a batch of {call.batch}",
+                call.argument,
+                "be used with packed documents on a batch of one",
+                f"a batch of {call.batch}",
                 "use layout='thd', or masks.lengths for a padded batch, or masks.document_ids [B, S]",
-            )  # fmt: skip
+            )
         for side, tokens in (("q", call.q_len), ("kv", call.kv_len)):
             self._check_end(call.argument, side, tokens)
 
@@ -184,10 +194,12 @@ class Documents(Part):
             raise InputError(argument, f"have {name}[-1] of at most {tokens}, the {side} tokens", end)
         if end < tokens and total is None:
             raise InputError(
-                argument, f"have {name}[-1] of {tokens}, the {side} tokens", end,
+                argument,
+                f"have {name}[-1] of {tokens}, the {side} tokens",
+                end,
                 f"append the missing offsets; if the last {tokens - end} tokens are padding, give masks.documents "
                 f"total_{side}={tokens}, or padded offsets that end there",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,15 +214,10 @@ class DocumentIds(Part):
         return (self.ids_q, self.ids_kv)
 
     def check_call(self, call: Call) -> None:
-        for argument, ids, length in (
-            ("ids_q", self.ids_q, call.q_len),
-            ("ids_kv", self.ids_kv, call.kv_len),
-        ):
+        for argument, ids, length in (("ids_q", self.ids_q, call.q_len), ("ids_kv", self.ids_kv, call.kv_len)):
             if ids.shape[1] != length or ids.shape[0] not in (1, call.batch):
                 shape = f"[{call.batch}, {length}]" if call.batch == 1 else f"[{call.batch} or 1, {length}]"
-                hint = (
-                    "give ids_kv as well: queries and keys differ in length" if argument == "ids_kv" else None
-                )
+                hint = "give ids_kv as well: queries and keys differ in length" if argument == "ids_kv" else None
                 raise InputError(
                     call.argument, f"have document_ids({argument}) of shape {shape}", list(ids.shape), hint
                 )
@@ -281,14 +288,16 @@ class Dense(Part):
         want = (call.batch, call.heads, call.q_len, call.kv_len)
         if any(have not in (1, size) for have, size in zip(self.tensor.shape, want, strict=True)):
             raise InputError(
-                call.argument, f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(want)}",
+                call.argument,
+                f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(want)}",
                 list(self.tensor.shape),
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Ranges(Part):
-    """A normal form as it is: what is left of a mask for some rows and keys. Not for callers, and not for compiled graphs."""
+    """A normal form as it is: what is left of a mask for some rows and keys. Not for callers, and not for compiled
+    graphs."""
 
     name: ClassVar[str] = "ranges"
     form: NormalForm
@@ -304,7 +313,5 @@ class Ranges(Part):
 def check_entries(call: Call, what: str, value: Field, count: int, of: str) -> None:
     if isinstance(value, Tensor) and value.shape[0] != count:
         raise InputError(
-            call.argument,
-            f"have one entry of {what} for each of the {count} {of}",
-            f"{value.shape[0]} entries",
+            call.argument, f"have one entry of {what} for each of the {count} {of}", f"{value.shape[0]} entries"
         )

@@ -95,16 +95,16 @@ class PredicatePairs:
             allowed = self.fn(b, h, q_idx, kv_idx)
         except IndexError as error:
             raise InputError(
-                "fn", f"be defined for every real query and key ({_largest(q_idx, kv_idx)})", f"IndexError: {error}",
+                "fn",
+                f"be defined for every real query and key ({_largest(q_idx, kv_idx)})",
+                f"IndexError: {error}",
                 "padding is not evaluated if the mask says where it is: masks.lengths(kv, q) & masks.predicate(fn)",
-            ) from error  # fmt: skip
+            ) from error
         if isinstance(allowed, bool):
             allowed = torch.full((1, 1, 1, 1), allowed, device=self.device)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise InputError(
-                "fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool"
-            )
+            raise InputError("fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool")
         shape = (1,) * (4 - allowed.dim()) + tuple(allowed.shape)
         if len(shape) != 4 or any(have not in (1, size) for have, size in zip(shape, want, strict=True)):
             raise InputError("fn", f"return a tensor broadcastable to {list(want)}", list(allowed.shape))
@@ -127,9 +127,7 @@ def _at(table: Tensor | None, n: int, index: Tensor) -> Tensor:
 
 
 def _largest(q_idx: Tensor, kv_idx: Tensor) -> str:
-    found = [
-        f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()
-    ]
+    found = [f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()]
     return ", ".join(found)
 
 
@@ -149,15 +147,17 @@ def find_predicate(handle: int) -> Predicate:
     part = _predicates.get(handle)
     if part is None:
         raise InputError(
-            "mask", "be kept alive while its compiled graph runs", f"a released predicate (handle {handle})",
+            "mask",
+            "be kept alive while its compiled graph runs",
+            f"a released predicate (handle {handle})",
             "keep the mask that masks.predicate returned in a variable outside of the compiled function",
-        )  # fmt: skip
+        )
     return part
 
 
 def _captured(value: object, names: frozenset[str], depth: int) -> list[Tensor]:
-    """The tensors that a function can reach: what it closes over, its defaults, the globals it names, and of every object
-    among them the attributes that it names."""
+    """The tensors that a function can reach: what it closes over, its defaults, the globals it names, and of every
+    object among them the attributes that it names."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0 or isinstance(value, type | ModuleType | str | int | float):

@@ -13,16 +13,7 @@ from torch import Tensor
 
 from undivided._tensors import readable
 from undivided.masks._geometry import Geometry, own
-from undivided.masks._intervals import (
-    DensePairs,
-    Extra,
-    IdPairs,
-    NormalForm,
-    RangePairs,
-    all_pairs,
-    row_blocks,
-    tidy,
-)
+from undivided.masks._intervals import DensePairs, Extra, IdPairs, NormalForm, RangePairs, all_pairs, row_blocks, tidy
 from undivided.masks._parts import Chunk, Dense, DocumentIds, GlobalBand, Part, Prefix, Ranges, Size
 from undivided.masks._predicate import Predicate, PredicatePairs
 
@@ -102,9 +93,7 @@ def _band(geometry: Geometry, left: int | None, right: int | None) -> tuple[Boun
 def _chunk(geometry: Geometry, part: Chunk) -> Range:
     shift = geometry.per_row(geometry.shift)
     offset = shift if part.offset is None else geometry.per_row(own(part.offset, geometry.device))
-    start = (geometry.q_position + offset).div(part.size, rounding_mode="floor") * part.size + (
-        shift - offset
-    )
+    start = (geometry.q_position + offset).div(part.size, rounding_mode="floor") * part.size + (shift - offset)
     return start, start + part.size
 
 
@@ -131,9 +120,7 @@ def _pack(geometry: Geometry, *keys: Range) -> Tensor:
     batch = max((value.shape[0] for value in (*raw, real) if isinstance(value, Tensor)), default=1)
     if geometry.batch == 0:
         batch = 0
-    if (
-        len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0
-    ):  # the common case, and half as many operators
+    if len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0:  # the common case, and half as many operators
         ranges = torch.zeros(batch, geometry.q_len, 2, dtype=torch.int32, device=geometry.device)
         stop = _min(_max(raw[1], 0), geometry.kv_len)
         ranges[..., 1] = stop if real is None else real * stop

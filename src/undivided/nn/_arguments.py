@@ -1,7 +1,7 @@
 """What every argument of a module must be, and which are accepted at their default alone, with the reason.
 
-TransformerEngine's signatures hold arguments for FP8, tensor parallelism and communication overlap. They are kept, so that
-a call needs no change; a value that asks for something which does not happen here is an error, never ignored.
+TransformerEngine's signatures hold arguments for FP8, tensor parallelism and communication overlap. They are kept, so
+that a call needs no change; a value that asks for something which does not happen here is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ _TENSOR_PARALLEL = (
     "heads are this rank's own: num_attention_heads // tp_size and num_gqa_groups // tp_size at construction"
 )
 _FP8 = "there is no FP8 attention here: inputs are float16, bfloat16, float32 or float64"
-_SCORE_MOD = (
-    "it is a program for cuDNN; a condition on positions is masks.predicate(fn) in undivided.attention"
-)
+_SCORE_MOD = "it is a program for cuDNN; a condition on positions is masks.predicate(fn) in undivided.attention"
 
 AT_CONSTRUCTION: dict[str, Refused] = {
     "sequence_parallel": Refused(False, _TENSOR_PARALLEL),
     "tp_size": Refused(1, _TENSOR_PARALLEL),
     "tp_group": Refused(None, _TENSOR_PARALLEL),
     "get_rng_state_tracker": Refused(
-        None,
-        "dropout follows torch's generator: ranks that hold different heads seed it differently themselves",
+        None, "dropout follows torch's generator: ranks that hold different heads seed it differently themselves"
     ),
 }
 AT_CALL: dict[str, Refused] = {
@@ -49,7 +46,7 @@ AT_CALL: dict[str, Refused] = {
     "score_mod_bprop": Refused(None, _SCORE_MOD),
     "score_mod_tensors": Refused(None, _SCORE_MOD),
     "score_mod_bprop_tensors": Refused(None, _SCORE_MOD),
-}  # fmt: skip
+}
 
 _LAYER_TENSOR_PARALLEL = (
     "every rank holds whole parameters; FSDP shards them, heads are divided by hand with DotProductAttention"
@@ -71,14 +68,17 @@ ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
 TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
     name: Refused(default, _OVERLAP)
     for name, default in (
-        ("ub_tp_comm_overlap", False), ("ub_overlap_ag", True), ("ub_overlap_rs", True), ("ub_overlap_rs_dgrad", False),
-        ("ub_bulk_dgrad", True), ("ub_bulk_wgrad", True),
+        ("ub_tp_comm_overlap", False),
+        ("ub_overlap_ag", True),
+        ("ub_overlap_rs", True),
+        ("ub_overlap_rs_dgrad", False),
+        ("ub_bulk_dgrad", True),
+        ("ub_bulk_wgrad", True),
     )
-}  # fmt: skip
+}
 LAYERS_AT_CALL: dict[str, Refused] = {
     "is_first_microbatch": Refused(
-        None,
-        "there are no FP8 weights to keep from one microbatch to the next, and gradients add up as they always do",
+        None, "there are no FP8 weights to keep from one microbatch to the next, and gradients add up as they always do"
     )
 }
 
@@ -142,9 +142,7 @@ def checked_channels(kv_channels: Any) -> tuple[int, int]:
     """(head size of queries and keys, head size of values)."""
     if isinstance(kv_channels, tuple | list):
         if len(kv_channels) != 2:
-            raise InputError(
-                "kv_channels", "be an int or a pair (of queries and keys, of values)", repr(kv_channels)
-            )
+            raise InputError("kv_channels", "be an int or a pair (of queries and keys, of values)", repr(kv_channels))
         qk, v = kv_channels
         return checked_integer("kv_channels[0]", qk, 1), checked_integer("kv_channels[1]", v, 1)
     size = checked_integer("kv_channels", kv_channels, 1)
@@ -152,18 +150,33 @@ def checked_channels(kv_channels: Any) -> tuple[int, int]:
 
 
 _NAMES = {
-    "q": "query_layer", "k": "key_layer", "v": "value_layer", "layout": "qkv_format", "bias": "core_attention_bias",
-    "sinks": "softmax_offset", "tensor": "attention_mask", "max_q": "max_seqlen_q", "max_kv": "max_seqlen_kv",
-    "padded_q": "cu_seqlens_q_padded", "padded_kv": "cu_seqlens_kv_padded", "scale": "softmax_scale",
-    "dropout_p": "attention_dropout", "new_k": "key_layer", "new_v": "value_layer",
-}  # fmt: skip
+    "q": "query_layer",
+    "k": "key_layer",
+    "v": "value_layer",
+    "layout": "qkv_format",
+    "bias": "core_attention_bias",
+    "sinks": "softmax_offset",
+    "tensor": "attention_mask",
+    "max_q": "max_seqlen_q",
+    "max_kv": "max_seqlen_kv",
+    "padded_q": "cu_seqlens_q_padded",
+    "padded_kv": "cu_seqlens_kv_padded",
+    "scale": "softmax_scale",
+    "dropout_p": "attention_dropout",
+    "new_k": "key_layer",
+    "new_v": "value_layer",
+}
 
 
 # What a mask finds fault with, by the word that its message has for it.
 _MASK_WORDS = {
-    "padded_q[": "cu_seqlens_q_padded", "padded_kv[": "cu_seqlens_kv_padded", "cu_seqlens_q[": "cu_seqlens_q",
-    "cu_seqlens_kv[": "cu_seqlens_kv", "lengths": "cu_seqlens", "dense": "attention_mask",
-}  # fmt: skip
+    "padded_q[": "cu_seqlens_q_padded",
+    "padded_kv[": "cu_seqlens_kv_padded",
+    "cu_seqlens_q[": "cu_seqlens_q",
+    "cu_seqlens_kv[": "cu_seqlens_kv",
+    "lengths": "cu_seqlens",
+    "dense": "attention_mask",
+}
 
 
 def in_module_words(error: InputError) -> InputError:

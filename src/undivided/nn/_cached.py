@@ -1,7 +1,7 @@
 """Attention to what `InferenceParams` keeps: what may be given beside it, and the mask.
 
-New tokens are the last ones of their sequences, so that causal and windows are aligned bottom-right, as TransformerEngine has
-it; a mask type for training serves here as it is. The lengths are the cache's.
+New tokens are the last ones of their sequences, so that causal and windows are aligned bottom-right, as
+TransformerEngine has it; a mask type for training serves here as it is. The lengths are the cache's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
 
 
 def mask(
-    given: Given, kind: MaskType, inputs: Inputs, window: Window | None, bottom_right: bool | None, params: InferenceParams
-) -> Mask:  # fmt: skip
+    given: Given,
+    kind: MaskType,
+    inputs: Inputs,
+    window: Window | None,
+    bottom_right: bool | None,
+    params: InferenceParams,
+) -> Mask:
     """Which of the cached keys a new token sees."""
     _check_offsets(given, inputs, params)
     if kind.bottom_right is None and bottom_right is False:
@@ -54,9 +59,12 @@ def _check_offsets(given: Given, inputs: Inputs, params: InferenceParams) -> Non
         known = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
         if is_readable(offsets) and not any(_agree(offsets, of_step) for of_step in known):
             raise InputError(
-                name, "be those of inference_params, or None", offsets.tolist()[:8],
-                hint=f"pre_step was told of {list(params.cu_seqlens_q.diff().tolist()[: params.batch_size])} new tokens",
-            )  # fmt: skip
+                name,
+                "be those of inference_params, or None",
+                offsets.tolist()[:8],
+                hint=f"pre_step was told of "
+                f"{list(params.cu_seqlens_q.diff().tolist()[: params.batch_size])} new tokens",
+            )
 
 
 def _agree(offsets: Tensor, of_step: Tensor) -> bool:

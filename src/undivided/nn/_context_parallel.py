@@ -1,4 +1,5 @@
-"""Context parallelism in the modules: TransformerEngine's words for it, sizes of the whole, positions of this rank's tokens."""
+"""Context parallelism in the modules: TransformerEngine's words for it, sizes of the whole, positions of this rank's
+tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +19,7 @@ from undivided.nn._formats import Inputs
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
 
-def group_of(
-    cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str
-) -> ContextParallel | None:
+def group_of(cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str) -> ContextParallel | None:
     """The ranks; None for no group. A `ContextParallel` is taken as it is, bound or not, with its own strategy."""
     strategy = STRATEGIES[checked_choice("cp_comm_type", cp_comm_type, tuple(STRATEGIES))]
     if cp_group is None:
@@ -58,14 +57,10 @@ def rows_of_angles(
     if format == "thd" and begins is not None:
         starts = begins.to(rows.device, torch.int64)
         rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
-        rows = rows.clamp(
-            max=freqs.shape[0] - 1
-        )  # of the padding behind the last sequence, which nobody looks at
+        rows = rows.clamp(max=freqs.shape[0] - 1)  # of the padding behind the last sequence, which nobody looks at
     if rows.numel() and int(rows.max()) >= freqs.shape[0]:
         raise InputError(
-            "rotary_pos_emb",
-            f"have a row for every position (0 to {int(rows.max())})",
-            f"{freqs.shape[0]} rows",
+            "rotary_pos_emb", f"have a row for every position (0 to {int(rows.max())})", f"{freqs.shape[0]} rows"
         )
     return freqs.index_select(0, rows)
 

@@ -83,20 +83,25 @@ def checked_format(
         a, b = q.shape[:2]
         hint += f". {tensor} is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
     elif isinstance(q, Tensor) and q.dim() == 3:
-        hint += f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
+        hint += (
+            f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
+        )
     where = "be given at construction or at the call" if argument == "qkv_format" else "be given"
     raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
 
 def unpacked(
-    query: Tensor | None, key: Tensor | None, value: Tensor | None, qkv: Tensor | None, kv: Tensor | None,
-    interleave_dim: int, rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    qkv: Tensor | None,
+    kv: Tensor | None,
+    interleave_dim: int,
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as they were given, or as views of qkv_layer or kv_layer."""
     if interleave_dim not in (-3, -2):
-        raise InputError(
-            "qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim)
-        )
+        raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
     alone = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
     if qkv is not None:
         _none_of(alone, "qkv_layer")
@@ -145,12 +150,14 @@ def check(inputs: Inputs, heads: Heads) -> None:
         _check_rank(name, tensor, inputs.format, heads)
     for (name, tensor), count, argument in zip(
         named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True
-    ):  # fmt: skip
+    ):
         if tensor.shape[-2] != count:
             raise InputError(
-                name, f"have {count} heads ({argument}) at axis {tensor.dim() - 2}",
-                f"{tensor.shape[-2]} in {list(tensor.shape)}", hint=_heads_hint(tensor, count, argument),
-            )  # fmt: skip
+                name,
+                f"have {count} heads ({argument}) at axis {tensor.dim() - 2}",
+                f"{tensor.shape[-2]} in {list(tensor.shape)}",
+                hint=_heads_hint(tensor, count, argument),
+            )
     for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
         if tensor.shape[-1] != size:
             hint = (
@@ -159,10 +166,7 @@ def check(inputs: Inputs, heads: Heads) -> None:
                 else None
             )
             raise InputError(
-                name,
-                f"have head size {size} (kv_channels)",
-                f"{tensor.shape[-1]} in {list(tensor.shape)}",
-                hint=hint,
+                name, f"have head size {size} (kv_channels)", f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint
             )
     _check_lengths(inputs)
     _check_kinds(inputs)
@@ -183,9 +187,11 @@ def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None
     elif tensor.dim() == 4:
         hint = "thd has no batch axis; a padded batch is 'bshd' or 'sbhd' with a padding mask type"
     raise InputError(
-        name, f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}",
-        f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint,
-    )  # fmt: skip
+        name,
+        f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}",
+        f"{tensor.dim()} axes {list(tensor.shape)}",
+        hint=hint,
+    )
 
 
 def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
@@ -200,9 +206,7 @@ def _check_lengths(inputs: Inputs) -> None:
     q, k, v, format = inputs[:4]
     if k.shape[:-1] != v.shape[:-1]:
         raise InputError(
-            "value_layer",
-            f"have key_layer's axes {list(k.shape[:-1])} before its own head size",
-            list(v.shape),
+            "value_layer", f"have key_layer's axes {list(k.shape[:-1])} before its own head size", list(v.shape)
         )
     batch = _layout.sizes(k.shape, format)[0]
     if batch != inputs.batch:
@@ -211,9 +215,11 @@ def _check_lengths(inputs: Inputs) -> None:
         if _layout.sizes(k.shape, other)[0] == _layout.sizes(q.shape, other)[0]:
             hint = f"these shapes would fit qkv_format={other!r}"
         raise InputError(
-            "key_layer", f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}",
-            f"{batch} in {list(k.shape)}", hint=hint,
-        )  # fmt: skip
+            "key_layer",
+            f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}",
+            f"{batch} in {list(k.shape)}",
+            hint=hint,
+        )
 
 
 def _check_kinds(inputs: Inputs) -> None:

@@ -2,8 +2,9 @@
 
     sbhd  [s, b, hidden]    bshd  [b, s, hidden]    thd  [t, hidden], packed sequences
 
-The format is said, never guessed. A [b, s, hidden] tensor called "sbhd" has legal shapes all the way through a layer, so that
-whatever else knows the number of sequences or their length is asked: cu_seqlens, masks, a cache, the encoder's output.
+The format is said, never guessed. A [b, s, hidden] tensor called "sbhd" has legal shapes all the way through a layer,
+so that whatever else knows the number of sequences or their length is asked: cu_seqlens, masks, a cache, the encoder's
+output.
 """
 
 from __future__ import annotations
@@ -59,29 +60,26 @@ def checked_format(argument: str, value: object) -> Layout:
 
 def _how_to_know() -> str:
     return (
-        "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first (PyTorch's batch_first); "
+        "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first "
+        "(PyTorch's batch_first); "
         "'sbhd' if it is [seq, batch, hidden] (Megatron's order, and TransformerEngine's default); "
         "'thd' if it is [tokens, hidden], sequences packed one behind the other, with cu_seqlens_q"
     )
 
 
 def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor | None) -> None:
-    """Axes, features, device and dtype of hidden states or an encoder's output. `like` is one of the parameters, if known."""
+    """Axes, features, device and dtype of hidden states or an encoder's output. `like` is one of the parameters, if
+    known."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     check_tensor(name, x)
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
         raise InputError(
-            name,
-            f"have {axes} axes {_AXES[format]} in {argument}={format!r}",
-            list(x.shape),
-            hint=_other_rank(x),
+            name, f"have {axes} axes {_AXES[format]} in {argument}={format!r}", list(x.shape), hint=_other_rank(x)
         )
     if x.shape[-1] != hidden_size:
-        raise InputError(
-            name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}"
-        )
+        raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
         raise InputError(name, "be a floating-point tensor", x.dtype)
     if like is None:
@@ -96,9 +94,11 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
 
 def _other_rank(x: Tensor) -> str | None:
     if x.dim() == 3:
-        return f"a batch of one is packed as x.squeeze(), {'[tokens, hidden]'}" if 1 in x.shape[:2] else (
-            "a padded batch is 'bshd' or 'sbhd' with a padding mask type"
-        )  # fmt: skip
+        return (
+            f"a batch of one is packed as x.squeeze(), {'[tokens, hidden]'}"
+            if 1 in x.shape[:2]
+            else ("a padded batch is 'bshd' or 'sbhd' with a padding mask type")
+        )
     if x.dim() == 2:
         return "packed sequences are 'thd', with cu_seqlens_q; one sequence alone is x[None] in 'bshd'"
     return None
@@ -118,7 +118,8 @@ def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
 
 
 def check_evidence(x: Tensor, format: Layout, argument: str, found: Iterator[Evidence]) -> None:
-    """Raise where something contradicts the format and agrees with the other one. What fits neither is said elsewhere."""
+    """Raise where something contradicts the format and agrees with the other one. What fits neither is said
+    elsewhere."""
     if format == "thd" or x.shape[0] == x.shape[1]:
         return
     here, there = sizes(x, format), sizes(x, _OTHER[format])
@@ -137,23 +138,32 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> 
     batch = sizes(x, format).batch
     hint = "encoder_output.transpose(0, 1)" if encoder.shape[0 if format == "sbhd" else 1] == batch else None
     raise InputError(
-        "encoder_output", f"have the batch size of hidden_states ({batch}) in {argument}={format!r}",
-        list(encoder.shape), hint=hint,
-    )  # fmt: skip
+        "encoder_output",
+        f"have the batch size of hidden_states ({batch}) in {argument}={format!r}",
+        list(encoder.shape),
+        hint=hint,
+    )
 
 
 def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:
     batch, length = sizes(x, format)
     other = _OTHER[format]
     return InputError(
-        argument, f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",
-        repr(format), hint=f"{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
-    )  # fmt: skip
+        argument,
+        f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",
+        repr(format),
+        hint=f"{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
+    )
 
 
 def evidence(
-    mask: object, padding: bool, bias: object, cu_seqlens_q: object, cu_seqlens_kv: object, params: InferenceParams | None
-) -> Iterator[Evidence]:  # fmt: skip
+    mask: object,
+    padding: bool,
+    bias: object,
+    cu_seqlens_q: object,
+    cu_seqlens_kv: object,
+    params: InferenceParams | None,
+) -> Iterator[Evidence]:
     """What the arguments of a call say of the sequences."""
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         # one more entry than sequences; those of a cache are as long as its largest batch

@@ -1,6 +1,7 @@
 """Linear maps whose weight is one parameter or one for each part, alone or after a normalisation.
 
-TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...; `layer_norm_weight`, `layer_norm_bias`.
+TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...; `layer_norm_weight`,
+`layer_norm_bias`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ class Linear(Module):
     bias: Parameter | None
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], init: Init, bias: bool, device: torch.device | str | None,
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        init: Init,
+        bias: bool,
+        device: torch.device | str | None,
         dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.in_features, self.init_method = in_features, init
         self.names = tuple(f"{name}_" if name else "" for name in parts)
@@ -79,9 +85,15 @@ class LayerNormLinear(Linear):
     layer_norm_bias: Parameter | None
 
     def __init__(
-        self, norm: Norm, in_features: int, parts: Mapping[str, int], init: Init, bias: bool,
-        device: torch.device | str | None, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        norm: Norm,
+        in_features: int,
+        parts: Mapping[str, int],
+        init: Init,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__(in_features, parts, init, bias, device, dtype)
         self.norm = norm
         self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)

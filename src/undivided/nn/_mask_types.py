@@ -87,13 +87,12 @@ def normalised_window(kind: MaskType, window: Window | None) -> Window:
 
 
 def is_bottom_right(kind: MaskType, asked: bool | None) -> bool:
-    """Whether the diagonal ends in the bottom right corner: the mask type decides; where it leaves it open, the caller."""
+    """Whether the diagonal ends in the bottom right corner: the mask type decides; where it leaves it open, the
+    caller."""
     if kind.bottom_right is None:
         return asked is not False
     if asked is not None and asked is not kind.bottom_right:
-        _warn(
-            f"bottom_right_diagonal={asked} has no effect: attn_mask_type={kind.name!r} says which diagonal it is"
-        )
+        _warn(f"bottom_right_diagonal={asked} has no effect: attn_mask_type={kind.name!r} says which diagonal it is")
     return kind.bottom_right
 
 

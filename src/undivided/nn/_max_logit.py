@@ -1,7 +1,7 @@
 """The largest score of each head, a block of the score matrix at a time.
 
-It is a second pass over q . k^T, for no fused kernel returns it: half of the multiplications of a forward pass again, in
-fp32 PyTorch operations, with memory bounded by a block. Only those who ask pay.
+It is a second pass over q . k^T, for no fused kernel returns it: half of the multiplications of a forward pass again,
+in fp32 PyTorch operations, with memory bounded by a block. Only those who ask pay.
 """
 
 from __future__ import annotations
@@ -27,10 +27,18 @@ _library.define(
 
 
 def max_logit(
-    q: Tensor, k: Tensor, mask: Mask, layout: Layout, bias: Tensor | None, alibi_slopes: Tensor | None, scale: float,
-    softcap: float | None, context_parallel: ContextParallel | None = None,
-) -> Tensor:  # fmt: skip
-    """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no pair."""
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    layout: Layout,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    context_parallel: ContextParallel | None = None,
+) -> Tensor:
+    """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no
+    pair."""
     q, k, _ = autocast(q, k, k)
     if context_parallel is not None:
         return context_parallel.max_logit(
@@ -46,15 +54,7 @@ def max_logit(
         return found
     with torch.no_grad():
         problem, operands = _problem.normalise(
-            q,
-            k,
-            k,
-            layout=layout,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=alibi_slopes,
-            scale=scale,
-            softcap=softcap,
+            q, k, k, layout=layout, mask=mask, bias=bias, alibi_slopes=alibi_slopes, scale=scale, softcap=softcap
         )
         largest = q.new_full((problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
         if q.is_meta:
@@ -68,9 +68,16 @@ def max_logit(
 
 @torch.library.impl(_library, "max_logit", "CompositeExplicitAutograd")
 def _run(
-    q: Tensor, k: Tensor, bias: Tensor | None, slopes: Tensor | None, mask: list[Tensor], spec: str, layout: str, scale: float,
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    mask: list[Tensor],
+    spec: str,
+    layout: str,
+    scale: float,
     softcap: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return max_logit(q, k, Mask.unflatten(spec, mask), cast(Layout, layout), bias, slopes, scale, softcap)
 
 

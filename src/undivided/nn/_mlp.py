@@ -1,9 +1,10 @@
 """The feed-forward block: a normalisation, a linear map, an activation, a linear map.
 
-    gelu  x Phi(x), by tanh      qgelu  x sigmoid(1.702 x)      relu  max(x, 0)      srelu  max(x, 0)^2      silu  x sigmoid(x)
+    gelu  x Phi(x), by tanh    qgelu  x sigmoid(1.702 x)    relu  max(x, 0)    srelu  max(x, 0)^2    silu  x sigmoid(x)
 
-A gated one takes twice the features, x and y, and is act(x) * y: geglu, qgeglu, reglu, sreglu, swiglu; glu is sigmoid(x) * y.
-clamped_swiglu is ``g sigmoid(alpha g) * (clamp(y, -limit, limit) + glu_linear_offset)`` with ``g = min(x, limit)``.
+A gated one takes twice the features, x and y, and is act(x) * y: geglu, qgeglu, reglu, sreglu, swiglu; glu is
+sigmoid(x) * y. clamped_swiglu is ``g sigmoid(alpha g) * (clamp(y, -limit, limit) + glu_linear_offset)`` with ``g =
+min(x, limit)``.
 
 Sources: Shazeer 2020 (arXiv:2002.05202); So et al. 2021, squared relu (arXiv:2109.08668); gpt-oss for clamped_swiglu.
 """
@@ -54,8 +55,19 @@ _GATED: dict[str, Callable[[Tensor], Tensor]] = {
 _CLAMPED = "clamped_swiglu"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": _QUICK, "glu_linear_offset": 1.0}
 ACTIVATIONS = (
-    "gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", _CLAMPED,
-)  # fmt: skip
+    "gelu",
+    "geglu",
+    "glu",
+    "qgelu",
+    "qgeglu",
+    "relu",
+    "reglu",
+    "srelu",
+    "sreglu",
+    "silu",
+    "swiglu",
+    _CLAMPED,
+)
 
 
 class Activation:
@@ -121,9 +133,17 @@ class LayerNormMLP(Module):
     fc2_bias: Parameter | None
 
     def __init__(
-        self, norm: Norm, hidden_size: int, ffn_hidden_size: int, activation: Activation, init: Init, output_init: Init,
-        bias: bool, device: torch.device | str | None, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        norm: Norm,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        activation: Activation,
+        init: Init,
+        output_init: Init,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.norm, self.activation = norm, activation
         self.init_method, self.output_layer_init_method = init, output_init

@@ -1,4 +1,5 @@
-"""What the modules of this package share: they load TransformerEngine's checkpoints, and start their parameters alike."""
+"""What the modules of this package share: they load TransformerEngine's checkpoints, and start their parameters
+alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LayerNorm, RMSNorm and L2 normalisation, as modules and as a function that other modules with a norm of their own call.
+"""LayerNorm, RMSNorm and L2 normalisation, as modules and as a function that other modules with a norm of their own
+call.
 
     LayerNorm        (x - mean) / sqrt(var + eps) * weight + bias
     RMSNorm          x / sqrt(mean(x^2) + eps) * weight
@@ -77,7 +78,10 @@ class Normalization(Module):
 
     def extra_repr(self) -> str:
         """The constants."""
-        return f"{self.weight.shape[0]}, {self.norm.kind!r}, eps={self.norm.eps}, zero_centered_gamma={self.norm.zero_centered}"
+        return (
+            f"{self.weight.shape[0]}, {self.norm.kind!r}, eps={self.norm.eps}, "
+            f"zero_centered_gamma={self.norm.zero_centered}"
+        )
 
 
 class L2Normalization(Module):

@@ -15,8 +15,14 @@ from undivided.nn._sequences import check_offsets, is_readable
 
 
 def check(
-    t: Tensor, freqs: Tensor, format: Layout, start: Tensor | None, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
-) -> None:  # fmt: skip
+    t: Tensor,
+    freqs: Tensor,
+    format: Layout,
+    start: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> None:
     for name, tensor in (("t", t), ("freqs", freqs)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -50,13 +56,9 @@ def _check_freqs(t: Tensor, freqs: Tensor, format: Layout) -> None:
     if freqs.dim() not in (4, 5) or freqs.shape[2] != 1 or (freqs.dim() == 5 and freqs.shape[3] != 2):
         raise InputError("freqs", f"have the axes {axes}", list(freqs.shape))
     if freqs.shape[1] not in (1, batch):
-        raise InputError(
-            "freqs", f"have 1 or batch ({batch}) at axis 1", f"{freqs.shape[1]} in {list(freqs.shape)}"
-        )
+        raise InputError("freqs", f"have 1 or batch ({batch}) at axis 1", f"{freqs.shape[1]} in {list(freqs.shape)}")
     if freqs.dtype not in (torch.float32, torch.float64):
-        raise InputError(
-            "freqs", "be float32", freqs.dtype, hint="in a half type near positions have the same angle"
-        )
+        raise InputError("freqs", "be float32", freqs.dtype, hint="in a half type near positions have the same angle")
     channels = freqs.shape[-1] * (2 if freqs.dim() == 5 else 1)
     if channels > t.shape[-1] or channels % 2:
         must = f"have an even number of channels, at most the head size of t ({t.shape[-1]})"
@@ -93,9 +95,7 @@ def _check_start(start: Tensor | None, freqs: Tensor, sequences: int) -> None:
         must = f"be on the device of freqs ({freqs.device}) or the CPU"
         raise InputError("start_positions", must, start.device)
     if tuple(start.shape) != (sequences,):
-        raise InputError(
-            "start_positions", f"have one position for each of {sequences} sequences", list(start.shape)
-        )
+        raise InputError("start_positions", f"have one position for each of {sequences} sequences", list(start.shape))
     if freqs.shape[1] != 1:
         hint = "these freqs are each sequence's own already"
         raise InputError("start_positions", "be None where freqs have a batch axis", "a tensor", hint=hint)
@@ -121,6 +121,8 @@ def check_pairs(freqs: Tensor, interleaved: bool) -> None:
     last = freqs[-1]
     one, other = (last[..., ::2], last[..., 1::2]) if interleaved else last.chunk(2, -1)
     if not torch.equal(one, other):
-        hint = f"RotaryPositionEmbedding(..., interleaved={interleaved}), or its cos_sin, which fits either kind of pairs"
+        hint = (
+            f"RotaryPositionEmbedding(..., interleaved={interleaved}), or its cos_sin, which fits either kind of pairs"
+        )
         must = f"have one angle for both channels of a pair with interleaved={interleaved}"
         raise InputError("freqs", must, "two", hint=hint)

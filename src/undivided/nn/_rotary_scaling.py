@@ -52,23 +52,15 @@ def checked_scaling(given: object, pretrained_length: int | None) -> Scaling:
         hint = "{'rope_type': 'llama3', 'factor': 8.0, ...}, as a model's config.json has it"
         raise InputError("scaling", "be a dictionary or None", repr(given), hint=hint)
     values = dict(given)
-    kind = checked_choice(
-        "scaling['rope_type']", values.pop("rope_type", values.pop("type", None)), tuple(_NEEDED)
-    )
+    kind = checked_choice("scaling['rope_type']", values.pop("rope_type", values.pop("type", None)), tuple(_NEEDED))
     if _LENGTH in _NEEDED[kind] and pretrained_length is not None:
         values.setdefault(_LENGTH, pretrained_length)
     known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     for key in values:
         if key not in known:
             elsewhere = _ELSEWHERE.get(str(key))
-            hint = (
-                f"it is {elsewhere}={values[key]!r} at construction"
-                if elsewhere
-                else f"it knows {', '.join(known)}"
-            )
-            raise InputError(
-                "scaling", f"not have {key!r} with rope_type {kind!r}", repr(values[key]), hint=hint
-            )
+            hint = f"it is {elsewhere}={values[key]!r} at construction" if elsewhere else f"it knows {', '.join(known)}"
+            raise InputError("scaling", f"not have {key!r} with rope_type {kind!r}", repr(values[key]), hint=hint)
     for key in _NEEDED[kind]:
         if key not in values:
             raise InputError("scaling", f"have {key!r} with rope_type {kind!r}", sorted(values))

@@ -23,12 +23,7 @@ class Added(NamedTuple):
 
 
 def added(
-    bias_type: object,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    inputs: Inputs,
-    scale: float,
-    softcap: float | None,
+    bias_type: object, bias: Tensor | None, slopes: Tensor | None, inputs: Inputs, scale: float, softcap: float | None
 ) -> Added:
     """The bias of this type: after the scale as it is, before the scale times it, alibi as slopes."""
     kind = checked_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
@@ -40,11 +35,7 @@ def added(
             hint="core_attention_bias_type='alibi' uses them",
         )
     if bias is not None and kind in ("no_bias", "alibi"):
-        hint = (
-            "core_attention_bias_type='post_scale_bias' adds it to the scaled scores"
-            if kind == "no_bias"
-            else None
-        )
+        hint = "core_attention_bias_type='post_scale_bias' adds it to the scaled scores" if kind == "no_bias" else None
         raise InputError(
             "core_attention_bias", f"be None with core_attention_bias_type={kind!r}", "a tensor", hint=hint
         )
@@ -57,9 +48,7 @@ def added(
         return Added(bias, None)
     if softcap is not None:
         hint = "post_scale_bias is added after softcap"
-        raise InputError(
-            "core_attention_bias_type", "not be 'pre_scale_bias' with softcap", repr(kind), hint=hint
-        )
+        raise InputError("core_attention_bias_type", "not be 'pre_scale_bias' with softcap", repr(kind), hint=hint)
     return Added(bias * scale, None)
 
 
@@ -72,16 +61,10 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
             None if bias is None else type(bias).__name__,
         )
     if not bias.is_floating_point():
-        hint = (
-            "a boolean mask goes to attention_mask (True = masked out)" if bias.dtype == torch.bool else None
-        )
+        hint = "a boolean mask goes to attention_mask (True = masked out)" if bias.dtype == torch.bool else None
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)
     if bias.dim() != 4 or any(have not in (1, size) for have, size in zip(bias.shape, sizes, strict=True)):
-        hint = (
-            inputs.fits_other_format(bias.shape[0])
-            if bias.dim() == 4
-            else "bias[None] makes four axes of three"
-        )
+        hint = inputs.fits_other_format(bias.shape[0]) if bias.dim() == 4 else "bias[None] makes four axes of three"
         raise InputError(
             "core_attention_bias",
             f"be broadcastable to [b, h, sq, skv] = {list(sizes)}",

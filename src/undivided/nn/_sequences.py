@@ -1,7 +1,7 @@
 """Which tokens are real and which sequence they are of, out of attention_mask or cu_seqlens.
 
-A cu_seqlens means one thing in each format: offsets of packed sequences in thd, lengths of the batch elements in sbhd and
-bshd. In attention_mask True is masked out, the opposite of `masks.dense`.
+A cu_seqlens means one thing in each format: offsets of packed sequences in thd, lengths of the batch elements in sbhd
+and bshd. In attention_mask True is masked out, the opposite of `masks.dense`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ class Given(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that was given."""
-        masked = (
-            self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
-        )
+        masked = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
         return tuple(t for t in (*masked, *self[1:5]) if isinstance(t, Tensor))
 
     @property
     def offsets(self) -> dict[str, Tensor]:
         """The cu_seqlens that were given."""
-        return {
-            name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None
-        }
+        return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
 
 
 def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
@@ -55,9 +51,12 @@ def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> 
     if inputs.packed and not kind.padding:
         repair = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
         raise InputError(
-            "attn_mask_type", "be a padding type with qkv_format='thd'", repr(kind.name),
-            hint=f"attn_mask_type={repair!r} keeps packed sequences apart; on sequences without padding it is {kind.name!r}",
-        )  # fmt: skip
+            "attn_mask_type",
+            "be a padding type with qkv_format='thd'",
+            repr(kind.name),
+            hint=f"attn_mask_type={repair!r} keeps packed sequences apart; on sequences without "
+            f"padding it is {kind.name!r}",
+        )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if (value := getattr(given, name)) is not None:
             checked_integer(name, value, 0)
@@ -68,9 +67,11 @@ def check(given: Given, kind: MaskType, inputs: Inputs, attention_type: str) -> 
     if kind.name != "arbitrary" and not kind.padding and given.attention_mask is not None:
         must = f"be None with attn_mask_type={kind.name!r}, which would not look at it"
         raise InputError(
-            "attention_mask", must, _kind(given.attention_mask),
+            "attention_mask",
+            must,
+            _kind(given.attention_mask),
             hint="attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it",
-        )  # fmt: skip
+        )
     _check_padding_of_offsets(given, inputs)
     if inputs.packed:
         _check_packed(given, inputs, attention_type)
@@ -82,18 +83,13 @@ def check_offsets(name: str, offsets: object) -> None:
     """Cumulative lengths, as far as their kind and shape go."""
     if not isinstance(offsets, Tensor):
         raise InputError(
-            name,
-            "be an int32 or int64 tensor",
-            type(offsets).__name__,
-            hint="torch.tensor([...], dtype=torch.int32)",
+            name, "be an int32 or int64 tensor", type(offsets).__name__, hint="torch.tensor([...], dtype=torch.int32)"
         )
     if offsets.dtype not in (torch.int32, torch.int64):
         raise InputError(name, "be int32 or int64", offsets.dtype, hint=f"{name}.to(torch.int32)")
     if offsets.dim() != 1 or not offsets.numel():
         hint = "sequences of 3 and 2 tokens are [0, 3, 5]"
-        raise InputError(
-            name, "have one axis of (number of sequences + 1) offsets", list(offsets.shape), hint=hint
-        )
+        raise InputError(name, "have one axis of (number of sequences + 1) offsets", list(offsets.shape), hint=hint)
 
 
 def _refuse_offsets(given: Given, kind: MaskType, inputs: Inputs) -> None:
@@ -101,11 +97,12 @@ def _refuse_offsets(given: Given, kind: MaskType, inputs: Inputs) -> None:
     name = next(iter(given.offsets))
     masked = f"padding_{kind.name}" if kind.causal else "padding"
     raise InputError(
-        name, f"be None with attn_mask_type={kind.name!r} in qkv_format={inputs.format!r}, which would not look at it",
+        name,
+        f"be None with attn_mask_type={kind.name!r} in qkv_format={inputs.format!r}, which would not look at it",
         _kind(given.offsets[name]),
         hint=f"for the lengths of the batch elements attn_mask_type={masked!r}; for sequences packed into one row "
         f"qkv_format='thd' with attn_mask_type={masked!r} and tensors [tokens, heads, head_dim]",
-    )  # fmt: skip
+    )
 
 
 def _check_padding_of_offsets(given: Given, inputs: Inputs) -> None:
@@ -115,33 +112,29 @@ def _check_padding_of_offsets(given: Given, inputs: Inputs) -> None:
         hint = "in sbhd and bshd every batch element begins its own row; cu_seqlens_q says how long it is"
         raise InputError(name, f"be None in qkv_format={inputs.format!r}", _kind(padded[name]), hint=hint)
     if given.pad_between_seqs and inputs.packed and not padded:
-        hint = (
-            "cu_seqlens_q_padded says where each sequence begins in memory; cu_seqlens_q only how long it is"
-        )
+        hint = "cu_seqlens_q_padded says where each sequence begins in memory; cu_seqlens_q only how long it is"
         raise InputError("pad_between_seqs", "come with cu_seqlens_q_padded", True, hint=hint)
 
 
 def _check_packed(given: Given, inputs: Inputs, attention_type: str) -> None:
     if given.attention_mask is not None:
         hint = "sequences are what cu_seqlens_q says; other conditions go to undivided.attention(mask=)"
-        raise InputError(
-            "attention_mask", "be None in qkv_format='thd'", _kind(given.attention_mask), hint=hint
-        )
+        raise InputError("attention_mask", "be None in qkv_format='thd'", _kind(given.attention_mask), hint=hint)
     hint = "cumulative lengths: three sequences of 300, 800 and 1248 tokens are [0, 300, 1100, 2348], int32"
     if given.cu_seqlens_q is None:
         raise InputError("cu_seqlens_q", "be given in qkv_format='thd'", None, hint=hint)
     if given.cu_seqlens_kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
-        raise InputError(
-            "cu_seqlens_kv", "be given where keys are not packed as the queries", None, hint=hint
-        )
+        raise InputError("cu_seqlens_kv", "be given where keys are not packed as the queries", None, hint=hint)
     if given.pad_between_seqs is False:
         for side in ("q", "kv"):
             real, padded = getattr(given, f"cu_seqlens_{side}"), getattr(given, f"cu_seqlens_{side}_padded")
             if differ(real, padded):
                 raise InputError(
-                    "pad_between_seqs", f"not be False where cu_seqlens_{side}_padded differs from cu_seqlens_{side}", False,
+                    "pad_between_seqs",
+                    f"not be False where cu_seqlens_{side}_padded differs from cu_seqlens_{side}",
+                    False,
                     hint="leave it out: the offsets say it",
-                )  # fmt: skip
+                )
 
 
 def differ(a: Tensor | None, b: Tensor | None) -> bool:
@@ -164,9 +157,17 @@ def mask(given: Given, kind: MaskType, inputs: Inputs, attention_type: str, diag
         sequences = _sequences(given, kind, inputs, attention_type)
         return diagonal if sequences is None else diagonal & sequences
     key = (
-        tuple((id(t), t._version) for t in tensors), tuple(t is not None for t in given), given[5:], kind.name,
-        attention_type, inputs.format, inputs.q.shape, inputs.k.shape, diagonal.align, diagonal.band,
-    )  # fmt: skip
+        tuple((id(t), t._version) for t in tensors),
+        tuple(t is not None for t in given),
+        given[5:],
+        kind.name,
+        attention_type,
+        inputs.format,
+        inputs.q.shape,
+        inputs.k.shape,
+        diagonal.align,
+        diagonal.band,
+    )
     known = _recent.get(key)
     if known is None:
         sequences = _sequences(given, kind, inputs, attention_type)
@@ -187,9 +188,11 @@ def _sequences(given: Given, kind: MaskType, inputs: Inputs, attention_type: str
         return None
     if given.attention_mask is not None and given.offsets:
         raise InputError(
-            "attention_mask", f"be None where {next(iter(given.offsets))} says the lengths", _kind(given.attention_mask),
+            "attention_mask",
+            f"be None where {next(iter(given.offsets))} says the lengths",
+            _kind(given.attention_mask),
             hint="give one of the two",
-        )  # fmt: skip
+        )
     if given.offsets:
         return _lengths(given, inputs, attention_type)
     return _padding(given.attention_mask, inputs, kind)
@@ -224,12 +227,15 @@ def _lengths(given: Given, inputs: Inputs, attention_type: str) -> Mask:
             count = offsets.shape[0] - 1
             hint = inputs.fits_other_format(count) or (
                 "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
-                if inputs.batch == 1 else None
-            )  # fmt: skip
+                if inputs.batch == 1
+                else None
+            )
             raise InputError(
-                name, f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
-                offsets.shape[0], hint=hint,
-            )  # fmt: skip
+                name,
+                f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
+                offsets.shape[0],
+                hint=hint,
+            )
         if is_readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
             hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
             raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
@@ -241,9 +247,11 @@ def _padding(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
     """The real tokens of a boolean padding mask, or of one for the queries and one for the keys."""
     if attention_mask is None:
         raise InputError(
-            "attention_mask", f"be given, or cu_seqlens_q, with attn_mask_type={kind.name!r}", None,
+            "attention_mask",
+            f"be given, or cu_seqlens_q, with attn_mask_type={kind.name!r}",
+            None,
             hint=f"without padding it is {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}",
-        )  # fmt: skip
+        )
     if isinstance(attention_mask, tuple | list):
         if len(attention_mask) != 2:
             raise InputError(
@@ -257,9 +265,11 @@ def _padding(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
         return _real_pairs(q, _real("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
     if inputs.q_len != inputs.kv_len:
         raise InputError(
-            "attention_mask", "be a pair for the queries and the keys where their lengths differ", _kind(attention_mask),
+            "attention_mask",
+            "be a pair for the queries and the keys where their lengths differ",
+            _kind(attention_mask),
             hint="attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])",
-        )  # fmt: skip
+        )
     real = _real("attention_mask", attention_mask, inputs, inputs.q_len)
     return _real_pairs(real, real)
 
@@ -274,17 +284,15 @@ def _real(name: str, mask: object, inputs: Inputs, length: int) -> Tensor:
         elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
             hint = "a mask of pairs is attn_mask_type='arbitrary'"
         raise InputError(
-            name,
-            f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]",
-            list(mask.shape),
-            hint=hint,
+            name, f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]", list(mask.shape), hint=hint
         )
     return ~mask[:, 0, 0]
 
 
 def _real_pairs(q: Tensor, kv: Tensor) -> Mask:
     """Real queries and keys. A row counts from its first real token to its last; real tokens with padding between them
-    keep their places, and what lies between is masked. Found with tensor operations, so that a GPU need not be waited for."""
+    keep their places, and what lies between is masked. Found with tensor operations, so that a GPU need not be waited
+    for."""
     q_start, q_length = _span(q)
     kv_start, kv_length = (q_start, q_length) if kv is q else _span(kv)
     if is_readable(q, kv) and not any(_has_holes(real, n) for real, n in ((q, q_length), (kv, kv_length))):
@@ -319,9 +327,7 @@ def arbitrary(attention_mask: object, inputs: Inputs) -> Mask:
         raise InputError("attention_mask", "be given with attn_mask_type='arbitrary'", None, hint=hint)
     if isinstance(attention_mask, tuple | list):
         hint = "a pair of padding masks is attn_mask_type='padding'"
-        raise InputError(
-            "attention_mask", "be one tensor with attn_mask_type='arbitrary'", "a pair", hint=hint
-        )
+        raise InputError("attention_mask", "be one tensor with attn_mask_type='arbitrary'", "a pair", hint=hint)
     tensor = _boolean("attention_mask", attention_mask)
     sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
     if tensor.dim() not in (2, 4) or any(

@@ -40,8 +40,8 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class DotProductAttention(Module):
     """Scaled dot-product attention with TransformerEngine's constructor and forward arguments, in their order.
 
-    ``softmax(mask(scale * q @ k^T + bias)) @ v`` by `undivided.attention`, so with its kernels, its errors and its meaning
-    on every device. Every argument is described in docs/how-to/coming-from-transformer-engine.md.
+    ``softmax(mask(scale * q @ k^T + bias)) @ v`` by `undivided.attention`, so with its kernels, its errors and its
+    meaning on every device. Every argument is described in docs/how-to/coming-from-transformer-engine.md.
 
     Axes: b batch, s sequence (sq queries, skv keys), t packed tokens, h query heads, g key/value heads, d head size.
 
@@ -54,7 +54,8 @@ class DotProductAttention(Module):
         attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
             "padding_causal_bottom_right" or "arbitrary".
         window_size: (left, right) keys around the query's own, both ends included; -1 is unbounded.
-        bottom_right_diagonal: where the mask type leaves it open, whether the window and ALiBi are aligned bottom-right.
+        bottom_right_diagonal: where the mask type leaves it open, whether the window and ALiBi are aligned
+            bottom-right.
         attention_type: "self", or "cross" where keys and values are of other sequences.
         softmax_scale: of the scores; 1/sqrt(d of the keys) if None.
         softmax_type: "vanilla", "off-by-one" (one more in the denominator) or "learnable" (exp(softmax_offset) more).
@@ -62,8 +63,8 @@ class DotProductAttention(Module):
         layer_number: names the cache in `inference_params`, which needs one.
         name: kept.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: context parallelism, see `set_context_parallel_group`.
-        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults; anything else is an error
-            with the reason.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults; anything else is an
+            error with the reason.
         backend: as in `undivided.attention`.
         softcap: ``c * tanh(score / c)``, applied before a bias.
         device: of `softmax_offset`.
@@ -86,23 +87,40 @@ class DotProductAttention(Module):
     softmax_offset: torch.nn.Parameter | None
 
     def __init__(
-        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0, qkv_format: str | None = None, attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        sequence_parallel: bool = False, tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None,
-        layer_number: int | None = None, attention_type: str = "self", cp_group: Any = None, cp_global_ranks: Any = None,
-        cp_stream: Any = None, cp_comm_type: str = "p2p", softmax_scale: float | None = None, softmax_type: str = "vanilla",
-        return_max_logit: bool = False, name: str | None = None, *, backend: str | None = None,
-        softcap: float | None = None, device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        *,
+        backend: str | None = None,
+        softcap: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         given = dict(locals())
         super().__init__()
         check_refused(AT_CONSTRUCTION, given)
         heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
         self.heads = Heads(heads, groups, *checked_channels(kv_channels))
-        self.attention_dropout = checked_number(
-            "attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1"
-        )
+        self.attention_dropout = checked_number("attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1")
         self.qkv_format = None if qkv_format is None else _formats.checked_format(qkv_format)
         kind = checked_mask_type(attn_mask_type)
         self.attn_mask_type = kind.name
@@ -121,9 +139,7 @@ class DotProductAttention(Module):
             self.register_parameter("softmax_offset", None)
         self.reset_parameters()
 
-    def _set_numbers(
-        self, softmax_scale: float | None, softcap: float | None, layer_number: int | None
-    ) -> None:
+    def _set_numbers(self, softmax_scale: float | None, softcap: float | None, layer_number: int | None) -> None:
         self.softmax_scale = self.heads.qk_dim**-0.5
         if softmax_scale is not None:
             words = "a finite number, or None for 1/sqrt(head size)"
@@ -142,16 +158,18 @@ class DotProductAttention(Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Spread sequences over ranks: q, k and v are then this rank's tokens, and all that is said of sequences (masks,
-        cu_seqlens, the keys of a bias) is of the whole. Results, in training mode too, are those of one process.
+        """Spread sequences over ranks: q, k and v are then this rank's tokens, and all that is said of sequences
+        (masks, cu_seqlens, the keys of a bias) is of the whole. Results, in training mode too, are those of one
+        process.
 
         Args:
             cp_group: a process group, a DeviceMesh, the pair (all-to-all group, ring group) for "a2a+p2p", or an
-                `undivided.ContextParallel`, bound where the ranks do not divide the tokens; None: no context parallelism.
+                `undivided.ContextParallel`, bound where the ranks do not divide the tokens; None: no context
+                parallelism.
             cp_global_ranks: the group's ranks; only their number is looked at.
             cp_stream: a hint, without effect on the result.
-            cp_comm_type: "p2p" (a ring), "all_gather", "a2a" (rows are traded for heads) or "a2a+p2p". A rank holds chunks
-                r and 2 * ranks - 1 - r of each sequence, as in TransformerEngine, unless it is bound otherwise.
+            cp_comm_type: "p2p" (a ring), "all_gather", "a2a" (rows are traded for heads) or "a2a+p2p". A rank holds
+                chunks r and 2 * ranks - 1 - r of each sequence, as in TransformerEngine, unless it is bound otherwise.
 
         Raises:
             InputError: an argument is wrong.
@@ -159,25 +177,45 @@ class DotProductAttention(Module):
         self.context_parallel = _context_parallel.group_of(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
-        self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
-        inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, fp8_output: bool = False,
-        bf16_backward: bool = False, num_splits: int | None = 1, score_mod: Any = None, score_mod_bprop: Any = None,
-        score_mod_tensors: Any = None, score_mod_bprop_tensors: Any = None, qkv_layer: Tensor | None = None,
-        kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int | None = 1,
+        score_mod: Any = None,
+        score_mod_bprop: Any = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention. What is not given here is as at construction.
 
         Args:
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], as `qkv_format` says.
-            attention_mask: bool, True = masked out: [b, 1, 1, s] for the padding types, a pair of them where queries and
-                keys differ; broadcastable to [b, h, sq, skv] for "arbitrary".
+            attention_mask: bool, True = masked out: [b, 1, 1, s] for the padding types, a pair of them where queries
+                and keys differ; broadcastable to [b, h, sq, skv] for "arbitrary".
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: as at construction.
             cu_seqlens_q, cu_seqlens_kv: int [b + 1], cumulative real lengths: of packed sequences in thd, of the batch
                 elements in the other formats. Those of the keys may be left out where they are the same.
@@ -191,8 +229,9 @@ class DotProductAttention(Module):
             fast_zero_fill, num_splits: hints, without effect on the result.
             qkv_layer, kv_layer: q, k, v in one tensor instead, or k and v in one.
             qkv_interleave_dim: -3 where they are [.., 3, h, d], -2 where they are [.., h, 3, d] (2 for kv_layer).
-            inference_params: keys and values of earlier tokens, in the cache of `layer_number`: the new ones are put behind
-                them, and causal and windows are aligned bottom-right. Lengths come from it; cu_seqlens may be left out.
+            inference_params: keys and values of earlier tokens, in the cache of `layer_number`: the new ones are put
+                behind them, and causal and windows are aligned bottom-right. Lengths come from it; cu_seqlens may be
+                left out.
             fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
                 score_mod_bprop_tensors: accepted at their defaults; anything else is an error with the reason.
 
@@ -204,28 +243,42 @@ class DotProductAttention(Module):
             InputError: an argument is wrong, or two contradict each other.
             NoBackendError: no allowed backend can run it.
         """
-        check_refused(AT_CALL, {
-            "fp8_output": fp8_output, "bf16_backward": bf16_backward,
-            "score_mod": score_mod, "score_mod_bprop": score_mod_bprop, "score_mod_tensors": score_mod_tensors,
-            "score_mod_bprop_tensors": score_mod_bprop_tensors,
-        })  # fmt: skip
-        _check_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
-        inputs = self._inputs(
-            query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format
+        check_refused(
+            AT_CALL,
+            {
+                "fp8_output": fp8_output,
+                "bf16_backward": bf16_backward,
+                "score_mod": score_mod,
+                "score_mod_bprop": score_mod_bprop,
+                "score_mod_tensors": score_mod_tensors,
+                "score_mod_bprop_tensors": score_mod_bprop_tensors,
+            },
         )
+        _check_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
+        inputs = self._inputs(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format)
         given = Given(
-            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
-            max_seqlen_kv, pad_between_seqs,
-        )  # fmt: skip
+            attention_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            pad_between_seqs,
+        )
         try:
             params = _cached.checked(inference_params)
             if params is not None:
                 inputs = _cached.with_cached_keys(inputs, params)
             whole = self._whole(inputs, given, params)
             scores = added(
-                core_attention_bias_type, core_attention_bias, alibi_slopes, whole._replace(q=inputs.q), self.softmax_scale,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                whole._replace(q=inputs.q),
+                self.softmax_scale,
                 self.softcap,
-            )  # fmt: skip
+            )
             mask = self._mask(given, whole, attn_mask_type, window_size, bottom_right_diagonal, params)
             if params is not None:
                 return self._attend_cached(inputs, mask, scores, params)
@@ -234,9 +287,15 @@ class DotProductAttention(Module):
             raise in_module_words(error) from None
 
     def _inputs(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None,
-        interleave_dim: int, qkv_format: str | None,
-    ) -> Inputs:  # fmt: skip
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        qkv: Tensor | None,
+        kv: Tensor | None,
+        interleave_dim: int,
+        qkv_format: str | None,
+    ) -> Inputs:
         format = _formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
         q, k, v = _formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
         inputs = Inputs(q, k, v, format)
@@ -249,17 +308,24 @@ class DotProductAttention(Module):
             return inputs
         if params is not None:
             raise InputError(
-                "inference_params", "be None under context parallelism: it holds every token, and not a rank's", "a cache",
+                "inference_params",
+                "be None under context parallelism: it holds every token, and not a rank's",
+                "a cache",
                 hint="a KVCache at each rank and ContextParallel.decode: keys where they are, queries everywhere",
-            )  # fmt: skip
+            )
         begins_q = given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
         begins_kv = given.cu_seqlens_kv if given.cu_seqlens_kv_padded is None else given.cu_seqlens_kv_padded
         return _context_parallel.whole(inputs, self.context_parallel, (begins_q, begins_kv))
 
     def _mask(
-        self, given: Given, inputs: Inputs, attn_mask_type: str | None, window_size: tuple[int, int] | None,
-        bottom_right_diagonal: bool | None, params: InferenceParams | None,
-    ) -> Mask:  # fmt: skip
+        self,
+        given: Given,
+        inputs: Inputs,
+        attn_mask_type: str | None,
+        window_size: tuple[int, int] | None,
+        bottom_right_diagonal: bool | None,
+        params: InferenceParams | None,
+    ) -> Mask:
         kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         window = self.window_size if window_size is None else checked_window(window_size)
         asked = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
@@ -270,15 +336,18 @@ class DotProductAttention(Module):
         _sequences.check(given, kind, inputs, self.attention_type)
         return _sequences.mask(given, kind, inputs, self.attention_type, diagonal)
 
-    def _attend(
-        self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]
         cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
         core = functools.partial(
-            attention, layout=format, mask=mask, dropout_p=dropout, context_parallel=cp,
-            dropout_seed=cp.seed() if cp is not None and dropout else None, **self._options(q, scores),
-        )  # fmt: skip
+            attention,
+            layout=format,
+            mask=mask,
+            dropout_p=dropout,
+            context_parallel=cp,
+            dropout_seed=cp.seed() if cp is not None and dropout else None,
+            **self._options(q, scores),
+        )
         out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)
         out = out.flatten(-2)
         if not self.return_max_logit:
@@ -303,10 +372,14 @@ class DotProductAttention(Module):
 
     def _options(self, q: Tensor, scores: Added) -> dict[str, Any]:
         return {
-            "bias": scores.bias, "scale": self.softmax_scale, "softcap": self.softcap,
-            "alibi_slopes": scores.alibi_slopes, "sinks": self._sinks(q), "backend": self.backend,
+            "bias": scores.bias,
+            "scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "alibi_slopes": scores.alibi_slopes,
+            "sinks": self._sinks(q),
+            "backend": self.backend,
             "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
-        }  # fmt: skip
+        }
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":

@@ -41,8 +41,8 @@ RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
 class MultiheadAttention(Module):
     """Attention with its projections, with TransformerEngine's constructor and forward arguments, in their order.
 
-    ``proj(attention(rotary(norm(q)), rotary(norm(k)), v))`` with q, k, v linear in hidden_states (k and v in encoder_output,
-    for "cross"), which are normalised first with input_layernorm. Every argument is described in
+    ``proj(attention(rotary(norm(q)), rotary(norm(k)), v))`` with q, k, v linear in hidden_states (k and v in
+    encoder_output, for "cross"), which are normalised first with input_layernorm. Every argument is described in
     docs/how-to/coming-from-transformer-engine.md.
 
     Axes: b batch, s sequence, t packed tokens, h query heads, g key/value heads, d head size.
@@ -64,19 +64,22 @@ class MultiheadAttention(Module):
         attention_type: "self", or "cross": keys and values of encoder_output.
         fuse_qkv_params: one weight for q, k and v, not three.
         zero_centered_gamma: normalisations multiply by 1 + weight.
-        qkv_weight_interleaved: in a fused weight, q, k, v of each key/value head lie together; else all q, all k, all v.
+        qkv_weight_interleaved: in a fused weight, q, k, v of each key/value head lie together; else all q, all k, all
+            v.
         rotary_pos_interleaved: see `apply_rotary_pos_emb`.
         bias: of the projections.
         normalization: "LayerNorm" or "RMSNorm".
         device: of the parameters; torch's default if None.
-        qkv_format: "sbhd" for hidden_states [s, b, hidden], "bshd" for [b, s, hidden], "thd" for [t, hidden]; no default.
+        qkv_format: "sbhd" for hidden_states [s, b, hidden], "bshd" for [b, s, hidden], "thd" for [t, hidden]; no
+            default.
         name: kept.
         qk_norm_type, qk_norm_eps: "L2Normalization", "RMSNorm" or "LayerNorm" of each head's queries and keys.
         qk_norm_before_rope: normalise them before they are turned, not after.
         seq_length, micro_batch_size: hints, without effect.
         softmax_type: as in `DotProductAttention`.
         softmax_scale, softcap, backend: beyond TransformerEngine, as in `DotProductAttention`.
-        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker, fuse_wgrad_accumulation, ub_*: accepted
+        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker, fuse_wgrad_accumulation, ub_*:
+        accepted
             at their defaults; anything else is an error with the reason.
 
     Raises:
@@ -102,22 +105,55 @@ class MultiheadAttention(Module):
     qk_norm_before_rope: bool
 
     def __init__(
-        self, hidden_size: int, num_attention_heads: int, kv_channels: int | tuple[int, int] | None = None,
-        attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5, init_method: Init | None = None,
-        output_layer_init_method: Init | None = None, layer_number: int | None = None, attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, tp_group: Any = None,
-        tp_size: int = 1, num_gqa_groups: int | None = None, fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: Any = None, sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
-        return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
-        attention_type: str = "self", set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, rotary_pos_interleaved: bool = False,
-        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, bias: bool = True, normalization: str = "LayerNorm",
-        device: torch.device | str | None = None, qkv_format: str | None = None, name: str | None = None,
-        qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
-        seq_length: int | None = None, micro_batch_size: int | None = None, softmax_type: str = "vanilla", *,
-        softmax_scale: float | None = None, softcap: float | None = None, backend: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int] | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Any = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str | None = None,
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+        *,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        backend: str | None = None,
+    ) -> None:
         given = dict(locals())
         super().__init__()
         check_refused(ATTENTION_LAYER_AT_CONSTRUCTION, given)
@@ -139,12 +175,22 @@ class MultiheadAttention(Module):
         self._make_projections(norm, checked_init("init_method", init_method), bias, device, dtype)
         self.q_norm, self.k_norm = _qk_norms(qk_norm_type, qk_norm_eps, self.heads.qk_dim, device, dtype)
         self.core_attention = DotProductAttention(
-            num_attention_heads, kv_channels=(self.heads.qk_dim, self.heads.v_dim), num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout, qkv_format=qkv_format, attn_mask_type=attn_mask_type,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, layer_number=layer_number,
-            attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type, backend=backend,
-            softcap=softcap, device=device,
-        )  # fmt: skip
+            num_attention_heads,
+            kv_channels=(self.heads.qk_dim, self.heads.v_dim),
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
+            backend=backend,
+            softcap=softcap,
+            device=device,
+        )
         output_init = checked_init("output_layer_init_method", output_layer_init_method)
         context_size = self.heads.q * self.heads.v_dim
         self.proj = Linear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
@@ -162,9 +208,7 @@ class MultiheadAttention(Module):
 
         if self.attention_type == "self":
             parts = qkv_parts(heads, fused)
-            setattr(
-                self, "layernorm_qkv" if self.input_layernorm else "qkv", make(parts, self.input_layernorm)
-            )
+            setattr(self, "layernorm_qkv" if self.input_layernorm else "qkv", make(parts, self.input_layernorm))
             return
         if self.input_layernorm:
             self.layernorm_query = make({"" if fused else "query": heads.q * heads.qk_dim}, True)
@@ -193,17 +237,29 @@ class MultiheadAttention(Module):
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        encoder_output: Tensor | None = None, attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
-        inference_params: InferenceParams | None = None, rotary_pos_emb: RotaryPosEmb | None = None,
-        core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: RotaryPosEmb | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
-    ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """Attention. What is not given here is as at construction.
 
         Args:
@@ -235,9 +291,13 @@ class MultiheadAttention(Module):
             self.core_attention.context_parallel is None
         ):  # else what is said of sequences is of the whole, which is not here
             _hidden.check_evidence(
-                hidden_states, self.qkv_format, "qkv_format",
-                _hidden.evidence(attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params),
-            )  # fmt: skip
+                hidden_states,
+                self.qkv_format,
+                "qkv_format",
+                _hidden.evidence(
+                    attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
+                ),
+            )
         q, k, v, normalised = self._projected(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
             q, k = self._normalised(q, k)
@@ -248,15 +308,27 @@ class MultiheadAttention(Module):
         if not self.qk_norm_before_rope:
             q, k = self._normalised(q, k)
         context = self.core_attention(
-            q, k, v, attention_mask=attention_mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, attn_mask_type=attn_mask_type,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-            checkpoint_core_attention=checkpoint_core_attention, core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, fast_zero_fill=fast_zero_fill,
+            q,
+            k,
+            v,
+            attention_mask=attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
             inference_params=inference_params if self.attention_type == "self" else None,
             pad_between_seqs=pad_between_seqs,
-        )  # fmt: skip
+        )
         return self._outputs(context, normalised)
 
     def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None) -> None:
@@ -294,9 +366,14 @@ class MultiheadAttention(Module):
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def _turned(
-        self, q: Tensor, k: Tensor, rotary: RotaryPosEmb, begins_q: Tensor | None, begins_kv: Tensor | None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        rotary: RotaryPosEmb,
+        begins_q: Tensor | None,
+        begins_kv: Tensor | None,
         params: InferenceParams | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys turned by their positions. In self-attention these are the same: one Turn serves both."""
         of_q, of_k = rotary if isinstance(rotary, tuple | list) else (rotary, rotary)
         starts = None if params is None else params.get_seqlens_pre_step()[: params.batch_size]
@@ -307,9 +384,7 @@ class MultiheadAttention(Module):
 
         cp = self.core_attention.context_parallel
 
-        def turn_at(
-            t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None, of: Side = "q"
-        ) -> Turn:
+        def turn_at(t: Tensor, freqs: Tensor, start: Tensor | None, begins: Tensor | None, of: Side = "q") -> Turn:
             if cp is not None:
                 freqs = rows_of_angles(freqs, t, self.qkv_format, cp, begins, of)
                 begins = None if begins is None else begins.new_tensor([0, t.shape[0]])
@@ -342,9 +417,14 @@ class MultiheadAttention(Module):
 
 
 _FLAGS = (
-    "return_bias", "return_layernorm_output", "input_layernorm", "fuse_qkv_params", "qkv_weight_interleaved",
-    "rotary_pos_interleaved", "qk_norm_before_rope",
-)  # fmt: skip
+    "return_bias",
+    "return_layernorm_output",
+    "input_layernorm",
+    "fuse_qkv_params",
+    "qkv_weight_interleaved",
+    "rotary_pos_interleaved",
+    "qk_norm_before_rope",
+)
 
 
 def checked_norm(kind: object, eps: object, zero_centered: object) -> Norm:
@@ -362,16 +442,12 @@ def _check_hints(seq_length: object, micro_batch_size: object) -> None:
             checked_integer(name, value, 1)
 
 
-def _checked_sizes(
-    hidden_size: int, num_attention_heads: object, num_gqa_groups: object, kv_channels: Any
-) -> Heads:
+def _checked_sizes(hidden_size: int, num_attention_heads: object, num_gqa_groups: object, kv_channels: Any) -> Heads:
     heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
     if kv_channels is None:
         if hidden_size % heads:
             hint = "kv_channels=... says the head size"
-            raise InputError(
-                "hidden_size", f"be divisible by num_attention_heads ({heads})", hidden_size, hint=hint
-            )
+            raise InputError("hidden_size", f"be divisible by num_attention_heads ({heads})", hidden_size, hint=hint)
         kv_channels = hidden_size // heads
     return Heads(heads, groups, *checked_channels(kv_channels))
 

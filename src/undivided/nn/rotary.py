@@ -1,10 +1,10 @@
 """Rotary position embeddings: TransformerEngine's names, on any device, and the methods for longer contexts.
 
-A head's channels are taken in pairs, and a pair at position p turns by the angle ``p * frequency(pair)``. Then q . k depends on
-the distance of their positions alone. Angles, cosines and sines are fp32 at least, whatever the tensors are.
+A head's channels are taken in pairs, and a pair at position p turns by the angle ``p * frequency(pair)``. Then q . k
+depends on the distance of their positions alone. Angles, cosines and sines are fp32 at least, whatever the tensors are.
 
-Memory traffic: three passes over a tensor (times the cosine, its pairs exchanged, plus them times the sine); autograd keeps
-cosines and sines, not the tensor. The methods for longer contexts are in `_rotary_scaling`.
+Memory traffic: three passes over a tensor (times the cosine, its pairs exchanged, plus them times the sine); autograd
+keeps cosines and sines, not the tensor. The methods for longer contexts are in `_rotary_scaling`.
 
 Axes: b batch, s sequence, t packed tokens, h heads, d head size, d2 <= d the channels that turn, r = d2 / 2 pairs.
 Source: Su et al. 2021, RoFormer (arXiv:2104.09864); the interface of transformer_engine.pytorch.
@@ -39,10 +39,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
         pretrained_max_position_embeddings: the length that the model was trained with.
         rotary_base: of the frequencies.
         interleaved: whether channels 2 i and 2 i + 1 are a pair (GPT-J), or i and i + dim / 2 (GPT-NeoX, Llama).
-        scaling: a method for longer contexts, in the words of models' configurations: ``{"rope_type": "linear", "factor"}``,
-            ``"dynamic"`` (with "original_max_position_embeddings" besides), ``"yarn"`` (with "beta_fast", "beta_slow",
-            "attention_factor", "mscale", "mscale_all_dim" and "truncate" as options) or ``"llama3"`` (with "low_freq_factor"
-            and "high_freq_factor").
+        scaling: a method for longer contexts, in the words of models' configurations: ``{"rope_type": "linear",
+            "factor"}``, ``"dynamic"`` (with "original_max_position_embeddings" besides), ``"yarn"`` (with "beta_fast",
+            "beta_slow", "attention_factor", "mscale", "mscale_all_dim" and "truncate" as options) or ``"llama3"`` (with
+            "low_freq_factor" and "high_freq_factor").
         device: of the frequencies.
 
     Raises:
@@ -56,10 +56,17 @@ class RotaryPositionEmbedding(torch.nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: float | None = None,
-        pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False, *,
-        scaling: Mapping[str, Any] | None = None, device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        scaling: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         percent = checked_number("rotary_percent", rotary_percent, 1e-6, 1.0, "a number above 0 and up to 1")
         self.dim = int(checked_integer("dim", dim, 2) * percent)
@@ -85,10 +92,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         if self.pretrained_max_position_embeddings is None:
             hint = "scaling={'rope_type': 'linear', 'factor': ...} needs no length"
             raise InputError(
-                name,
-                "come with pretrained_max_position_embeddings",
-                self.seq_len_interpolation_factor,
-                hint=hint,
+                name, "come with pretrained_max_position_embeddings", self.seq_len_interpolation_factor, hint=hint
             )
         if self.scaling.kind != "default":
             raise InputError(
@@ -112,7 +116,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of positions ``offset .. offset + max_seq_len - 1``, fp32 [max_seq_len, 1, 1, dim].
 
-        With an attention factor (YaRN), which angles cannot hold, what `cos_sin` returns. Both can be sliced and indexed by
+        With an attention factor (YaRN), which angles cannot hold, what `cos_sin` returns. Both can be sliced and
+        indexed by
         position: ``rope(4096)[positions]``.
 
         Args:
@@ -146,9 +151,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
             positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
-        inv_freq = _rotary_scaling.of_length(
-            self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len
-        )
+        inv_freq = _rotary_scaling.of_length(self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len)
         return positions[:, None] * inv_freq  # not a matmul, which autocast would round
 
     def extra_repr(self) -> str:
@@ -172,26 +175,34 @@ class Turn(NamedTuple):
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, tensor_format: str | None = None, start_positions: Tensor | None = None,
-    interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
-) -> Tensor:  # fmt: skip
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str | None = None,
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
     """Turn the channel pairs of queries or keys by their positions' angles.
 
-    ``out[i] = t[i] cos(angle) - t[j] sin(angle)`` and ``out[j] = t[j] cos(angle) + t[i] sin(angle)`` for the pair (i, j).
+    ``out[i] = t[i] cos(angle) - t[j] sin(angle)`` and ``out[j] = t[j] cos(angle) + t[i] sin(angle)`` for the pair (i,
+    j).
 
     Args:
         t: [s, b, h, d], [b, s, h, d] or [t, h, d], as `tensor_format` says.
-        freqs: fp32 angles [s2, 1, 1, d2] of positions 0, 1, ... as `RotaryPositionEmbedding` gives them, [s2, b, 1, d2] where
-            each sequence has its own, or its `cos_sin` [s2, 1, 1, 2, d2 / 2]. s2 covers every position, d2 <= d; channels from
-            d2 on pass unchanged.
+        freqs: fp32 angles [s2, 1, 1, d2] of positions 0, 1, ... as `RotaryPositionEmbedding` gives them, [s2, b, 1, d2]
+            where each sequence has its own, or its `cos_sin` [s2, 1, 1, 2, d2 / 2]. s2 covers every position, d2 <= d;
+            channels from d2 on pass unchanged.
         tensor_format: "sbhd", "bshd" or "thd"; there is no default.
         start_positions: int [b], the position of each sequence's first token (in thd of each packed sequence).
         interleaved: whether pairs are channels 2 i and 2 i + 1, or i and i + d2 / 2.
         fused: a hint, without effect on the result.
-        cu_seqlens: int [b + 1], where packed sequences begin (thd alone): positions count from there. The padded offsets,
-            where there are any.
-        cp_size, cp_rank: context parallelism: each sequence is cut in 2 * cp_size equal chunks and t holds chunks cp_rank and
-            2 * cp_size - 1 - cp_rank. cu_seqlens are those of the whole sequences.
+        cu_seqlens: int [b + 1], where packed sequences begin (thd alone): positions count from there. The padded
+            offsets, where there are any.
+        cp_size, cp_rank: context parallelism: each sequence is cut in 2 * cp_size equal chunks and t holds chunks
+            cp_rank and 2 * cp_size - 1 - cp_rank. cu_seqlens are those of the whole sequences.
 
     Returns:
         A tensor like t.
@@ -211,9 +222,15 @@ def apply_rotary_pos_emb(
 
 
 def turn(
-    t: Tensor, freqs: Tensor, format: Layout, start_positions: Tensor | None = None, interleaved: bool = False,
-    cu_seqlens: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
-) -> Turn:  # fmt: skip
+    t: Tensor,
+    freqs: Tensor,
+    format: Layout,
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Turn:
     """What `rotate` needs, once for the queries and the keys of the same tokens."""
     _rotary_checks.check(t, freqs, format, start_positions, cu_seqlens, cp_size, cp_rank)
     length = _layout.sizes(t.shape, format)[1]
@@ -228,18 +245,14 @@ def turn(
     rows = _rows(freqs, positions, length, format)
     cos, sin = _pairs(rows, freqs.dim() == 5, interleaved)
     axis = -1 if interleaved else -2
-    return Turn(
-        torch.stack((cos, cos), axis).flatten(-2), torch.stack((-sin, sin), axis).flatten(-2), interleaved
-    )
+    return Turn(torch.stack((cos, cos), axis).flatten(-2), torch.stack((-sin, sin), axis).flatten(-2), interleaved)
 
 
 def rotate(t: Tensor, by: Turn) -> Tensor:
     """t with its pairs turned, in t's dtype."""
     size = by.cos.shape[-1]
     turning, rest = (t, None) if size == t.shape[-1] else t.split((size, t.shape[-1] - size), -1)
-    other = (
-        turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if by.interleaved else turning.roll(size // 2, -1)
-    )
+    other = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if by.interleaved else turning.roll(size // 2, -1)
     out = torch.addcmul(turning * by.cos, other, by.sin).to(t.dtype)
     return out if rest is None else torch.cat((out, rest), -1)
 

@@ -42,27 +42,28 @@ def verify(
 ) -> Report:
     """Run every backend that can run this problem, and hold each against an oracle in fp64.
 
-    ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` for the output, the
-    log-sum-exp and every gradient x. What the mask leaves without a pair must be exactly 0. The oracle is dense and slow: it
-    visits every pair of query and key twice, in pieces that fit in memory.
+    ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` for the output,
+    the log-sum-exp and every gradient x. What the mask leaves without a pair must be exactly 0. The oracle is dense and
+    slow: it visits every pair of query and key twice, in pieces that fit in memory.
 
     Args:
-        q, k, v, layout, bias, alibi_slopes, sinks, dropout_p, dropout_seed: as for `attention`. They are left as they are:
-            gradients are taken of views of them, along random upstream gradients.
+        q, k, v, layout, bias, alibi_slopes, sinks, dropout_p, dropout_seed: as for `attention`. They are left as they
+            are: gradients are taken of views of them, along random upstream gradients.
         backends: names or families to run; None is all of them. backend: the same for one, as in `attention`.
-        gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A backend
-            that has no gradient for some is asked for those that require one (q, k, v if none does), then for the output only.
+        gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A
+            backend that has no gradient for some is asked for those that require one (q, k, v if none does), then for
+            the output only.
         arguments: mask, scale, softcap, return_lse, deterministic, pages: as for `attention`.
 
     Returns:
-        A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget), ``.refused`` (reasons by backend), ``.to_dict()``;
-        ``print`` it for the table. What a kernel raises is a failed row.
+        A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget), ``.refused`` (reasons by backend),
+        ``.to_dict()``; ``print`` it for the table. What a kernel raises is a failed row.
 
     Raises:
         InputError: an argument is wrong, or NaN or infinity stands where the mask lets it be seen.
 
-    Source: the budget is that of the flash-attention tests, github.com/Dao-AILab/flash-attention: twice the error of a plain
-    low-precision attention.
+    Source: the budget is that of the flash-attention tests, github.com/Dao-AILab/flash-attention: twice the error of a
+    plain low-precision attention.
 
     >>> import torch, undivided
     >>> from undivided import masks
@@ -103,9 +104,7 @@ def _check_arguments(q: object, arguments: dict[str, Any]) -> None:
         hint = "undivided.explain takes meta tensors, and runs nothing"
         raise InputError("q", "hold values, for verify computes with them", "a meta tensor", hint)
     if unknown := sorted(set(arguments) - _FURTHER):
-        raise InputError(
-            "verify", f"be given arguments of attention ({', '.join(sorted(_FURTHER))}, ...)", unknown
-        )
+        raise InputError("verify", f"be given arguments of attention ({', '.join(sorted(_FURTHER))}, ...)", unknown)
 
 
 def _chosen(words: Sequence[str] | None) -> list[Backend]:
@@ -118,7 +117,5 @@ def _chosen(words: Sequence[str] | None) -> list[Backend]:
         if not isinstance(word, str) or word not in names_and_families():
             raise InputError("backends", f"name only {', '.join(sorted(names_and_families()))}", repr(word))
     return list(
-        dict.fromkeys(
-            candidate for word in words for candidate in all_backends() if is_called(candidate, word)
-        )
+        dict.fromkeys(candidate for word in words for candidate in all_backends() if is_called(candidate, word))
     )

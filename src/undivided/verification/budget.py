@@ -4,8 +4,9 @@
     budget    = 2 * error(plain) + eps                            plain: the worst of three orders of summation
 
 Where the mask leaves nothing, exact values are required: output rows, and gradients that no pair reaches, are 0; their
-lse is -inf. Nothing here is an absolute tolerance: zeros have error 1. Where plain arithmetic cannot tell the right answer from
-0 (the gradient of q with a single key is 0), there is nothing to be relative to, and norms are compared as they are.
+lse is -inf. Nothing here is an absolute tolerance: zeros have error 1. Where plain arithmetic cannot tell the right
+answer from 0 (the gradient of q with a single key is 0), there is nothing to be relative to, and norms are compared as
+they are.
 
 Why so: docs/decisions/2026-11-20-error-budget.md.
 """
@@ -32,8 +33,8 @@ FACTOR = 2
 """A kernel rounds about as often as the plain reference, but elsewhere: twice its error leaves room for that."""
 
 ORDERS = 3
-"""Orders of summation that the plain error is the worst of: a gradient of four sinks is four numbers, and one order may be
-lucky in all of them. Measured over the catalogue with six seeds: see the decision note."""
+"""Orders of summation that the plain error is the worst of: a gradient of four sinks is four numbers, and one order may
+be lucky in all of them. Measured over the catalogue with six seeds: see the decision note."""
 
 
 def distance(value: Tensor, right: Tensor, zero: Tensor | None = None) -> float:
@@ -86,7 +87,8 @@ class Budget:
     zero: Mapping[str, Tensor]
 
     def error(self, name: str, value: Tensor | None) -> float:
-        """The relative error of a quantity as the caller gets it; inf where it is missing or an exact value is not met."""
+        """The relative error of a quantity as the caller gets it; inf where it is missing or an exact value is not
+        met."""
         if value is None:
             return math.inf
         right = self.right[name]
@@ -129,32 +131,30 @@ def budget_for(problem: Problem, operands: Operands, upstream: Upstream) -> Budg
         zero = _oracle.unreachable(problem, operands)
         right["lse"].masked_fill_(zero["lse"], -torch.inf)
         if not all(
-            bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all())
-            for name, x in right.items()
+            bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all()) for name, x in right.items()
         ):
             raise InputError(
-                "q, k, v", "be finite where the mask lets them be seen, and give finite results in float64",
-                "NaN or infinity", hint="say with masks.lengths or masks.documents what is padding; it may hold anything",
-            )  # fmt: skip
+                "q, k, v",
+                "be finite where the mask lets them be seen, and give finite results in float64",
+                "NaN or infinity",
+                hint="say with masks.lengths or masks.documents what is padding; it may hold anything",
+            )
         errors = _plain_errors(problem, operands, upstream, right)
         norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
     scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
-    allowed = {
-        name: FACTOR * errors[name] / scale[name] + _rounding(name, problem, operands) for name in right
-    }
+    allowed = {name: FACTOR * errors[name] / scale[name] + _rounding(name, problem, operands) for name in right}
     return Budget(problem, right, scale, allowed, zero)
 
 
 def _plain_errors(
     problem: Problem, operands: Operands, upstream: Upstream, right: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """How far plain arithmetic is from the right answer, at worst. Where float16 overflows, bfloat16 stands in for it."""
+    """How far plain arithmetic is from the right answer, at worst. Where float16 overflows, bfloat16 stands in for
+    it."""
     worst = dict.fromkeys(right, 0.0)
     for order in range(ORDERS):
         # in fp64 order 0 is the oracle's own
-        plain = _oracle.plain(
-            problem, operands, upstream, problem.dtype, order + (problem.dtype == torch.float64)
-        )
+        plain = _oracle.plain(problem, operands, upstream, problem.dtype, order + (problem.dtype == torch.float64))
         far = {name: distance(plain[name], right[name]) for name in right}
         if problem.dtype == torch.float16 and not all(map(math.isfinite, far.values())):
             plain = _oracle.plain(problem, operands, upstream, torch.bfloat16, order)

@@ -35,7 +35,8 @@ _attend: Callable[..., Tensor] = attention
 
 
 class Held(NamedTuple):
-    """A problem in fixed memory: what `attention` takes, the leaves that are differentiated, and new values for all of it."""
+    """A problem in fixed memory: what `attention` takes, the leaves that are differentiated, and new values for all of
+    it."""
 
     arguments: dict[str, Any]
     leaves: tuple[Tensor, ...]
@@ -43,8 +44,16 @@ class Held(NamedTuple):
     change: Callable[[], None]
 
 
-def _held(device: str, *, q_len: int, kv_len: int, layout: str = "bshd", batch: int = 2, train: bool = True,
-          mask: Callable[[], tuple[Any, Callable[[], None]]]) -> Held:  # fmt: skip
+def _held(
+    device: str,
+    *,
+    q_len: int,
+    kv_len: int,
+    layout: str = "bshd",
+    batch: int = 2,
+    train: bool = True,
+    mask: Callable[[], tuple[Any, Callable[[], None]]],
+) -> Held:
     """4 query and 2 key/value heads of size 64, bf16."""
     generator = torch.Generator().manual_seed(0)
 
@@ -90,12 +99,8 @@ PROBLEMS: dict[str, Callable[[str], Held]] = {
     "window-global": lambda device: _held(
         device, q_len=256, kv_len=256, mask=lambda: (masks.window(32, 0) | masks.prefix(4), _nothing)
     ),
-    "documents": lambda device: _held(
-        device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)
-    ),
-    "decode-lengths": lambda device: _held(
-        device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)
-    ),
+    "documents": lambda device: _held(device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)),
+    "decode-lengths": lambda device: _held(device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)),
 }
 
 
@@ -150,18 +155,13 @@ def _same(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-CHECKS: dict[str, Callable[[Held, str | None], None]] = {
-    "no-sync": _no_sync, "graph": _graph, "compile": _compiled,
-}  # fmt: skip
+CHECKS: dict[str, Callable[[Held, str | None], None]] = {"no-sync": _no_sync, "graph": _graph, "compile": _compiled}
 
 
 def lines_of(task: Task) -> list[Line]:
     """A line for each backend of one check ("check/problem"); the dtype is always bf16."""
     check, problem = task.case.split("/")
-    return [
-        Line(task.case, task.dtype, name, *_verdict(check, problem, name, task.device))
-        for name in task.backends
-    ]
+    return [Line(task.case, task.dtype, name, *_verdict(check, problem, name, task.device)) for name in task.backends]
 
 
 def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tuple[str, ...]]:
@@ -178,16 +178,13 @@ def tasks(device: str) -> list[Task]:
     """Every check of every problem, all backends of the machine in one."""
     names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
     return [
-        Task(device, f"{check}/{problem}", "bfloat16", (CHOSEN, *names))
-        for check in CHECKS for problem in PROBLEMS
-    ]  # fmt: skip
+        Task(device, f"{check}/{problem}", "bfloat16", (CHOSEN, *names)) for check in CHECKS for problem in PROBLEMS
+    ]
 
 
 def main() -> int:
     """The command; 1 where anything was wrong, 2 where some was not run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--filter", default="", help="only what has this in check/problem")
     parser.add_argument("--jobs", type=int, default=1)
@@ -199,9 +196,7 @@ def main() -> int:
     planned = [task for task in tasks(arguments.device) if arguments.filter in task.case]
     report = Lines(arguments.json, arguments.resume)
     left = pending(planned, report.lines)
-    for line in in_processes(
-        left, lines_of, jobs=arguments.jobs, seconds=arguments.seconds, patience=PATIENCE
-    ):
+    for line in in_processes(left, lines_of, jobs=arguments.jobs, seconds=arguments.seconds, patience=PATIENCE):
         report.add(line)
     return report.end(planned)
 

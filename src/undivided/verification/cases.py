@@ -1,7 +1,8 @@
 """The catalogue of named cases: what the tests try, what ``verify`` can be pointed at, what the benchmarks gate on.
 
-A case is a description without tensors; `undivided.verification.inputs.build` makes the tensors. Sizes are odd and small, so
-that every tail of every kernel is run and the whole catalogue takes seconds. A name says what is special about a case.
+A case is a description without tensors; `undivided.verification.inputs.build` makes the tensors. Sizes are odd and
+small, so that every tail of every kernel is run and the whole catalogue takes seconds. A name says what is special
+about a case.
 
 Axes of a bias: b batch, h heads, q query rows, k keys, 1 broadcast; fewer letters are fewer dimensions.
 """
@@ -38,9 +39,9 @@ class Case:
     layout, batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim: sizes; in thd the batch is 1 and lengths are totals.
         kv_len, kv_heads and v_dim are q_len, heads and qk_dim where not said.
     mask: builds the mask; None is every pair.
-    memory: how q, k and v lie in memory: "contiguous" in the layout; "packed-qkv" (views of one projection); "sliced" (every
-        second row of a larger buffer, not aligned); "strided-last" (a last axis whose stride is not 1); "shared-kv" (one
-        key/value row expanded over the batch, stride 0).
+    memory: how q, k and v lie in memory: "contiguous" in the layout; "packed-qkv" (views of one projection); "sliced"
+        (every second row of a larger buffer, not aligned); "strided-last" (a last axis whose stride is not 1);
+        "shared-kv" (one key/value row expanded over the batch, stride 0).
     bias: its axes, or None. bias_dtype: None is q's. bias_holes: a tenth of it is -inf, and one whole row.
     scale, softcap, dropout_p, dropout_seed: as for `attention`. sinks: with or without.
     alibi: "h", "bh", "usual" (the slopes of Press et al.) or None.
@@ -90,7 +91,8 @@ class Case:
         return self.batch, self.q_len, kv_len, self.heads, kv_heads, self.qk_dim, v_dim
 
     def in_layout(self, layout: Layout) -> Case:
-        """The same problem in another layout, plainly in memory. (Packed documents may be any layout of a batch of one.)"""
+        """The same problem in another layout, plainly in memory. (Packed documents may be any layout of a batch of
+        one.)"""
         return replace(self, layout=layout, memory="contiguous")
 
     def __str__(self) -> str:
@@ -131,9 +133,7 @@ PLAIN = _tagged(
     Case("more-keys-than-queries", layout="bhsd", q_len=7, kv_len=29),
     Case("more-queries-than-keys", layout="sbhd", q_len=29, kv_len=7),
     Case("lse-returned-and-differentiated", return_lse=True, dtypes=EVERY_DTYPE),
-    Case(
-        "lse-thd", layout="thd", batch=1, q_len=10, mask=lambda: masks.documents([0, 3, 10]), return_lse=True
-    ),
+    Case("lse-thd", layout="thd", batch=1, q_len=10, mask=lambda: masks.documents([0, 3, 10]), return_lse=True),
     Case("only-q-needs-a-gradient", needs=("q",)),
     Case("only-k-needs-a-gradient", layout="sbhd", needs=("k",)),
     Case("only-v-needs-a-gradient", layout="bhsd", needs=("v",)),
@@ -154,13 +154,7 @@ MEMORY = _tagged(
     Case("every-second-row-bshd", memory="sliced"),
     Case("every-second-row-bhsd-causal", layout="bhsd", memory="sliced", mask=lambda: masks.causal()),
     Case("last-axis-strided", memory="strided-last"),
-    Case(
-        "last-axis-strided-thd",
-        layout="thd",
-        batch=1,
-        memory="strided-last",
-        mask=lambda: masks.documents([0, 13]),
-    ),
+    Case("last-axis-strided-thd", layout="thd", batch=1, memory="strided-last", mask=lambda: masks.documents([0, 13])),
     Case("keys-shared-by-the-batch", memory="shared-kv", batch=3),
 )
 
@@ -435,6 +429,4 @@ def get(name: str) -> Case:
         return CASES[name]
     near = difflib.get_close_matches(str(name), CASES, n=3)
     hint = f"near it: {', '.join(near)}" if near else None
-    raise InputError(
-        "case", f"be one of the {len(CASES)} cases of undivided.verification.cases", repr(name), hint
-    )
+    raise InputError("case", f"be one of the {len(CASES)} cases of undivided.verification.cases", repr(name), hint)

@@ -4,8 +4,8 @@ The tests run it on the CPU; on a GPU it needs neither pytest nor a network: ``s
 
     python -m undivided.verification.contract --device cuda --jobs 8 --json contract.json
 
-With --jobs the cases run in processes of their own, so that a kernel that faults or hangs costs its case alone, and kernels are
-compiled side by side. What is known is written as it comes: a run that is cut off leaves its lines.
+With --jobs the cases run in processes of their own, so that a kernel that faults or hangs costs its case alone, and
+kernels are compiled side by side. What is known is written as it comes: a run that is cut off leaves its lines.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def available(device: str) -> tuple[Backend, ...]:
     """Every backend that this machine has for tensors on the device."""
     machine, kind = Machine.this(device), device.split(":")[0]
     return tuple(
-        backend
-        for backend in all_backends()
-        if kind in backend.limits.devices and not backend.unavailable(machine)
+        backend for backend in all_backends() if kind in backend.limits.devices and not backend.unavailable(machine)
     )
 
 
@@ -72,9 +70,11 @@ def tasks(device: str, backends: Sequence[Backend], cases: Iterable[Case]) -> li
 
 
 def contract(
-    device: str, backends: tuple[Backend, ...] | None = None, cases: tuple[Case, ...] = tuple(CASES.values()),
+    device: str,
+    backends: tuple[Backend, ...] | None = None,
+    cases: tuple[Case, ...] = tuple(CASES.values()),
     told: Callable[[Line], None] = lambda line: None,
-) -> list[Line]:  # fmt: skip
+) -> list[Line]:
     """Run it in this process.
 
     Args:
@@ -118,9 +118,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument("--filter", default="", help="only cases that have this in their name")
@@ -132,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The command: a line for each wrong answer, a count for each backend; 1 if anything was wrong, 2 if some was not run."""
+    """The command: a line for each wrong answer, a count for each backend; 1 if anything was wrong, 2 if some was not
+    run."""
     arguments = _parser().parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     named = arguments.backend or [backend.name for backend in available(arguments.device)]

@@ -39,11 +39,7 @@ class Inputs:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that need a gradient, by name."""
-        return {
-            name: t
-            for name in DIFFERENTIABLE
-            if (t := self.arguments.get(name)) is not None and t.requires_grad
-        }
+        return {name: t for name in DIFFERENTIABLE if (t := self.arguments.get(name)) is not None and t.requires_grad}
 
     def attention(self, **overrides: Any) -> Any:
         """``undivided.attention`` of these arguments, some of them overridden."""
@@ -60,8 +56,8 @@ def build(
         dtype: of q, k and v; the case's first if None.
         device: where the tensors are to be. Mask tensors stay on the CPU.
         seed: of everything random.
-        poison: NaN in every row, key, page and gap in memory that lies outside the real lengths, documents and used pages,
-            and in the upstream gradients there.
+        poison: NaN in every row, key, page and gap in memory that lies outside the real lengths, documents and used
+            pages, and in the upstream gradients there.
 
     Returns:
         `Inputs`: ``inputs.attention()`` runs the case.
@@ -106,7 +102,8 @@ _LARGE = 1 << 22
 
 
 class _Draw:
-    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same, but large ones."""
+    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same, but large
+    ones."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -174,9 +171,9 @@ def padding(mask: Mask | None, sizes: tuple[int, ...], device: str = "cpu") -> t
         nowhere = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         return nowhere.expand(batch, q_len), nowhere.expand(batch, kv_len)
     parts = tuple(part for part in mask.parts if part.name in _SEQUENCES)
-    together = dataclasses.replace(mask, left=None, right=None, parts=parts).to_dense(
-        batch, 1, q_len, kv_len, device
-    )[:, 0]
+    together = dataclasses.replace(mask, left=None, right=None, parts=parts).to_dense(batch, 1, q_len, kv_len, device)[
+        :, 0
+    ]
     return ~together.any(2), ~together.any(1)
 
 

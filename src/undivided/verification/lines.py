@@ -1,4 +1,5 @@
-"""What is checked on a device, as lines: a case, a dtype, a backend, a verdict. Run in processes, written as they come."""
+"""What is checked on a device, as lines: a case, a dtype, a backend, a verdict. Run in processes, written as they
+come."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WRITE_EVERY = 2.0
 
 
 class Line(NamedTuple):
-    """One case in one dtype with one backend: verdict "right", "wrong" or "refused", and what was wrong or why refused."""
+    """One case in one dtype with one backend: verdict "right", "wrong" or "refused", and what was wrong or why
+    refused."""
 
     case: str
     dtype: str
@@ -38,8 +40,9 @@ class Task(NamedTuple):
 
 def in_processes(
     planned: Sequence[Task], lines_of: Callable[[Task], list[Line]], *, jobs: int, seconds: float, patience: float
-) -> Iterator[Line]:  # fmt: skip
-    """The lines of all tasks, as they come. A task whose process ended is run again with each backend alone, to find which.
+) -> Iterator[Line]:
+    """The lines of all tasks, as they come. A task whose process ended is run again with each backend alone, to find
+    which.
 
     Args:
         lines_of: a line for each backend of a task; importable, as `workers.work` wants it.
@@ -56,18 +59,14 @@ def in_processes(
             elif done.value is not None:
                 yield from done.value
             else:
-                yield from (
-                    Line(task.case, task.dtype, name, "wrong", (done.failure,)) for name in task.backends
-                )
+                yield from (Line(task.case, task.dtype, name, "wrong", (done.failure,)) for name in task.backends)
 
 
 def pending(planned: Iterable[Task], known: Iterable[Line]) -> list[Task]:
     """What is left to do when these lines are known."""
     have = {line[:3] for line in known}
     left = (
-        task._replace(
-            backends=tuple(name for name in task.backends if (task.case, task.dtype, name) not in have)
-        )
+        task._replace(backends=tuple(name for name in task.backends if (task.case, task.dtype, name) not in have))
         for task in planned
     )
     return [task for task in left if task.backends]
@@ -99,14 +98,12 @@ class Lines:
             fresh.replace(self.path)
 
     def end(self, planned: Iterable[Task]) -> int:
-        """Write, print a count for each backend; 1 where anything was wrong, 2 where some of what was planned was not run."""
+        """Write, print a count for each backend; 1 where anything was wrong, 2 where some of what was planned was not
+        run."""
         self.write()
         counts = Counter((line.backend, line.verdict) for line in self.lines)
         for name in sorted({line.backend for line in self.lines}):
-            print(
-                f"{name}: "
-                + ", ".join(f"{counts[name, word]} {word}" for word in ("right", "wrong", "refused"))
-            )
+            print(f"{name}: " + ", ".join(f"{counts[name, word]} {word}" for word in ("right", "wrong", "refused")))
         left = sum(len(task.backends) for task in pending(planned, self.lines))
         if left:
             print(f"not run: {left} (the time was over; --resume runs the rest)", flush=True)

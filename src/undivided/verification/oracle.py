@@ -3,10 +3,11 @@
 Two evaluations of one formula, neither of which shares code with a backend:
 
 - the oracle: fp64, gradients by torch's autograd;
-- the plain reference: entirely in the input's own precision, the backward written out as every fused kernel computes it, by
+- the plain reference: entirely in the input's own precision, the backward written out as every fused kernel computes
+it, by
   recomputation from the rounded output: ``dS = P * (dP - rowsum(dO * O))``. It can be asked to sum over keys and head
-  entries in other orders, which changes nothing but the rounding: that is how its error is sampled, and what stands in for
-  a lower precision where the inputs are fp64 themselves.
+  entries in other orders, which changes nothing but the rounding: that is how its error is sampled, and what stands in
+  for a lower precision where the inputs are fp64 themselves.
 
 Rows are worked on in pieces, so that no table is larger than `PAIRS`; a row's keys are never split.
 
@@ -26,9 +27,17 @@ from undivided._problem import Operands, Problem
 from undivided.kernels import philox
 
 __all__ = [
-    "NAMES", "Piece", "Upstream",
-    "kv_heads_of", "oracle", "oracle_of", "plain", "plain_of", "reachable_of", "unreachable",
-]  # fmt: skip
+    "NAMES",
+    "Piece",
+    "Upstream",
+    "kv_heads_of",
+    "oracle",
+    "oracle_of",
+    "plain",
+    "plain_of",
+    "reachable_of",
+    "unreachable",
+]
 
 PAIRS = 1 << 22
 """Scores worked on at once: 32 MiB in fp64, and about a dozen such tables live at a time."""
@@ -47,7 +56,8 @@ class Upstream(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a problem that is right or wrong by itself: query rows of some heads of some sequences, and all of their keys.
+    """A part of a problem that is right or wrong by itself: query rows of some heads of some sequences, and all of
+    their keys.
 
     heads are whole groups, or lie within one.
     """
@@ -115,8 +125,13 @@ def plain(
 
 
 def plain_of(
-    piece: Piece, problem: Problem, operands: Operands, upstream: Upstream | None, precision: torch.dtype, order: int = 0
-) -> Quantities:  # fmt: skip
+    piece: Piece,
+    problem: Problem,
+    operands: Operands,
+    upstream: Upstream | None,
+    precision: torch.dtype,
+    order: int = 0,
+) -> Quantities:
     """`plain` for one piece; without an upstream only out and lse."""
     tables = _tables(piece, problem, operands)
     leaves = _leaves(piece, problem, operands, precision)
@@ -132,16 +147,15 @@ def plain_of(
 
 
 class _Shuffle:
-    """Keys, the entries of query and key heads, and those of value heads, each in a random order; 0 leaves them as they are."""
+    """Keys, the entries of query and key heads, and those of value heads, each in a random order; 0 leaves them as they
+    are."""
 
     def __init__(self, order: int, like: _Leaves) -> None:
         generator = torch.Generator("cpu").manual_seed(order)
 
         def drawn(size: int) -> Tensor:
             indices = (
-                torch.randperm(size, generator=generator, device="cpu")
-                if order
-                else torch.arange(size, device="cpu")
+                torch.randperm(size, generator=generator, device="cpu") if order else torch.arange(size, device="cpu")
             )
             return indices.to(like.q.device)
 
@@ -217,7 +231,8 @@ def _attend(leaves: _Leaves, tables: _Tables, operands: Operands) -> tuple[Tenso
 
 
 def _score(leaves: _Leaves, tables: _Tables, operands: Operands) -> Tensor:
-    """``softcap(scale * q . k) - slope * distance + bias``, -inf where not allowed; [B, H, R, K] in the precision of q."""
+    """``softcap(scale * q . k) - slope * distance + bias``, -inf where not allowed; [B, H, R, K] in the precision of
+    q."""
     q = leaves.q.masked_fill(_empty(tables), 0.0)  # what the mask hides may be NaN, and 0 * NaN is NaN
     score = (q @ _reachable(leaves.k, tables).transpose(-1, -2)) * operands.scale
     if operands.softcap is not None:
@@ -234,8 +249,8 @@ def _recomputed(
 ) -> Quantities:
     """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision.
 
-    The backward has only out and lse of the forward. Its own scores are rounded otherwise (here: the forward takes the entries
-    of a head backwards), which is most of the error where one key has almost all of the weight.
+    The backward has only out and lse of the forward. Its own scores are rounded otherwise (here: the forward takes the
+    entries of a head backwards), which is most of the error where one key has almost all of the weight.
     """
     forward = leaves._replace(q=leaves.q.flip(-1), k=leaves.k.flip(-1))
     out, lse = (x.detach() for x in _attend(forward, tables, operands))
@@ -247,9 +262,7 @@ def _recomputed(
     alone = torch.exp(score.detach() - lse)  # weights without sinks
     sinks = None if leaves.sinks is None else leaves.sinks.detach()[None, :, None, None]
     weights = alone if sinks is None else alone * torch.sigmoid(lse - sinks).to(precision)
-    survive = (
-        1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(operands.dropout_p)
-    )
+    survive = 1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(operands.dropout_p)
     v = _reachable(leaves.v, tables).detach()
     delta = (grad_out * out).sum(-1, keepdim=True)
     grad_score = weights * ((grad_out @ v.transpose(-1, -2)) * survive - delta)
@@ -349,12 +362,15 @@ def _leaves(piece: Piece, problem: Problem, operands: Operands, precision: torch
     def leaf(x: Tensor, precision: torch.dtype) -> Tensor:
         return x.detach().to(precision, copy=True).requires_grad_()
 
-    extra = torch.promote_types(
-        precision, torch.float32
-    )  # bias, sinks and slopes are often fp32 beside half inputs
-    others = [None if x is None else leaf(x, extra) for x in (
-        None if bias is None else bias[_where(bias, piece)], None if sinks is None else sinks[piece.heads], row_slopes
-    )]  # fmt: skip
+    extra = torch.promote_types(precision, torch.float32)  # bias, sinks and slopes are often fp32 beside half inputs
+    others = [
+        None if x is None else leaf(x, extra)
+        for x in (
+            None if bias is None else bias[_where(bias, piece)],
+            None if sinks is None else sinks[piece.heads],
+            row_slopes,
+        )
+    ]
     return _Leaves(leaf(q[piece], precision), leaf(k[kv], precision), leaf(v[kv], precision), *others)
 
 
@@ -388,10 +404,7 @@ def _zeros(problem: Problem, operands: Operands) -> Quantities:
     for name, tensor in zip(NAMES[3:], operands.differentiable[3:], strict=True):
         if tensor is not None:
             shapes[f"d{name}"] = tuple(tensor.shape)
-    return {
-        name: torch.zeros(shape, dtype=torch.float64, device=operands.q.device)
-        for name, shape in shapes.items()
-    }
+    return {name: torch.zeros(shape, dtype=torch.float64, device=operands.q.device) for name, shape in shapes.items()}
 
 
 def _add(totals: Quantities, piece: Piece, problem: Problem, operands: Operands, found: Quantities) -> None:

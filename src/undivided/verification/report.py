@@ -123,9 +123,7 @@ class Report:
         wrong = len({row.backend for row in self.failures})
         right = len(self.backends) - wrong
         counts = [(wrong, "WRONG"), (right, "right"), (len(self.refused), "refused")]
-        said = [
-            f"{_backends(n) if not i else n} {word}" for i, (n, word) in enumerate(c for c in counts if c[0])
-        ]
+        said = [f"{_backends(n) if not i else n} {word}" for i, (n, word) in enumerate(c for c in counts if c[0])]
         return ", ".join(said) or "nothing ran"
 
 

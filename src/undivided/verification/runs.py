@@ -96,7 +96,8 @@ def request(
 
 
 def _detached(name: str, tensor: Any) -> Any:
-    """The tensor without its history; an inference tensor as a normal one. What is no tensor is for `normalise` to refuse."""
+    """The tensor without its history; an inference tensor as a normal one. What is no tensor is for `normalise` to
+    refuse."""
     if not isinstance(tensor, Tensor):
         return tensor
     check_tensor(name, tensor)
@@ -131,9 +132,7 @@ def _attempts(asked: Request) -> list[tuple[str, ...]]:
     if not asked.gradients:
         return [()]
     paged = asked.rest.get("pages") is not None
-    all_of_them = [
-        name for name in NAMES if asked.tensors.get(name) is not None and not (paged and name in ("k", "v"))
-    ]
+    all_of_them = [name for name in NAMES if asked.tensors.get(name) is not None and not (paged and name in ("k", "v"))]
     wanted = asked.wanted or {"q", "k", "v"}
     attempts = [tuple(all_of_them), tuple(name for name in all_of_them if name in wanted), ()]
     return list(dict.fromkeys(attempts))
@@ -141,10 +140,7 @@ def _attempts(asked: Request) -> list[tuple[str, ...]]:
 
 def _leaves(asked: Request, needs: Sequence[str]) -> dict[str, Tensor | None]:
     """The caller's tensors in their own memory, as leaves of their own."""
-    return {
-        name: None if t is None else t.detach().requires_grad_(name in needs)
-        for name, t in asked.tensors.items()
-    }
+    return {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in asked.tensors.items()}
 
 
 def _objections(backend: Backend, asked: Request, needs: Sequence[str], **changes: Any) -> tuple[str, ...]:
@@ -160,9 +156,7 @@ def _refusal(needs: Sequence[str], reasons: Sequence[str]) -> str:
     return f"{what}: {'; '.join(reasons)}"
 
 
-def _rows(
-    backend: Backend, asked: Request, needs: Sequence[str], only: str | None = None, **changes: Any
-) -> list[Row]:
+def _rows(backend: Backend, asked: Request, needs: Sequence[str], only: str | None = None, **changes: Any) -> list[Row]:
     """Run with these gradients and judge all that comes back, or one quantity of it."""
     leaves, rest = _leaves(asked, needs), {**asked.rest, **changes}
     names = ["out", *(["lse"] if rest.get("return_lse") else []), *(f"d{name}" for name in needs)]

@@ -1,8 +1,9 @@
 """The budget of a problem that is too large to compute whole in fp64: held on a sample of its heads and rows.
 
-Attention falls into parts that are right or wrong by themselves. An output row and its gradient depend on that row of q and on
-all keys; the gradients of a head's keys and values depend on that head. So a sample is exact on what it looks at, by the oracle
-and the budget of `undivided.verification.budget`, and says nothing of the rest; a small problem is its own sample, whole.
+Attention falls into parts that are right or wrong by themselves. An output row and its gradient depend on that row of q
+and on all keys; the gradients of a head's keys and values depend on that head. So a sample is exact on what it looks
+at, by the oracle and the budget of `undivided.verification.budget`, and says nothing of the rest; a small problem is
+its own sample, whole.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def sample_of(problem: Problem, operands: Operands, grad_out: Tensor | None) -> 
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:
-    """Everything where it is small; else the first group of heads of the first sequence and the last group of the last."""
+    """Everything where it is small; else the first group of heads of the first sequence and the last group of the
+    last."""
     rows = slice(0, problem.q_len)
     if problem.batch * problem.heads * problem.q_len * problem.kv_len <= WHOLE:
         return (Piece(slice(0, problem.batch), slice(0, problem.heads), rows),)

@@ -1,7 +1,7 @@
 """Work in processes that may die: a kernel that faults, hangs or breaks its CUDA context costs one task, not the run.
 
-After an illegal address every later CUDA call of a process fails, so a process that has broken its context ends itself, and the
-next task is given to a fresh one. The parent never touches the device.
+After an illegal address every later CUDA call of a process fails, so a process that has broken its context ends itself,
+and the next task is given to a fresh one. The parent never touches the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Worker(Generic[T]):
 
 def work(
     tasks: Iterable[T], function: Callable[[T], R], *, jobs: int = 1, patience: float = 120.0, seconds: float = 3600.0
-) -> Iterator[Done[T, R]]:  # fmt: skip
+) -> Iterator[Done[T, R]]:
     """Run `function` on every task, in `jobs` processes; yields each as it is done.
 
     Args:

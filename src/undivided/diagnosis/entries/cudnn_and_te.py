@@ -113,11 +113,7 @@ ENTRIES = (
         source="NVIDIA/TransformerEngine#1116, NVIDIA/TransformerEngine#1407, NVIDIA/Megatron-LM#1882",
         near=ATTENTION,
         reads=lambda match, text: [
-            *(
-                ["The Reason is rtc->loadModule(): a library problem, not the inputs."]
-                if "loadModule" in text
-                else []
-            ),
+            *(["The Reason is rtc->loadModule(): a library problem, not the inputs."] if "loadModule" in text else []),
             *_values.alignment(match, text),
         ],
     ),
@@ -140,9 +136,7 @@ ENTRIES = (
     Entry(
         id="te-cp-only",
         title="Context parallelism is on and neither flash nor fused attention can run",
-        patterns=(
-            r"Context parallelism is only implemented with Flash Attention(?: and Fused Attention| v1)?",
-        ),
+        patterns=(r"Context parallelism is only implemented with Flash Attention(?: and Fused Attention| v1)?",),
         example="AssertionError: Context parallelism is only implemented with Flash Attention and Fused Attention!",
         cause="""Selection fell through to the unfused path, which has no context parallelism; why flash and fused
             were refused is not said. A length that is no multiple of 64 under cuDNN 8, flash switched off

@@ -45,9 +45,7 @@ ENTRIES = (
     Entry(
         id="flash-head-256",
         title="flash-attn takes head sizes up to 256",
-        patterns=(
-            r"FlashAttention (?:forward|backward) only supports head dimension at most (?P<limit>\d+)",
-        ),
+        patterns=(r"FlashAttention (?:forward|backward) only supports head dimension at most (?P<limit>\d+)",),
         example="RuntimeError: FlashAttention forward only supports head dimension at most 256",
         cause="The model has a larger head size (512 in some global layers), or heads and head size were swapped.",
         confirm="Print q.shape: the last axis is the head size.",
@@ -81,9 +79,7 @@ ENTRIES = (
     Entry(
         id="flash-ampere",
         title="flash-attn needs an Ampere GPU or newer",
-        patterns=(
-            r"FlashAttention only supports (?P<gpu>Ampere|Turing|Hopper|Volta)\b[^.]{0,40}GPUs or newer",
-        ),
+        patterns=(r"FlashAttention only supports (?P<gpu>Ampere|Turing|Hopper|Volta)\b[^.]{0,40}GPUs or newer",),
         example="RuntimeError: FlashAttention only supports Ampere GPUs or newer.",
         cause="V100 (7.0), T4 and RTX 20 (7.5) and older lack the instructions that version 2 uses.",
         confirm="torch.cuda.get_device_capability() is below (8, 0).",
@@ -115,9 +111,7 @@ ENTRIES = (
     Entry(
         id="flash-cu-seqlens-dtype",
         title="cu_seqlens must be int32",
-        patterns=(
-            r"(?P<name>cu_seqlens_\w+|seqused_k|block_table|leftpad_k) must have dtype (?:torch\.)?int32",
-        ),
+        patterns=(r"(?P<name>cu_seqlens_\w+|seqused_k|block_table|leftpad_k) must have dtype (?:torch\.)?int32",),
         example="RuntimeError: cu_seqlens_q must have dtype int32",
         cause="cumsum of an int32 tensor returns int64 unless dtype= is given.",
         confirm="Print cu_seqlens.dtype.",

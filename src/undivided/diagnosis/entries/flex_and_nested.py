@@ -79,9 +79,7 @@ ENTRIES = (
             """,
         source="pytorch/pytorch torch/nn/attention/flex_attention.py",
         reads=lambda match, text: (
-            [
-                f"{match['a']} query heads, {match['b']} key heads: {int(match['a']) // int(match['b'])} to one."
-            ]
+            [f"{match['a']} query heads, {match['b']} key heads: {int(match['a']) // int(match['b'])} to one."]
             if int(match["b"]) and int(match["a"]) % int(match["b"]) == 0
             else [f"{match['b']} does not divide {match['a']}: not grouped-query attention."]
         ),
@@ -154,9 +152,7 @@ ENTRIES = (
                 out = undivided.attention(q, k, v, layout="bhsd", mask=mask)
             """,
         source="pytorch/pytorch#141486, meta-pytorch/attention-gym#54",
-        reads=lambda match, text: [
-            f"Made for {match['a']}, called with {match['q']} queries and {match['k']} keys."
-        ],
+        reads=lambda match, text: [f"Made for {match['a']}, called with {match['q']} queries and {match['k']} keys."],
     ),
     Entry(
         id="flex-cpu-dtype",

@@ -29,10 +29,7 @@ ENTRIES = (
             PyTorch, or switch to SDPA.""",
         call=_ANY_DEVICE,
         source="facebookresearch/xformers#1143, unslothai/unsloth#400",
-        reads=lambda match, text: [
-            f"It is the {match['which']} pass.",
-            *_values.operator_reasons(match, text),
-        ],
+        reads=lambda match, text: [f"It is the {match['which']} pass.", *_values.operator_reasons(match, text)],
     ),
     Entry(
         id="hf-flash-toggled",

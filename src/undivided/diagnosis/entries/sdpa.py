@@ -149,9 +149,7 @@ ENTRIES = (
             )
             """,
         source="mahmoodlab/TITAN#11",
-        reads=lambda match, text: (
-            [f"The mask is {match['a']}, the query {match['b']}."] if match.re.groups else []
-        ),
+        reads=lambda match, text: [f"The mask is {match['a']}, the query {match['b']}."] if match.re.groups else [],
     ),
     Entry(
         id="sdpa-dtypes",

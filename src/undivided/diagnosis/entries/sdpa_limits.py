@@ -67,9 +67,7 @@ ENTRIES = (
     Entry(
         id="varlen-on-cpu",
         title="torch.nn.attention.varlen has no CPU kernel",
-        patterns=(
-            r"Could not run 'aten::_flash_attention_forward' with arguments from the '(?P<device>\w+)' backend",
-        ),
+        patterns=(r"Could not run 'aten::_flash_attention_forward' with arguments from the '(?P<device>\w+)' backend",),
         example="""NotImplementedError: Could not run 'aten::_flash_attention_forward' with arguments from the 'CPU'
             backend.""",
         cause="varlen_attn calls the CUDA flash kernel directly; there is none for other devices.",
@@ -92,10 +90,7 @@ ENTRIES = (
     Entry(
         id="attention-out-of-memory",
         title="Out of memory while storing an S x S score matrix",
-        patterns=(
-            rf"{_SCORES}.{{0,600}}?out of memory{_SIZE}",
-            rf"out of memory{_SIZE}.{{0,300}}?{_SCORES}",
-        ),
+        patterns=(rf"{_SCORES}.{{0,600}}?out of memory{_SIZE}", rf"out of memory{_SIZE}.{{0,300}}?{_SCORES}"),
         example="""torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB. (raised in
             scaled_dot_product_attention)""",
         cause="""An unfused path ran: eager attention, or SDPA's math kernel, which it takes silently for a mask with

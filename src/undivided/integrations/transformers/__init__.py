@@ -1,8 +1,8 @@
 """Hugging Face Transformers on Undivided: ``register()``, then ``attn_implementation="undivided"``.
 
 A model asks two functions by that name: one for a mask, once for each kind of layer and forward pass, and one for the
-attention, in every layer. Ours hands a `Mask` from the first to the second, so that causal masks, windows, chunks, padding,
-packed documents and cached lengths stay what they are, and no S x S tensor is made.
+attention, in every layer. Ours hands a `Mask` from the first to the second, so that causal masks, windows, chunks,
+padding, packed documents and cached lengths stay what they are, and no S x S tensor is made.
 
     _patterns.py    what a mask function of transformers says, read from its closure
     _masks.py       that, for the sizes and offsets of a call, as a Mask
@@ -30,8 +30,8 @@ NAME = "undivided"
 def register() -> None:
     """Make ``attn_implementation="undivided"`` known to Hugging Face Transformers. Calling it again changes nothing.
 
-    Every model whose attention goes through the library's interface can then be built, loaded or switched with that name;
-    ``model.set_attn_implementation("undivided")`` switches one that is there.
+    Every model whose attention goes through the library's interface can then be built, loaded or switched with that
+    name; ``model.set_attn_implementation("undivided")`` switches one that is there.
 
     Raises:
         ImportError: transformers is not installed.
@@ -52,17 +52,19 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
     except ImportError as error:
         raise ImportError(
-            "undivided.integrations.transformers needs the transformers library: "
-            "pip install 'undivided[transformers]'"
+            "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
         ) from error
     asked = set(inspect.signature(masking_utils.sdpa_mask).parameters)
     if not {"q_length", "q_offset", "kv_length", "kv_offset", "mask_function"} <= asked:
         raise InputError(
-            "transformers", "build masks from lengths and offsets (version 5)", __version__,
+            "transformers",
+            "build masks from lengths and offsets (version 5)",
+            __version__,
             hint="pip install -U transformers",
-        )  # fmt: skip
+        )
     learn(masking_utils)
     AttentionInterface.register(NAME, attention)
-    # a compiler cannot look into closures: it leaves its graph once for each kind of mask, and finds a Mask when it comes back
+    # a compiler cannot look into closures: it leaves its graph once for each kind of mask, and finds a Mask when it
+    # comes back
     made_outside = torch.compiler.disable(model_mask, reason="masks are read from closures")
     AttentionMaskInterface.register(NAME, made_outside)

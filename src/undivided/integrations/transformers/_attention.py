@@ -18,7 +18,8 @@ from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
 
 REFUSED = ("head_mask", "cache")
-"""Keywords of some models that change the result and are not supported: factors of heads, the cache of continuous batching."""
+"""Keywords of some models that change the result and are not supported: factors of heads, the cache of continuous
+batching."""
 
 
 def attention(
@@ -49,7 +50,8 @@ def attention(
         module: the layer; its ``is_causal`` counts where no mask is given.
         query: ``[B, H, Sq, D]``.
         key, value: ``[B, N, Sk, D]``, N dividing H, never expanded.
-        attention_mask: what `model_mask` made; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or numbers to add.
+        attention_mask: what `model_mask` made; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or numbers to
+            add.
         dropout: probability; the layer gives 0 in evaluation.
         scaling: of the scores; None: 1/sqrt(D).
         is_causal: replaces the layer's.
@@ -90,9 +92,14 @@ def attention(
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {
-        "layout": "bshd", "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sinks": s_aux,
+        "layout": "bshd",
+        "mask": mask,
+        "bias": bias,
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
         "dropout_p": dropout,
-    }  # fmt: skip
+    }
     wants_weights = output_attentions or _collects_weights()
     if dropout and wants_weights:  # the same entries drop out in both
         options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
@@ -112,9 +119,10 @@ def _mask_and_bias(
             return masks.dense(given.to_dense()), None
         if given.shape[2:] != (q_len, kv_len):
             raise InputError(
-                "attention_mask", f"be for {q_len} queries and {kv_len} keys, as this layer has",
+                "attention_mask",
+                f"be for {q_len} queries and {kv_len} keys, as this layer has",
                 f"one for {given.shape[2]} and {given.shape[3]}",
-            )  # fmt: skip
+            )
         return given.mask, None
     if given is None:
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
@@ -122,9 +130,7 @@ def _mask_and_bias(
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
 
 
-def _chosen(
-    module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
-) -> list[Tensor]:
+def _chosen(module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int) -> list[Tensor]:
     """The keys that a layer chose for its queries, bool ``[B, 1|H, Sq, Sk]``."""
     found = []
     if indices is not None:
@@ -164,7 +170,5 @@ def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     batch, kv_len, kv_heads, _ = k.shape
     q, k, _ = autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]
-    weights: Tensor = attend(
-        q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend="reference", **options
-    )
+    weights: Tensor = attend(q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend="reference", **options)
     return weights.transpose(1, 2)

@@ -1,8 +1,9 @@
 """A model's mask for one call: a pattern, a padding mask, sizes and offsets become an undivided `Mask`.
 
-A query row i stands at the absolute position ``i + q_offset``, a key row j at ``j + kv_offset`` (a cache that keeps a window
-forgets its first keys). So the diagonal is ``j = i + d`` with ``d = q_offset - kv_offset``. In undivided's masks the last real
-query of a sequence stands on its last real key: real lengths are chosen here so that the two diagonals are one.
+A query row i stands at the absolute position ``i + q_offset``, a key row j at ``j + kv_offset`` (a cache that keeps a
+window forgets its first keys). So the diagonal is ``j = i + d`` with ``d = q_offset - kv_offset``. In undivided's masks
+the last real query of a sequence stands on its last real key: real lengths are chosen here so that the two diagonals
+are one.
 
 Legend: B batch, Sq queries, Sk keys.
 """
@@ -64,9 +65,7 @@ def model_mask(
     return ModelMask(mask_of(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
 
 
-def within_documents(
-    given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None
-) -> Mask:
+def within_documents(given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
     """A model's pattern inside documents packed into one row, remembered for layers that ask with the same tensors."""
     if given.documents is None or given.documents[0] is not cu_q or given.documents[1] is not cu_kv:
         mask = packed_mask(given.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(given.pattern, given.sizes)
@@ -78,7 +77,8 @@ def takes_booleans(config_class: type) -> bool:
     """Whether a model of this configuration runs with boolean masks: those of "sdpa" and "flex_attention".
 
     Transformers checks this for its own implementations only. A model for which it is not so (an encoder that computes
-    attention itself inside a larger model, say) computes with the numbers of "eager", if it computes with its mask at all.
+    attention itself inside a larger model, say) computes with the numbers of "eager", if it computes with its mask at
+    all.
     """
     known = _takes_booleans.get(config_class)
     if known is None:
@@ -137,9 +137,7 @@ def _fits(pattern: Pattern, sizes: Sizes) -> bool:
     """Whether lengths can put undivided's diagonal where the model's is, or nothing depends on it."""
     if pattern.packed is not None:
         batch, tokens = pattern.packed.ids.shape
-        return sizes == Sizes(
-            batch, tokens, tokens
-        )  # as many queries as keys, and none of either before them
+        return sizes == Sizes(batch, tokens, tokens)  # as many queries as keys, and none of either before them
     if pattern.left is None and pattern.right is None and not pattern.chunks:
         return True
     if pattern.right == 0:  # keys after the last query are hidden, and need not be among the real ones
@@ -152,9 +150,7 @@ def _without_idle_limits(pattern: Pattern, sizes: Sizes) -> Pattern:
     left, right = pattern.left, pattern.right
     if left is not None and left >= sizes.end - 1:
         left = None
-    if right is not None and (
-        sizes.diagonal + right >= sizes.kv_len - 1 or (right == 0 and sizes.q_len == 1)
-    ):
+    if right is not None and (sizes.diagonal + right >= sizes.kv_len - 1 or (right == 0 and sizes.q_len == 1)):
         right = None
     one_chunk = sizes.q_offset + sizes.q_len
     chunks = tuple(chunk for chunk in pattern.chunks if chunk.size < one_chunk)
@@ -217,8 +213,8 @@ def _key_map(pattern: Pattern, sizes: Sizes) -> Mask:
 def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mask:
     """The real keys of each sequence before `stop`, from bool ``[B, Sk]``.
 
-    Where the mask has a diagonal its lengths count padding on the right, for there are queries there that stand on it, and a
-    prefix takes it off the keys. Keys that are not real between those that are stay a map of keys.
+    Where the mask has a diagonal its lengths count padding on the right, for there are queries there that stand on it,
+    and a prefix takes it off the keys. Keys that are not real between those that are stay a map of keys.
     """
     first, end, count = _span(real[:, :stop])
     last = end.new_full(end.shape, stop) if shaped else end

@@ -45,8 +45,8 @@ class ModelMask:
         mask: which pairs may attend.
         pattern: what the mask says apart from padding, for documents that only the attention is told of.
         sizes: those of the call.
-        device, dtype: of the dense mask. ``torch.bool``: the mask of "sdpa", True = attend. A floating-point dtype: that of
-            "eager", 0 and the lowest number.
+        device, dtype: of the dense mask. ``torch.bool``: the mask of "sdpa", True = attend. A floating-point dtype:
+            that of "eager", 0 and the lowest number.
 
     >>> from undivided import masks
     >>> mask = ModelMask(masks.causal(), Pattern(right=0), Sizes(1, 2, 2), torch.device("cpu"))
@@ -58,12 +58,7 @@ class ModelMask:
     requires_grad = False
 
     def __init__(
-        self,
-        mask: Mask,
-        pattern: Pattern,
-        sizes: Sizes,
-        device: torch.device,
-        dtype: torch.dtype = torch.bool,
+        self, mask: Mask, pattern: Pattern, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bool
     ) -> None:
         self.mask, self.pattern, self.sizes, self.device, self.dtype = mask, pattern, sizes, device, dtype
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
@@ -76,7 +71,8 @@ class ModelMask:
         if self.dtype == torch.bool:
             return pairs
         warnings.warn(
-            "a model that supports neither 'sdpa' nor 'flex_attention' computes with its attention mask itself: what it "
+            "a model that supports neither 'sdpa' nor 'flex_attention' computes with its attention "
+            "mask itself: what it "
             "computes so runs as with attn_implementation='eager', not on undivided",
             stacklevel=3,
         )

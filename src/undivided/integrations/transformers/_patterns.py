@@ -1,8 +1,9 @@
 """What a mask function of transformers says, read from the function itself.
 
-Transformers describes a mask as a function of absolute positions ``fn(batch, head, q, k)``, built from a handful of closures.
-Those are recognised by their code and taken apart into a `Pattern`; each is first compared, over a grid of positions, with
-what we take it for. A closure that is unknown, or no longer means what it did, stays a function that is asked pair by pair.
+Transformers describes a mask as a function of absolute positions ``fn(batch, head, q, k)``, built from a handful of
+closures. Those are recognised by their code and taken apart into a `Pattern`; each is first compared, over a grid of
+positions, with what we take it for. A closure that is unknown, or no longer means what it did, stays a function that is
+asked pair by pair.
 """
 
 from __future__ import annotations
@@ -58,15 +59,17 @@ class Pattern:
 
     def __and__(self, other: Pattern) -> Pattern:
         if self.packed is not None and (other.packed is not None or other.chunks):
-            other = Pattern(
-                rest=(other.allows,)
-            )  # documents in documents, or chunks that do not begin with them
+            other = Pattern(rest=(other.allows,))  # documents in documents, or chunks that do not begin with them
         elif other.packed is not None and self.chunks:
             return other & self
         return Pattern(
-            _least(self.left, other.left), _least(self.right, other.right), self.chunks + other.chunks,
-            self.packed or other.packed, self.padding + other.padding, self.rest + other.rest,
-        )  # fmt: skip
+            _least(self.left, other.left),
+            _least(self.right, other.right),
+            self.chunks + other.chunks,
+            self.packed or other.packed,
+            self.padding + other.padding,
+            self.rest + other.rest,
+        )
 
     def allows(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Whether the query at position q may attend to the key at position k: what the fields mean."""
@@ -124,14 +127,13 @@ def _read_and(closure: Closure) -> Pattern | None:
 
 
 def _read_packed(ids: MaskFunction, within: MaskFunction) -> Pattern | None:
-    """Packed documents are two functions that mean something together alone: equal ids, and what holds in a document."""
+    """Packed documents are two functions that mean something together alone: equal ids, and what holds in a
+    document."""
     names = [getattr(fn, "__qualname__", "").partition(".")[0] for fn in (ids, within)]
     if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return None
     inner = read(_closure(within)["mask_function"])
-    if (
-        inner.packed is not None or inner.padding or inner.rest
-    ):  # these would need the document's positions too
+    if inner.packed is not None or inner.padding or inner.rest:  # these would need the document's positions too
         return None
     packed = Packed(_closure(ids)["packed_sequence_mask"], _closure(within)["position_ids"])
     return dataclasses.replace(inner, packed=packed)
@@ -177,7 +179,8 @@ def learn(masking_utils: ModuleType) -> None:
 
 
 def _samples(made_by: ModuleType) -> Iterator[tuple[Reader, Sequence[Callable[[], MaskFunction]]]]:
-    """Each reader, and functions of ``transformers.masking_utils`` that it is for; what is read inside others comes first."""
+    """Each reader, and functions of ``transformers.masking_utils`` that it is for; what is read inside others comes
+    first."""
     ids, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2), torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
     real = torch.tensor([[True] * 5 + [False] * 2, [False, True, True, False, True, True, True]])
     yield lambda closure: Pattern(right=0), [lambda: made_by.causal_mask_function]

@@ -1,8 +1,8 @@
 """How fast a whole model runs with each attention implementation: prefill, decoding and a training step.
 
-``python -m undivided.integrations.transformers.speed`` builds a Llama with random weights and times it with "eager", "sdpa"
-and "undivided", which take turns in one run. A figure is the least over the turns: what disturbs a shared machine only ever
-adds. Nothing is timed before the results of the three were compared.
+``python -m undivided.integrations.transformers.speed`` builds a Llama with random weights and times it with "eager",
+"sdpa" and "undivided", which take turns in one run. A figure is the least over the turns: what disturbs a shared
+machine only ever adds. Nothing is timed before the results of the three were compared.
 """
 
 from __future__ import annotations
@@ -82,10 +82,14 @@ def _model(sizes: Sizes, dtype: torch.dtype) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=sizes.hidden, intermediate_size=sizes.hidden * 11 // 4,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        vocab_size=4096,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.hidden * 11 // 4,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
         max_position_embeddings=sizes.cached + sizes.prefill,
-    )  # fmt: skip
+    )
     model: Any = LlamaForCausalLM(config)
     return model.to(dtype)
 
@@ -108,9 +112,7 @@ def _compare(model: Any) -> None:
     errors = {name: float((found - exact).norm() / exact.norm()) for name, found in results.items()}
     wrong = [name for name, error in errors.items() if not error <= 2 * errors["eager"]]
     if wrong:
-        raise RuntimeError(
-            f"errors of the logits {errors}: {wrong} exceed twice eager's, so nothing is timed"
-        )
+        raise RuntimeError(f"errors of the logits {errors}: {wrong} exceed twice eager's, so nothing is timed")
 
 
 def _least_seconds(model: Any, work: Callable[[], object], turns: int, clock: Clock) -> dict[str, float]:
@@ -174,22 +176,16 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         seconds = " | ".join(f"{row.seconds[name]:.3f}" for name in IMPLEMENTATIONS)
-        lines.append(
-            f"| {row.work} | {row.dtype} | {seconds} | {row.times('eager'):.2f} | {row.times('sdpa'):.2f} |"
-        )
+        lines.append(f"| {row.work} | {row.dtype} | {seconds} | {row.times('eager'):.2f} | {row.times('sdpa'):.2f} |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print the table. The defaults take some minutes on two cores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns of each implementation (5)")
     parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="seconds of the processor, for one thread on a busy machine",
+        "--processor-time", action="store_true", help="seconds of the processor, for one thread on a busy machine"
     )
     for name, value in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"({value})")

@@ -1,7 +1,7 @@
 """The native CPU library: loading it, and the record that its C ABI takes.
 
-The library holds no torch and no Python, so one build serves every version of both. It is loaded when first needed; where
-the package was installed without a C++ compiler it is absent, and `load` says so.
+The library holds no torch and no Python, so one build serves every version of both. It is loaded when first needed;
+where the package was installed without a C++ compiler it is absent, and `load` says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ STATUS = {1: "the library belongs to another version of the package", 2: "not en
 
 
 def _load_before_a_fork() -> None:
-    """The library must see the fork: a child that waits for its parent's OpenMP threads, PyTorch's included, never returns."""
+    """The library must see the fork: a child that waits for its parent's OpenMP threads, PyTorch's included, never
+    returns."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(str(path()))
 
@@ -84,8 +85,8 @@ class Library:
     def backward(self, record: bytes, gradients: bytes, attempt: int) -> int | None:
         """The next attempt at the gradients of one problem, in fresh buffers; None if they are done.
 
-        An attempt that finds numbers it has no range for is followed by one that has more. One that finds gradients that
-        are not finite, in a problem of several documents, is followed by one that keeps the documents apart.
+        An attempt that finds numbers it has no range for is followed by one that has more. One that finds gradients
+        that are not finite, in a problem of several documents, is followed by one that keeps the documents apart.
 
         Raises:
             RuntimeError: it could not.
@@ -97,7 +98,8 @@ class Library:
         return None
 
     def is_forked(self) -> bool:
-        """Whether this process was forked from one that had imported the package; its team of threads is not PyTorch's then."""
+        """Whether this process was forked from one that had imported the package; its team of threads is not PyTorch's
+        then."""
         return bool(self._is_forked())
 
     def peak(self, dtype: int, repeats: int) -> float:
@@ -124,9 +126,7 @@ def load() -> Library | str:
     """
     wanted = os.environ.get("UNDIVIDED_ISA")
     if wanted and wanted not in LEVELS:
-        raise InputError(
-            "UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(wanted), "unset it for the highest"
-        )
+        raise InputError("UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(wanted), "unset it for the highest")
     found = path()
     if not found.exists():
         return _install.not_built()

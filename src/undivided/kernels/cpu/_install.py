@@ -22,8 +22,8 @@ def not_built() -> str:
 def command() -> str:
     """A command that installs this version again, library included, or fails and says why.
 
-    pip would take the wheel without library from its cache, hence --no-cache-dir; with wheel.cmake=true a build that fails is
-    an error, where otherwise such a wheel is made.
+    pip would take the wheel without library from its cache, hence --no-cache-dir; with wheel.cmake=true a build that
+    fails is an error, where otherwise such a wheel is made.
     """
     pip = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall --no-deps --no-cache-dir"
     return f"{pip} -C wheel.cmake=true {_requirement()}"
@@ -37,9 +37,7 @@ def _requirement() -> str:
         installed = importlib.metadata.distribution("undivided")
     except importlib.metadata.PackageNotFoundError:
         return "undivided"
-    origin = json.loads(
-        installed.read_text("direct_url.json") or "{}"
-    )  # PEP 610; none if it came from an index
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610; none if it came from an index
     if not origin:
         return f"undivided=={installed.version} --no-binary undivided"
     vcs = origin.get("vcs_info")

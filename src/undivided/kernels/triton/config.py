@@ -2,10 +2,10 @@
 
 Nothing in the tables was measured by this project yet. They begin with what FlashAttention-2 (csrc/flash_attn,
 flash_fwd_launch_template.h and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor,
-template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling in the loop
-over whole tiles, and with loads in flight: bf16, causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and sm120
-(`tests/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md says what it
-showed). `undivided tune` measures on yours; nothing is tuned at a first call.
+template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling in
+the loop over whole tiles, and with loads in flight: bf16, causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and
+sm120 (`tests/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md
+says what it showed). `undivided tune` measures on yours; nothing is tuned at a first call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from undivided._files import users_file
 
 
 class Config(NamedTuple):
-    """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor descriptors
-    (Hopper's copy engine, TMA) where its memory allows it; whether dk and dv have a launch of their own each, so that a program
-    holds one of the two sums; whether loads, products and softmax have warps of their own (see `SPECIALISING`)."""
+    """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor
+    descriptors (Hopper's copy engine, TMA) where its memory allows it; whether dk and dv have a launch of their own
+    each, so that a program holds one of the two sums; whether loads, products and softmax have warps of their own (see
+    `SPECIALISING`)."""
 
     block_m: int
     block_n: int
@@ -36,8 +37,8 @@ class Config(NamedTuple):
     specialise: bool = False
 
 
-# (pass, bytes of an element, largest head size up to) -> tiles. The passes of the backward: "rows" keeps block_m rows and
-# visits block_n keys at a time, "keys" keeps block_m keys and visits block_n rows.
+# (pass, bytes of an element, largest head size up to) -> tiles. The passes of the backward: "rows" keeps block_m rows
+# and visits block_n keys at a time, "keys" keeps block_m keys and visits block_n rows.
 _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
@@ -75,7 +76,8 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
 }
 
 _HOPPER: Mapping[tuple[str, int, int], Config] = {
-    # 64 rows a group of 4 warps, as wgmma takes them; keys and values by the copy engine, whose addresses cost no registers
+    # 64 rows a group of 4 warps, as wgmma takes them; keys and values by the copy engine, whose addresses cost no
+    # registers
     ("forward", 2, 64): Config(128, 64, 4, 3, True),
     ("forward", 2, 128): Config(128, 128, 8, 2, True),
     ("forward", 2, 256): Config(128, 64, 8, 2, True),
@@ -110,8 +112,8 @@ _OWN = {"sm90": _HOPPER, "sm100": _BLACKWELL, "sm103": _BLACKWELL}
 """Architectures with rows of their own."""
 
 _LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
-"""99 KiB of shared memory a program instead of 163 and more (CUDA programming guide, compute capabilities): a load less in
-flight for head sizes above 128; what serves smaller ones fits."""
+"""99 KiB of shared memory a program instead of 163 and more (CUDA programming guide, compute capabilities): a load less
+in flight for head sizes above 128; what serves smaller ones fits."""
 
 WIDTHS = (64, 128, 256, 512)
 """Head sizes up to each have tiles of their own; the last stands for all that are larger."""
@@ -120,7 +122,8 @@ WIDEST = 256
 STEP = 128
 
 LIGHT = 32
-"""Keys (or rows) visited at once under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and sm90."""
+"""Keys (or rows) visited at once under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and
+sm90."""
 
 CANDIDATES = tuple(
     Config(m, n, warps, stages, descriptors)
@@ -134,8 +137,9 @@ CANDIDATES = tuple(
 """What `undivided tune` tries for every pass; small tiles are not worth the copy engine."""
 
 SPECIALISING = frozenset({"sm100", "sm103"})
-"""Where Triton 3.4 to 3.7 gives loads, products and softmax of our loops warps of their own (`tl.range(warp_specialize=True)`).
-Its pass for Hopper takes one loop a kernel, ours have two (docs/decisions/2026-11-21-triton-kernels.md)."""
+"""Where Triton 3.4 to 3.7 gives loads, products and softmax of our loops warps of their own
+(`tl.range(warp_specialize=True)`). Its pass for Hopper takes one loop a kernel, ours have two
+(docs/decisions/2026-11-21-triton-kernels.md)."""
 
 INTERPRETED = Config(32, 32, 1, 1)
 """Under Triton's interpreter, where only the numbers matter: small, so that short sequences have several tiles."""
@@ -152,7 +156,8 @@ def is_interpreted() -> bool:
 
 
 def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
-    """Tiles of a pass ("forward", "decode", "rows", "keys") for this head size on this architecture ("sm90", "gfx942")."""
+    """Tiles of a pass ("forward", "decode", "rows", "keys") for this head size on this architecture ("sm90",
+    "gfx942")."""
     if name in _trials:
         return _trials[name]
     if is_interpreted():
@@ -219,16 +224,12 @@ def _tuned(path: Path) -> Mapping[str, Config]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
         warnings.warn(
-            f"no tiles of `undivided tune` in {path} ({why}); the package's own are used",
-            RuntimeWarning,
-            stacklevel=2,
+            f"no tiles of `undivided tune` in {path} ({why}); the package's own are used", RuntimeWarning, stacklevel=2
         )
         return {}
 
 
-def remember(
-    architecture: str, found: Mapping[tuple[str, int, int], Config], path: Path | None = None
-) -> Path:
+def remember(architecture: str, found: Mapping[tuple[str, int, int], Config], path: Path | None = None) -> Path:
     """Write measured tiles beside those of other architectures; calls from now on use them.
 
     Args:

@@ -1,19 +1,26 @@
 """The gradient of one tile of scores, as the three passes of `backward` compute it; its docstring has the formulas."""
+# fmt: off: a kernel's arguments stand in groups, a line for each: pointers, strides, sizes, constants
 
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.tile import (
-    LOG2E,
-    dot,
-    finish_scores,
-    load_rows,
-)
+from undivided.kernels.triton.tile import LOG2E, dot, finish_scores, load_rows
 
 
 @triton.jit
-def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
-             PRECISION: tl.constexpr):  # fmt: skip
+def product(
+    a,
+    left,
+    left_rows,
+    left_ok,
+    b,
+    right,
+    right_rows,
+    right_ok,
+    DIM: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """left @ right^T over DIM columns, STEP at a time; a and b are the first step of either."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
@@ -25,17 +32,59 @@ def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl
 
 @triton.jit
 def score_gradient(
-    qk, gv, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, keep,
-    lse, factor, delta, grad_lse, scale, softcap, survivor,
-    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What belongs to
-    rows and to keys has an axis of length 1, as in `finish_scores`."""
+    qk,
+    gv,
+    allowed,
+    keys,
+    ok_rows,
+    kv_len,
+    bias_rows,
+    bias_k,
+    dense_rows,
+    dense_k,
+    slope,
+    at_m,
+    key_at,
+    keep,
+    lse,
+    factor,
+    delta,
+    grad_lse,
+    scale,
+    softcap,
+    survivor,
+    MASKED: tl.constexpr,
+    BIAS: tl.constexpr,
+    DENSE: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What
+    belongs to rows and to keys has an axis of length 1, as in `finish_scores`."""
     s, allowed, rate, distance = finish_scores(
-        qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
-        scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
-    )  # fmt: skip
+        qk,
+        allowed,
+        keys,
+        ok_rows,
+        kv_len,
+        bias_rows,
+        bias_k,
+        dense_rows,
+        dense_k,
+        slope,
+        at_m,
+        key_at,
+        scale,
+        softcap,
+        MASKED,
+        BIAS,
+        DENSE,
+        ALIBI,
+        SOFTCAP,
+    )
     p = tl.exp2(s - lse)
     if MASKED:
         p = tl.where(allowed, p, 0.0)
@@ -59,8 +108,8 @@ def score_gradient(
 
 @triton.jit
 def load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
-    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights 0.
-    Factor and gradient are read where there are any."""
+    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights
+    0. Factor and gradient are read where there are any."""
     natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
     base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     d = tl.load(delta + offsets, mask=ok_m, other=0.0)

@@ -1,8 +1,8 @@
 """One tile of scores, as every kernel of this folder computes it.
 
 Legend: M query rows, N keys of the tile; D head size of q and k. Scores are in base 2: ``log2(e)`` times the natural
-ones, so that ``exp2`` serves. A query row may be any (query, head) pair: rows carry their own head where heads are grouped.
-A tile of scores is [M, N], or [N, M] where its transpose is what the next product takes.
+ones, so that ``exp2`` serves. A query row may be any (query, head) pair: rows carry their own head where heads are
+grouped. A tile of scores is [M, N], or [N, M] where its transpose is what the next product takes.
 
 Memory: a tile is read once by each program that needs it; nothing of size S x S is ever written, but the gradient of a
 dense bias, which is that large.
@@ -37,16 +37,15 @@ def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: 
     """Element offsets of these keys' rows [N] within one head: in place, or through the block table."""
     if PAGE:
         page = tl.load(pages + b * pages_b + o_n // PAGE)
-        page = tl.minimum(
-            tl.maximum(page, 0), num_pages - 1
-        )  # entries that no length reaches may hold anything
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # entries that no length reaches may hold anything
         return page.to(tl.int64) * stride_page + (o_n % PAGE).to(tl.int64) * stride_n
     return o_n.to(tl.int64) * stride_n
 
 
 @triton.jit
-def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-              CHECKED: tl.constexpr):  # fmt: skip
+def load_rows(
+    base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr, WHOLE: tl.constexpr, CHECKED: tl.constexpr
+):
     """[N, WIDTH] columns from `first` on of rows at these offsets; 0 outside. WHOLE: all of the columns lie inside;
     not CHECKED: all of the rows do."""
     o_d = first + tl.arange(0, WIDTH)
@@ -63,7 +62,8 @@ def load_rows(base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr
 
 @triton.jit
 def described_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] rows of one head from `first` on, by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0 outside."""
+    """[ROWS, WIDTH] rows of one head from `first` on, by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0
+    outside."""
     return tensor.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(ROWS, WIDTH)
 
 
@@ -84,18 +84,39 @@ def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
 def runs(at):
     """Of a block of rows: [first, full_first, full_last, last) of its first range and of its second, in tiles."""
     return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
-        tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
-    )  # fmt: skip
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+        tl.load(at + 7),
+    )
 
 
 @triton.jit
 def row_features(
-    o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b, sequence_b,
-    b, h, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M], h one head or each row's own; 0 where
-    there is no such feature."""
+    o_m,
+    ok_m,
+    first_row,
+    slopes,
+    row_at,
+    position,
+    sequence,
+    slopes_b,
+    slopes_h,
+    slopes_q,
+    row_at_b,
+    position_b,
+    sequence_b,
+    b,
+    h,
+    ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M], h one head or each row's own; 0
+    where there is no such feature."""
     slope, at_m, i_m, b_m = 0.0, 0, 0, 0
     if ALIBI:
         at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
@@ -120,7 +141,8 @@ def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
 
 @triton.jit
 def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """Inside the rows' ranges and the tensors: rows [M, 1] and keys [1, N] give [M, N], [1, M] and [N, 1] give [N, M]."""
+    """Inside the rows' ranges and the tensors: rows [M, 1] and keys [1, N] give [M, N], [1, M] and [N, 1] give [N,
+    M]."""
     inside = ok_rows & (keys < kv_len)
     if COLUMNS == 0:
         return inside
@@ -144,9 +166,26 @@ def tanh(x):
 
 @triton.jit
 def finish_scores(
-    qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, row_at, key_at, scale, softcap,
-    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+    qk,
+    allowed,
+    keys,
+    ok_rows,
+    kv_len,
+    bias_rows,
+    bias_k,
+    dense_rows,
+    dense_k,
+    slope,
+    row_at,
+    key_at,
+    scale,
+    softcap,
+    MASKED: tl.constexpr,
+    BIAS: tl.constexpr,
+    DENSE: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each as large as qk.
 
     What belongs to rows (ok_rows, slope, row_at, pointers) and to keys has an axis of length 1, as in `allowed_pairs`.
@@ -195,19 +234,7 @@ def _philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def kept(
-    o_n,
-    kv_len,
-    key_at,
-    i_m,
-    h_m,
-    b_m,
-    seed,
-    threshold,
-    ALIGNED: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+def kept(o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Which weights survive dropout, [M, N]: a function of seed, sequence, head and the two positions alone.
 
     One generator call serves eight neighbouring keys where keys stand at their own index (ALIGNED), one each elsewhere.

@@ -1,4 +1,5 @@
-"""``python -m undivided.integrations.transformers.sweep``: compare architectures, and write the page about all of them."""
+"""``python -m undivided.integrations.transformers.sweep``: compare architectures, and write the page about all of
+them."""
 
 from __future__ import annotations
 
@@ -18,9 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    parser = argparse.ArgumentParser(
-        prog="python -m undivided.integrations.transformers.sweep", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m undivided.integrations.transformers.sweep", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all if none is given")
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the page to this file")
     options = parser.parse_args(arguments)

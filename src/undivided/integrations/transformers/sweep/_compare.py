@@ -91,9 +91,7 @@ def _is_noise(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _outcome(
-    eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]
-) -> Outcome:
+def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> Outcome:
     with counted() as calls:
         words = difference(step(ours, inputs, case), expected, TOLERANCE)
     if not words:
@@ -152,12 +150,7 @@ def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
     loss = torch.zeros(())
     generator = torch.Generator().manual_seed(2)
     for label, tensor in tensors_of(network(**inputs)):
-        if (
-            real is not None
-            and tensor.shape[0] == len(real)
-            and tensor.dim() > 1
-            and tensor.shape[1] >= LENGTH
-        ):
+        if real is not None and tensor.shape[0] == len(real) and tensor.dim() > 1 and tensor.shape[1] >= LENGTH:
             keep = torch.nn.functional.pad(real.bool(), (0, tensor.shape[1] - LENGTH), value=True)
             tensor = tensor[keep]  # tokens that a model adds come after the text
         found[label] = tensor

@@ -18,7 +18,8 @@ Signature = Mapping[str, inspect.Parameter]
 
 
 def real_tokens(case: str, length: int = LENGTH) -> Tensor | None:
-    """Which tokens are real, int64 ``[BATCH, length]``: padding of 0, 4 and 1 tokens on a side; None without padding."""
+    """Which tokens are real, int64 ``[BATCH, length]``: padding of 0, 4 and 1 tokens on a side; None without
+    padding."""
     if case not in ("right", "left"):
         return None
     real = torch.ones(BATCH, length, dtype=torch.int64)
@@ -158,9 +159,7 @@ def _field(config: Any, default: int, *names: str) -> int:
 
 def _image_sizes(config: Any) -> Iterator[tuple[int, tuple[int, int]]]:
     """Channels and (height, width) of the images that a configuration, or one inside it, names."""
-    inner = [
-        getattr(config, name, None) for name in (*config.sub_configs, "vision_config", "backbone_config")
-    ]
+    inner = [getattr(config, name, None) for name in (*config.sub_configs, "vision_config", "backbone_config")]
     for one in (config, *(value for value in inner if value is not None)):
         channels, size = _field(one, 3, "num_channels"), getattr(one, "image_size", None)
         if isinstance(size, int):

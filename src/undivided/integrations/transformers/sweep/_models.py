@@ -1,7 +1,7 @@
 """Tiny models of every architecture, built from the fields of its configuration: nothing is downloaded.
 
-Every size that is larger than ours is replaced, by the name of its field. Where the sizes do not fit together the next of
-`VARIANTS` is tried, and `ADJUSTED` holds what single architectures need besides.
+Every size that is larger than ours is replaced, by the name of its field. Where the sizes do not fit together the next
+of `VARIANTS` is tried, and `ADJUSTED` holds what single architectures need besides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*hidden_sizes?|d_model|.*embed_dim|n_embd|dim|.*embedding_size|.*hidden_dim|.*projection_dim|.*model_dim", 32),
     (r".*_dim|.*_size|.*_rank|.*channels|.*width", 32),
     (r"num_queries|num_latents|.*num_query_tokens|num_codebooks|.*_length", 16),
-)  # fmt: skip
+)
 """The largest value of a field, by the first pattern that its name matches."""
 
 KV_HEADS, LAYERS = SIZES[2][0], SIZES[1][0]
@@ -68,9 +68,7 @@ class Unbuildable(Exception):
     """A tiny model of this architecture cannot be made; the message says why."""
 
 
-def tiny_config(
-    config_class: Any, variant: Variant, adjusted: dict[str, Any] | None = None, inside: Any = None
-) -> Any:
+def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | None = None, inside: Any = None) -> Any:
     """A configuration of the class with small sizes.
 
     Args:
@@ -86,9 +84,7 @@ def tiny_config(
         if name in adjusted or name.startswith("_"):
             continue
         small = (
-            _small(name, value, variant)
-            if not _is_config(value)
-            else tiny_config(type(value), variant, None, value)
+            _small(name, value, variant) if not _is_config(value) else tiny_config(type(value), variant, None, value)
         )
         if small is not value or (inside is not None and _is_own(name, value, default)):
             given[name] = small
@@ -106,9 +102,7 @@ def tiny_config(
 
 def _is_own(name: str, value: Any, default: Any) -> bool:
     """Whether a larger configuration chose this value; lists with an entry for each layer follow from the sizes."""
-    return not re.fullmatch(r".*layer_types|.*per_layer.*|.*pattern", name) and value != vars(default).get(
-        name, value
-    )
+    return not re.fullmatch(r".*layer_types|.*per_layer.*|.*pattern", name) and value != vars(default).get(name, value)
 
 
 def _chosen_outputs(backbone: Any) -> dict[str, Any]:
@@ -148,14 +142,13 @@ def _small_rope(value: dict[str, Any], variant: Variant) -> dict[str, Any]:
     if variant.mrope is None and "mrope_section" not in value:
         return value
     if any(isinstance(one, dict) for one in value.values()):  # one for each kind of layer
-        return {
-            key: _small_rope(one, variant) if isinstance(one, dict) else one for key, one in value.items()
-        }
+        return {key: _small_rope(one, variant) if isinstance(one, dict) else one for key, one in value.items()}
     return {**value, "mrope_section": list(variant.mrope or (2, 1, 1))}
 
 
 def model_class(model_type: str) -> Any:
-    """The class that AutoModel builds, else that of another task, else the first of its module with this configuration."""
+    """The class that AutoModel builds, else that of another task, else the first of its module with this
+    configuration."""
     import transformers
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

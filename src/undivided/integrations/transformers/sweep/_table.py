@@ -13,13 +13,13 @@ Outcomes = Mapping[str, Outcome]
 
 INTRODUCTION = """# Hugging Face architectures
 
-Every model type of transformers {transformers} (torch {torch}) with a tiny configuration and random weights: outputs and the
-gradients of all weights with `attn_implementation="undivided"`, against `eager`, in float32.
+Every model type of transformers {transformers} (torch {torch}) with a tiny configuration and random weights: outputs
+and the gradients of all weights with `attn_implementation="undivided"`, against `eager`, in float32.
 
 - A tensor is equal within {tolerance} of its norm; what exceeds that must agree to {exact} in float64.
-- Text is compared without padding (`none`), padded on the `right` and on the `left` (rows of padding are left out), and with
-  position ids that begin again (`packed`); `weights` are the results of `output_attentions=True`. A model that takes no mask or
-  no positions has fewer cases.
+- Text is compared without padding (`none`), padded on the `right` and on the `left` (rows of padding are left out), and
+  with position ids that begin again (`packed`); `weights` are the results of `output_attentions=True`. A model that
+  takes no mask or no positions has fewer cases.
 - An architecture counts as equal only if its attention ran on Undivided.
 
 This page is written by `python -m undivided.integrations.transformers.sweep --write docs/reference/hugging-face.md`.
@@ -44,26 +44,48 @@ def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Map
     count = Counter(kinds.values())
     states = Counter(outcome.state for outcomes in found.values() for outcome in outcomes.values())
     text = INTRODUCTION.format(
-        **versions, **limits, equal=count["equal"], unequal=count["unequal"], unused=count["unused"],
-        unbuilt=count["unbuilt"], all=len(found), cases=states["equal"] + states["differs"] + states["fails"],
+        **versions,
+        **limits,
+        equal=count["equal"],
+        unequal=count["unequal"],
+        unused=count["unused"],
+        unbuilt=count["unbuilt"],
+        all=len(found),
+        cases=states["equal"] + states["differs"] + states["fails"],
         equal_cases=states["equal"],
-    )  # fmt: skip
+    )
     rows = [f"| `{name}` | {explanation(name, found[name])} |" for name in found if kinds[name] == "unequal"]
-    unbuilt = [
-        f"| `{name}` | {_short(found[name][''].detail)} |" for name in found if kinds[name] == "unbuilt"
-    ]
+    unbuilt = [f"| `{name}` | {_short(found[name][''].detail)} |" for name in found if kinds[name] == "unbuilt"]
     return "\n".join(
         [
-            text, "## Not equal", "", "| architecture | why |", "|---|---|", *rows, "",
-            "## Equal", "", _names(found, kinds, "equal"), "",
-            "## Not running on Undivided", "",
-            "Their attention does not go through the library's interface, or they have none: they run as they do with `eager`.",
-            "", _names(found, kinds, "unused"), "",
-            "## Not built or not run", "",
-            "The sweep's configuration or inputs do not suit them; the reason is the library's own message.", "",
-            "| architecture | reason |", "|---|---|", *unbuilt, "",
+            text,
+            "## Not equal",
+            "",
+            "| architecture | why |",
+            "|---|---|",
+            *rows,
+            "",
+            "## Equal",
+            "",
+            _names(found, kinds, "equal"),
+            "",
+            "## Not running on Undivided",
+            "",
+            "Their attention does not go through the library's interface, or they have none: they "
+            "run as they do with `eager`.",
+            "",
+            _names(found, kinds, "unused"),
+            "",
+            "## Not built or not run",
+            "",
+            "The sweep's configuration or inputs do not suit them; the reason is the library's own message.",
+            "",
+            "| architecture | reason |",
+            "|---|---|",
+            *unbuilt,
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def kind(outcomes: Outcomes) -> str:
@@ -78,17 +100,17 @@ def explanation(name: str, outcomes: Outcomes) -> str:
     """Why it is not equal, and in which cases."""
     bad = {case: one for case, one in outcomes.items() if one.state in ("differs", "fails")}
     first = next(iter(bad.values()))
-    why = (
-        CLASS_TABLE if first.detail == "KeyError: 'undivided'" else EXPLAINED.get(name, _short(first.detail))
-    )
+    why = CLASS_TABLE if first.detail == "KeyError: 'undivided'" else EXPLAINED.get(name, _short(first.detail))
     return f"{', '.join(bad)}: {why}"
 
 
 def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], wanted: str) -> str:
     return textwrap.fill(
-        ", ".join(f"`{name}`" for name in found if kinds[name] == wanted), 140,
-        break_on_hyphens=False, break_long_words=False,
-    )  # fmt: skip
+        ", ".join(f"`{name}`" for name in found if kinds[name] == wanted),
+        140,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _short(text: str, most: int = 120) -> str:
