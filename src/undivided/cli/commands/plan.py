@@ -12,7 +12,7 @@ from rich.text import Text
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._terminal import console, print_json, print_table, table
-from undivided.context_parallel.plan import BANDWIDTH, FLOPS, HEAD, LEGEND, Plan, cells
+from undivided.context_parallel.plan import BANDWIDTH, FLOPS, COLUMNS, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as counted
 
 
@@ -63,7 +63,7 @@ def plan(
     screen = console()
     screen.print(Text(found.title, "bold"))
     made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in HEAD:
+    for name in COLUMNS:
         made.add_column(name, no_wrap=True)
     for option in found.options:
         made.add_row(*cells(option), style="bold green" if option is found.best else None)
