@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from undivided._arguments import check_at_least, check_memory, check_offsets
@@ -51,6 +52,8 @@ class Part(Remembers):
 
     def validate(self) -> None:
         """Check the values once for every version of the tensors, where they may be read at all."""
+        if torch.compiler.is_compiling():
+            return
         tensors = self.tensors
         for tensor in tensors:
             check_memory(self.name, tensor)
