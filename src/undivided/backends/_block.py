@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._tensors import is_traced, readable
 from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
 
@@ -67,15 +68,16 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
 
 
 def must_part(
-    problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+    call: Call, tensors: Tensors, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> bool:
     """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
 
     On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
     """
+    problem = call.problem
     if not problem.mask.kinds & DOCUMENTS or is_traced():
         return False
-    q, k, v = operands.heads_first()
+    q, k, v = tensors.heads_first(call.problem.layout)
     if not readable(q, k, v, *of_rows, *of_keys):
         return False
     if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
