@@ -16,7 +16,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, KVCache, PagedKVCache, masks
-from undivided.masks import Mask, _ranges
+from undivided.masks import Mask
+from undivided.masks.normal_form import ranges
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
 LENGTHS = (13, 7, 10)
@@ -352,8 +353,8 @@ def test_layers_with_the_same_lengths_work_out_the_mask_once(
     """A model has one cache a layer, and a mask is made of the lengths in each: the same one, also in inference
     mode."""
     built = []
-    build = _ranges.build
-    monkeypatch.setattr(_ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
+    build = ranges.build
+    monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
     for window in (None, masks.window(2, 0)):
         lengths = (5, 3, 2 + inference)  # another test may have asked for the same ones
         sequences, caches = new_sequences(lengths), [new_cache(kind, layout=layout) for _ in range(4)]

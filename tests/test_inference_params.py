@@ -15,7 +15,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InferenceParams, InputError, masks
-from undivided.masks import _ranges
+from undivided.masks.normal_form import ranges
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
 FORMATS = ("bshd", "sbhd", "thd")
@@ -171,8 +171,8 @@ def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
 def test_layers_share_the_mask_and_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step needs is worked out in the first layer, also under inference mode."""
     built = []
-    build = _ranges.build
-    monkeypatch.setattr(_ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
+    build = ranges.build
+    monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
     params, tokens = new_params(True), [new_tokens(7), new_tokens(1)]
     q, k, v = (joined([t[n] for t in tokens], "bshd") for n in range(3))
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undivided._problem import Operands, Problem
 from undivided._tensors import is_traced, readable
-from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
+from undivided.masks.normal_form.intervals import IdPairs, NormalForm, SomePairs
 
 DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
 """Kinds of mask under which rows of one sequence belong to documents."""

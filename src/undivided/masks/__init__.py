@@ -38,11 +38,11 @@ from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dty
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._drawing import describe_structure as describe
-from undivided.masks._intervals import NormalForm
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
 from undivided.masks._predicate import PredicateFunction, register_predicate
 from undivided.masks._structure import Structure
+from undivided.masks.normal_form.intervals import NormalForm
 
 __all__ = [
     "FULL",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from undivided._tensors import readable
 from undivided.errors import InputError
-from undivided.masks._intervals import NormalForm
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Prefix
 from undivided.masks._predicate import Predicate
+from undivided.masks.normal_form.intervals import NormalForm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,13 +19,14 @@ from torch import Tensor
 from undivided._arguments import INT32_MAX, as_integer
 from undivided._tensors import is_captured, is_traced, readable, versions
 from undivided.errors import InputError
-from undivided.masks import _drawing, _ranges, _spec
+from undivided.masks import _drawing, _spec
 from undivided.masks._alignment import Align, resolve
-from undivided.masks._intervals import NormalForm
 from undivided.masks._memory import SHARED_TOKENS, Identical, Remembers, shared
 from undivided.masks._parts import Call, Chunk, Dense, Documents, GlobalBand, Lengths, Part, Prefix
 from undivided.masks._predicate import Predicate
 from undivided.masks._structure import Structure, detail_of, kinds_of
+from undivided.masks.normal_form import ranges
+from undivided.masks.normal_form.intervals import NormalForm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -254,7 +255,7 @@ class Mask(Remembers):
         def build() -> NormalForm:
             # A form that is made while serving may be saved by autograd later.
             with torch.inference_mode(False), torch.no_grad():
-                return _ranges.build(self.parts, self.band, bottom_right, sizes, device)
+                return ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= SHARED_TOKENS and not is_traced():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from undivided.masks._intervals import NormalForm
+    from undivided.masks.normal_form.intervals import NormalForm
 
 # Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in
 # each layer. 64 forms of at most 2 x 64 Ki tokens stay under 100 MB, and 1 MB in the usual case.

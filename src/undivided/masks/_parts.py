@@ -1,7 +1,7 @@
 """The parts that a mask is an intersection of: what they hold, and when their values make sense.
 
 A part is a small frozen value. Its tensors are kept as the caller gave them, so that a backend can hand them
-to its kernel; what they mean as ranges of keys is worked out in ``_intervals.py``. Values are checked by
+to its kernel; what they mean as ranges of keys is worked out in ``normal_form``. Values are checked by
 ``check_values`` when a part is built from CPU tensors, and again after one was changed in place; sizes are
 checked against the call by ``check_call``.
 """
@@ -19,7 +19,7 @@ from undivided.errors import InputError
 from undivided.masks._memory import Remembers
 
 if TYPE_CHECKING:
-    from undivided.masks._intervals import NormalForm
+    from undivided.masks.normal_form.intervals import NormalForm
 
 Size = int | Tensor
 Field = int | Tensor | None

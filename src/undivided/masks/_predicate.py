@@ -15,9 +15,9 @@ from torch import Tensor
 
 from undivided._tensors import readable
 from undivided.errors import InputError
-from undivided.masks._geometry import Geometry
-from undivided.masks._intervals import Index, index_tensor
 from undivided.masks._parts import Field, Part
+from undivided.masks.normal_form.intervals import Index, index_tensor
+from undivided.masks.normal_form.positions import Geometry
 
 PredicateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

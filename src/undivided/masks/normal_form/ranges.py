@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 
 from undivided._tensors import readable
-from undivided.masks._geometry import Geometry, own
-from undivided.masks._intervals import DensePairs, Extra, IdPairs, NormalForm, RangePairs, all_pairs, row_blocks, tidy
 from undivided.masks._parts import Chunk, Dense, DocumentIds, GlobalBand, Part, Prefix, Ranges, Size
 from undivided.masks._predicate import Predicate, PredicatePairs
+from undivided.masks.normal_form.intervals import (
+    DensePairs,
+    Extra,
+    IdPairs,
+    NormalForm,
+    RangePairs,
+    all_pairs,
+    row_blocks,
+    tidy,
+)
+from undivided.masks.normal_form.positions import Geometry, own
 
 Bound = Size | None
 Range = tuple[Size, Size]

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from undivided.masks._geometry import Geometry
+from undivided.masks.normal_form.positions import Geometry
 
 Index = slice | Tensor
 
