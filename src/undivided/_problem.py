@@ -38,7 +38,7 @@ from undivided._validation import (
 )
 from undivided.errors import InputError
 from undivided.masks import Mask, Structure
-from undivided.masks.normal_form.intervals import NormalForm
+from undivided.masks.normal_form import NormalForm
 
 
 class Problem(NamedTuple):
