@@ -233,12 +233,12 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
         "the step's tokens must be at most the new tokens in new_k",
     ),
     "q-unlike-k": (lambda p: p.attend(1, Q[:, :2], K, V), r"q must have the tokens of new_k \(3\), got 2"),
-    "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch of the cache"),
+    "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch size of the cache"),
     "another-dtype": (lambda p: p.step(1, K.double(), V.double()), "new_k must have the dtype of the cache"),
     "a-format-that-is-none": (lambda p: p.step(1, K, V, "bhsd"), "qkv_format must be one of"),
     "packed-tokens-too-many": (lambda p: p.step(1, K[0, :2], V[0, :2], "thd"), "the step's tokens must sum to the 2"),
     "fork-of-nobody": (lambda p: p.fork("z", "y"), "src must be the id of a sequence"),
-    "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must be the id of no sequence"),
+    "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must not be the id of a sequence"),
     "truncate-nobody": (lambda p: p.truncate("z", 0), "seq_id must be the id"),
     "truncate-up": (lambda p: p.truncate("a", 6), "length must be at most the 4 cached tokens of 'a'"),
     "no-such-layer": (lambda p: p.convert_paged_to_nonpaged(7), "layer_number must be that of a layer with a cache"),
@@ -291,7 +291,7 @@ def test_a_layer_before_its_step(after: str, call: Callable[[InferenceParams], o
             "truncate": lambda: params.truncate("a", 1),
             "an-empty-step": lambda: params.pre_step({}),
         }[after]()
-    with pytest.raises(InputError, match="inference_params must be told of the sequences"):
+    with pytest.raises(InputError, match="inference_params must have a step"):
         call(params)
 
 
