@@ -80,9 +80,9 @@ def test_the_page_says_of_every_argument_what_becomes_of_it(
     rows = dict(ROW.findall(section))
     names = [word.split("=")[0] for word in signature]
     assert list(rows) == names + beyond
-    from undivided.nn import _arguments
+    from undivided.nn.arguments import checks
 
-    refused = _arguments.AT_CONSTRUCTION if beyond else _arguments.AT_CALL
+    refused = checks.AT_CONSTRUCTION if beyond else checks.AT_CALL
     assert [name for name in names if rows[name] == "refused"] == [name for name in names if name in refused]
 
 

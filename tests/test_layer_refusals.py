@@ -117,7 +117,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layer_type": "decoder", "attn_input_format": "sbhd"}, {"encoder_output": torch.randn(2, 7, HIDDEN)}, "attn_input_format must agree with encoder_output [2, 7, 24]: in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2"),
     # a cache
     ({"layer_number": None}, {"inference_params": step(a=5, b=5)}, "inference_params must come with a layer_number, got None\n  HINT: layer_number=1 at construction, 2 for the next layer"),
-    ({}, {"inference_params": InferenceParams(3, 24, HEADS, 6, torch.float32)}, "inference_params must be told of the sequences before the model runs"),
+    ({}, {"inference_params": InferenceParams(3, 24, HEADS, 6, torch.float32)}, "inference_params must have a step before the model runs"),
     ({"attention_dropout": 0.1}, {"inference_params": step(a=5, b=5)}, "inference_params must come in evaluation mode, or without attention_dropout, got training mode\n  HINT: module.eval()"),
     ({}, {"inference_params": step(a=5, b=5), "cu_seqlens_q": cu(LENGTHS)}, "cu_seqlens_q must be those of inference_params, or None, got [0, 5, 8]\n  HINT: pre_step was told of [5, 5] new tokens"),
     ({"self_attn_mask_type": "padding"}, {"inference_params": step(a=5, b=5), "attention_mask": torch.zeros(2, 1, 1, 5, dtype=torch.bool)}, "attention_mask must be None with inference_params"),

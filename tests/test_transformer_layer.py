@@ -11,7 +11,7 @@ from torch import Tensor
 import plain_layer
 from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, LENGTHS, OPTIONS, PADDING, cu, laid_out, layer, taken_apart
 from undivided import InputError, RotaryPositionEmbedding
-from undivided.nn._mlp import ACTIVATIONS, Activation
+from undivided.nn.blocks.mlp import ACTIVATIONS, Activation
 
 
 @pytest.fixture(autouse=True)

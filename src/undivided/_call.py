@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided._problem import Problem
 from undivided.masks import Mask
-from undivided.masks._intervals import NormalForm
+from undivided.masks.normal_form import NormalForm
 
 
 class CheckedMask:

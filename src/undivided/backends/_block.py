@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided._call import Call
 from undivided._request import Tensors
 from undivided._tensors import is_traced, readable
-from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
+from undivided.masks.normal_form import IdPairs, NormalForm, SelectedPairs
 
 DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
 """Kinds of mask under which rows of one sequence belong to documents."""
@@ -95,7 +95,7 @@ def document_ends(normal: NormalForm, batch: slice) -> list[int]:
     >>> document_ends(form, slice(0, 1))
     [2, 3]
     """
-    wholes = (extra.whole if isinstance(extra, SomePairs) else extra for extra in normal.extras)
+    wholes = (extra.whole if isinstance(extra, SelectedPairs) else extra for extra in normal.extras)
     if any(isinstance(whole, IdPairs) for whole in wholes):
         return list(range(1, normal.q_len + 1))
     ranges = normal.ranges[batch if normal.ranges.shape[0] > 1 else slice(None)]

@@ -19,7 +19,7 @@ from undivided._request import Tensors
 from undivided._result import UNREAD
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
-from undivided.masks._intervals import DensePairs
+from undivided.masks.normal_form import DensePairs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -22,7 +22,7 @@ from undivided.backends import _triton_tables as tables
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
-from undivided.masks._intervals import DensePairs
+from undivided.masks.normal_form import DensePairs
 
 MASK_PAIRS = 1 << 28
 """Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""

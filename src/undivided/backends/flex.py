@@ -31,8 +31,7 @@ from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.masks import NormalForm
-from undivided.masks._intervals import DensePairs, IdPairs, RangePairs
-from undivided.masks._predicate import PredicatePairs
+from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8

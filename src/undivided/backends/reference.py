@@ -29,7 +29,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends._block import Block, distance, document_ends, hide, must_part, row_slopes
 from undivided.backends._block_gradients import Accumulators, gradients_of, leaves_of
 from undivided.kernels import philox
-from undivided.masks._intervals import NormalForm
+from undivided.masks.normal_form import NormalForm
 
 SCORES_PER_BLOCK = 1 << 22
 """Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level

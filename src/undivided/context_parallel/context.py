@@ -15,7 +15,7 @@ from undivided._machine import Machine
 from undivided._policy import Policy, policy
 from undivided._selection import Decision, decide
 from undivided._validation import checked_mask
-from undivided.cache._attend import outside_of_graphs
+from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import Call, Run
 from undivided.context_parallel._groups import axes_of, mesh_of

@@ -37,7 +37,7 @@ from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.collectives import Communicator, gather_uneven
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import Ranges
+from undivided.masks.normal_form import Ranges
 
 By = Literal["all_gather", "ring"]
 

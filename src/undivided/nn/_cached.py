@@ -12,10 +12,10 @@ from torch import Tensor
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn import _sequences
-from undivided.nn._formats import Inputs
-from undivided.nn._mask_types import MaskType, Window, band
-from undivided.nn._sequences import Given, is_readable
+from undivided.nn.arguments import sequences
+from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.mask_types import MaskType, Window, band
+from undivided.nn.arguments.sequences import Given, is_readable
 
 
 def checked(params: object) -> InferenceParams | None:
@@ -45,7 +45,7 @@ def mask(
         raise InputError("bottom_right_diagonal", "not be False with inference_params", False, hint=hint)
     diagonal = band(kind._replace(bottom_right=True), window, None)
     if kind.name == "arbitrary":
-        return diagonal & _sequences.arbitrary(given.attention_mask, inputs)
+        return diagonal & sequences.arbitrary(given.attention_mask, inputs)
     if given.attention_mask is not None:
         hint = "inference_params.pre_step says how many tokens are real; or attn_mask_type='arbitrary'"
         raise InputError("attention_mask", "be None with inference_params", "a tensor", hint=hint)
@@ -55,7 +55,7 @@ def mask(
 def _check_offsets(given: Given, inputs: Inputs, params: InferenceParams) -> None:
     """The cache knows all lengths. Offsets that say the same are welcome, others are an error."""
     for name, offsets in given.offsets.items():
-        _sequences.check_offsets(name, offsets)
+        sequences.check_offsets(name, offsets)
         known = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
         if is_readable(offsets) and not any(_agree(offsets, of_step) for of_step in known):
             raise InputError(

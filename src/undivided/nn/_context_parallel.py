@@ -13,8 +13,8 @@ from undivided._layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn._arguments import checked_choice
-from undivided.nn._formats import Inputs
+from undivided.nn.arguments.checks import checked_choice
+from undivided.nn.arguments.formats import Inputs
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 

@@ -14,8 +14,10 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.nn import _cached, _context_parallel, _formats, _sequences
-from undivided.nn._arguments import (
+from undivided.nn import _cached, _context_parallel
+from undivided.nn._max_logit import max_logit
+from undivided.nn.arguments import formats, sequences
+from undivided.nn.arguments.checks import (
     AT_CALL,
     AT_CONSTRUCTION,
     check_refused,
@@ -27,12 +29,11 @@ from undivided.nn._arguments import (
     checked_number,
     in_module_words,
 )
-from undivided.nn._formats import Heads, Inputs
-from undivided.nn._mask_types import band, checked_mask_type, checked_window, normalised_window
-from undivided.nn._max_logit import max_logit
-from undivided.nn._module import Module
-from undivided.nn._scores import Added, added
-from undivided.nn._sequences import Given
+from undivided.nn.arguments.formats import Heads, Inputs
+from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalised_window
+from undivided.nn.arguments.scores import Added, added
+from undivided.nn.arguments.sequences import Given
+from undivided.nn.blocks.module import Module
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -121,7 +122,7 @@ class DotProductAttention(Module):
         heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
         self.heads = Heads(heads, groups, *checked_channels(kv_channels))
         self.attention_dropout = checked_number("attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1")
-        self.qkv_format = None if qkv_format is None else _formats.checked_format(qkv_format)
+        self.qkv_format = None if qkv_format is None else formats.checked_format(qkv_format)
         kind = checked_mask_type(attn_mask_type)
         self.attn_mask_type = kind.name
         window = checked_window(window_size)
@@ -296,10 +297,10 @@ class DotProductAttention(Module):
         interleave_dim: int,
         qkv_format: str | None,
     ) -> Inputs:
-        format = _formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
-        q, k, v = _formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
+        format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
+        q, k, v = formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
         inputs = Inputs(q, k, v, format)
-        _formats.check(inputs, self.heads)
+        formats.check(inputs, self.heads)
         return inputs
 
     def _whole(self, inputs: Inputs, given: Given, params: InferenceParams | None) -> Inputs:
@@ -333,8 +334,8 @@ class DotProductAttention(Module):
         if params is not None:
             return _cached.mask(given, kind, inputs, window, bottom_right, params)
         diagonal = band(kind, window, bottom_right)
-        _sequences.check(given, kind, inputs, self.attention_type)
-        return _sequences.mask(given, kind, inputs, self.attention_type, diagonal)
+        sequences.check(given, kind, inputs, self.attention_type)
+        return sequences.mask(given, kind, inputs, self.attention_type, diagonal)
 
     def _attend(self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]

@@ -10,8 +10,9 @@ from torch import Tensor
 from undivided.cache import InferenceParams
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn import _hidden, _normalization
-from undivided.nn._arguments import (
+from undivided.nn._context_parallel import rows_of_angles
+from undivided.nn.arguments import hidden_states as hidden
+from undivided.nn.arguments.checks import (
     ATTENTION_LAYER_AT_CONSTRUCTION,
     LAYERS_AT_CALL,
     LAYERS_AT_CONSTRUCTION,
@@ -24,15 +25,15 @@ from undivided.nn._arguments import (
     checked_number,
     renamed,
 )
-from undivided.nn._context_parallel import rows_of_angles
-from undivided.nn._formats import Heads
-from undivided.nn._linear import LayerNormLinear, Linear
-from undivided.nn._mask_types import checked_mask_type
-from undivided.nn._module import Init, Module, checked_dtype, checked_init
-from undivided.nn._normalization import L2Normalization, Norm, Normalization
-from undivided.nn._projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
+from undivided.nn.arguments.formats import Heads
+from undivided.nn.arguments.mask_types import checked_mask_type
+from undivided.nn.blocks import normalization as normalizations
+from undivided.nn.blocks.linear import LayerNormLinear, Linear
+from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
+from undivided.nn.blocks.normalization import L2Normalization, Norm, Normalization
+from undivided.nn.blocks.projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
 from undivided.nn.dot_product_attention import DotProductAttention
-from undivided.nn.rotary import Turn, rotate, turn
+from undivided.nn.rotary.rotation import Turn, rotate, turn
 
 _QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
@@ -158,7 +159,7 @@ class MultiheadAttention(Module):
         super().__init__()
         check_refused(ATTENTION_LAYER_AT_CONSTRUCTION, given)
         _check_hints(seq_length, micro_batch_size)
-        self.qkv_format = _hidden.checked_format("qkv_format", qkv_format)
+        self.qkv_format = hidden.checked_format("qkv_format", qkv_format)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
         self.hidden_size = checked_integer("hidden_size", hidden_size, 1)
         self.heads = _checked_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
@@ -290,11 +291,11 @@ class MultiheadAttention(Module):
         if (
             self.core_attention.context_parallel is None
         ):  # else what is said of sequences is of the whole, which is not here
-            _hidden.check_evidence(
+            hidden.check_evidence(
                 hidden_states,
                 self.qkv_format,
                 "qkv_format",
-                _hidden.evidence(
+                hidden.evidence(
                     attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
                 ),
             )
@@ -340,7 +341,7 @@ class MultiheadAttention(Module):
         weight, format = self.proj.weight, self.qkv_format
         # a shard of FSDP has another dtype than what the projection will see
         like = weight if type(weight) is torch.nn.Parameter else None
-        _hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
+        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
         if params is not None and not isinstance(params, InferenceParams):
             raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
         if self.attention_type == "self":
@@ -349,9 +350,9 @@ class MultiheadAttention(Module):
                     "encoder_output", "be None with attention_type='self'", f"a tensor {list(encoder.shape)}"
                 )
             return
-        _hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
+        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
         assert encoder is not None
-        _hidden.check_encoder(x, encoder, format, "qkv_format")
+        hidden.check_encoder(x, encoder, format, "qkv_format")
 
     def _projected(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and x as the projection saw it."""
@@ -430,7 +431,7 @@ _FLAGS = (
 def checked_norm(kind: object, eps: object, zero_centered: object) -> Norm:
     """The normalisation of a layer."""
     return Norm(
-        checked_choice("normalization", kind, _normalization.KINDS),
+        checked_choice("normalization", kind, normalizations.KINDS),
         checked_number("layernorm_epsilon", eps, 0, 1e30, "a number of at least 0"),
         checked_flag("zero_centered_gamma", zero_centered),
     )

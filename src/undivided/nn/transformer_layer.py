@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
-from undivided.nn import _hidden
-from undivided.nn._arguments import (
+from undivided.nn.arguments import hidden_states as hidden
+from undivided.nn.arguments.checks import (
     LAYERS_AT_CALL,
     LAYERS_AT_CONSTRUCTION,
     TRANSFORMER_LAYER_AT_CONSTRUCTION,
@@ -23,10 +23,10 @@ from undivided.nn._arguments import (
     checked_number,
     renamed,
 )
-from undivided.nn._mlp import Activation, LayerNormMLP
-from undivided.nn._module import Init, Module, checked_dtype, checked_init
-from undivided.nn._normalization import Normalization
-from undivided.nn._sequences import differ
+from undivided.nn.arguments.sequences import differ
+from undivided.nn.blocks.mlp import Activation, LayerNormMLP
+from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
+from undivided.nn.blocks.normalization import Normalization
 from undivided.nn.multihead_attention import MultiheadAttention, RotaryPosEmb, checked_norm
 
 # What the attention modules call an argument, and what the layer calls it.
@@ -162,7 +162,7 @@ class TransformerLayer(Module):
         given = dict(locals())
         super().__init__()
         check_refused(TRANSFORMER_LAYER_AT_CONSTRUCTION, given)
-        self.attn_input_format = _hidden.checked_format("attn_input_format", attn_input_format)
+        self.attn_input_format = hidden.checked_format("attn_input_format", attn_input_format)
         self.layer_type = checked_choice("layer_type", layer_type, ("encoder", "decoder"))
         for flag in _FLAGS:
             setattr(self, flag, checked_flag(flag, given[flag]))
@@ -359,7 +359,7 @@ class TransformerLayer(Module):
     def _kept(self, out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """1 / (1 - rate) for each sequence that is kept, 0 for the others, broadcastable to out."""
         keep = 1 - self.drop_path_rate
-        count = _hidden.sequences(out, self.attn_input_format, cu_seqlens)
+        count = hidden.sequences(out, self.attn_input_format, cu_seqlens)
         scale = torch.rand(count, device=out.device).lt(keep).to(out.dtype) / max(keep, 1e-30)
         if self.attn_input_format != "thd":
             return scale[None, :, None] if self.attn_input_format == "sbhd" else scale[:, None, None]

@@ -1,7 +1,7 @@
-"""Where sequences lie in a call's rows and keys: positions, alignment, the rows of each document.
+"""``Geometry``: the position of every row and key within its sequence.
 
-Axes: B batch, Sq query rows, Sk keys, N sequences (batch elements, or documents where packed). A position i'
-or j' counts within a sequence; a raw index is ``position + start``. Nothing here waits for a GPU.
+Axes: B batch, Sq query rows, Sk keys, N sequences (batch elements, or documents if packed). A position i' or j' counts
+within a sequence; a raw index is ``position + start``. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from undivided.masks._parts import Documents, Field, Lengths, Part, Size
 
 
-def own(value: Field, device: torch.device, default: int = 0) -> Size:
-    """A private int64 copy: what is worked out later still means what the tensor held now."""
+def private_copy(value: Field, device: torch.device, default: int = 0) -> Size:
+    """An int64 copy on the device, which later changes of the tensor do not affect; the default for None."""
     if value is None:
         return default
     return value.to(device=device, dtype=torch.int64, copy=True) if isinstance(value, Tensor) else value
@@ -25,7 +25,15 @@ def own(value: Field, device: torch.device, default: int = 0) -> Size:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where each sequence lies in the call's rows and keys; sizes are ints, or int64 ``[N]``."""
+    """The place of each sequence among the rows and keys of a call; sizes are ints, or int64 ``[N]``.
+
+    Args:
+        batch, q_len, kv_len: sizes of the call.
+        device: device of all tensors.
+        q_start, q_size, kv_start, kv_size: first raw index and length of each sequence.
+        shift: d of each sequence: its alignment.
+        q_slot_ends, kv_slot_ends: for documents, one past the last slot of each, int64 ``[N]``; otherwise None.
+    """
 
     batch: int
     q_len: int
@@ -40,9 +48,10 @@ class Geometry:
     kv_slot_ends: Tensor | None = None
 
     @staticmethod
-    def of(
+    def of_parts(
         parts: Sequence[Part], bottom_right: bool, batch: int, q_len: int, kv_len: int, device: torch.device
     ) -> Geometry:
+        """The geometry of a call whose mask has these parts."""
         q_ends = kv_ends = None
         q_start: Size = 0
         kv_start: Size = 0
@@ -50,8 +59,8 @@ class Geometry:
         kv_size: Size = kv_len
         for part in parts:
             if isinstance(part, Lengths):
-                q_start, kv_start = own(part.q_start, device), own(part.kv_start, device)
-                q_size, kv_size = own(part.q, device, q_len), own(part.kv, device)
+                q_start, kv_start = private_copy(part.q_start, device), private_copy(part.kv_start, device)
+                q_size, kv_size = private_copy(part.q, device, q_len), private_copy(part.kv, device)
             elif isinstance(part, Documents):
                 q_start, q_size, q_ends = _slots(part.cu_seqlens_q, part.padded_q, device)
                 kv_start, kv_size, kv_ends = _slots(part.cu_seqlens_kv, part.padded_kv, device)
@@ -60,14 +69,14 @@ class Geometry:
 
     @cached_property
     def q_sequence(self) -> Tensor:
-        """The sequence of each row, int64 ``[B, Sq]`` (packed: the document, ``[1, Sq]``)."""
+        """The batch element of each row, int64 ``[B, Sq]``; packed: the document, ``[1, Sq]``."""
         if self.q_slot_ends is None:
             rows = torch.arange(self.batch, device=self.device)[:, None]
             return rows.expand(self.batch, self.q_len)
         return _slot_of(self.q_slot_ends, self.q_len)
 
     def per_row(self, value: Size) -> Size:
-        """A sequence's value (int or ``[N]``) as a value of each row: int, ``[B, 1]`` or ``[1, Sq]``."""
+        """A value per sequence (int or ``[N]``) as a value per row: int, ``[B, 1]`` or ``[1, Sq]``."""
         if not isinstance(value, Tensor):
             return value
         if self.q_slot_ends is None:
@@ -90,20 +99,20 @@ class Geometry:
 
     @cached_property
     def anchor(self) -> Tensor:
-        """i' + d of each row, int64 ``[B|1, Sq]``: the key that the row stands on."""
+        """i' + d of each row, int64 ``[B|1, Sq]``: the row's own key."""
         moved = isinstance(self.shift, Tensor) or self.shift != 0
         return self.q_position + self.per_row(self.shift) if moved else self.q_position
 
     @property
     def real_rows(self) -> Tensor | None:
-        """Rows that belong to a sequence, bool ``[B|1, Sq]``; None where all do."""
+        """Whether each row belongs to a sequence, bool ``[B|1, Sq]``; None if all do."""
         if not isinstance(self.q_size, Tensor) and not isinstance(self.q_start, Tensor):
             return None
         return (self.q_position >= 0) & (self.q_position < self.per_row(self.q_size))
 
     @property
     def real_keys(self) -> Tensor | None:
-        """Keys that belong to a sequence, bool ``[B|1, Sk]``; None where all do."""
+        """Whether each key belongs to a sequence, bool ``[B|1, Sk]``; None if all do."""
         if not isinstance(self.kv_size, Tensor):
             return None
         ends = self.kv_slot_ends
@@ -112,7 +121,7 @@ class Geometry:
 
 
 def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, real size and end of each document's slot, int64 ``[N]``; no document reads as one empty one."""
+    """Start, real size and end of each document's slot, int64 ``[N]``; without documents, one empty slot."""
     real = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
     offsets = real if padded is None else padded.to(device=device, dtype=torch.int64, copy=True)
     if real.numel() == 1:
@@ -121,6 +130,6 @@ def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> t
 
 
 def _slot_of(ends: Tensor, length: int) -> Tensor:
-    """The slot of each token, int64 ``[1, length]``; the last slot for tokens after them all."""
+    """The slot of each token, int64 ``[1, length]``; the last slot for tokens after all slots."""
     tokens = torch.arange(length, device=ends.device)
     return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]

@@ -19,7 +19,7 @@ from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
-from undivided.nn._formats import FORMATS
+from undivided.nn.arguments.formats import FORMATS
 
 _AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
 _OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from undivided.nn._formats import Heads
+from undivided.nn.arguments.formats import Heads
 
 
 def qkv_parts(heads: Heads, fused: bool) -> dict[str, int]:

@@ -10,8 +10,8 @@ from undivided._arguments import check_tensor
 from undivided._layout import Layout
 from undivided._validation import DTYPES
 from undivided.errors import InputError
-from undivided.nn._arguments import checked_integer
-from undivided.nn._sequences import check_offsets, is_readable
+from undivided.nn.arguments.checks import checked_integer
+from undivided.nn.arguments.sequences import check_offsets, is_readable
 
 
 def check(

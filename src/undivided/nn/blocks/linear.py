@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn._module import Init, Module, start
-from undivided.nn._normalization import Norm
+from undivided.nn.blocks.module import Init, Module, start
+from undivided.nn.blocks.normalization import Norm
 
 
 class Linear(Module):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from undivided._slopes import usual_slopes
 from undivided.errors import InputError
-from undivided.nn._arguments import checked_choice
-from undivided.nn._formats import Inputs
+from undivided.nn.arguments.checks import checked_choice
+from undivided.nn.arguments.formats import Inputs
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 

@@ -16,9 +16,9 @@ from undivided._arguments import check_tensor
 from undivided._tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn._arguments import checked_flag, checked_integer
-from undivided.nn._formats import Inputs
-from undivided.nn._mask_types import MaskType
+from undivided.nn.arguments.checks import checked_flag, checked_integer
+from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.mask_types import MaskType
 
 
 class Given(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn._arguments import checked_integer
+from undivided.nn.arguments.checks import checked_integer
 
 
 class MaskType(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn._module import Module, start
+from undivided.nn.blocks.module import Module, start
 
 KINDS = ("LayerNorm", "RMSNorm")
 _HALF = (torch.float16, torch.bfloat16)

@@ -4,7 +4,7 @@ A head's channels are taken in pairs, and a pair at position p turns by the angl
 depends on the distance of their positions alone. Angles, cosines and sines are fp32 at least, whatever the tensors are.
 
 Memory traffic: three passes over a tensor (times the cosine, its pairs exchanged, plus them times the sine); autograd
-keeps cosines and sines, not the tensor. The methods for longer contexts are in `_rotary_scaling`.
+keeps cosines and sines, not the tensor. The methods for longer contexts are in `scaling`.
 
 Axes: b batch, s sequence, t packed tokens, h heads, d head size, d2 <= d the channels that turn, r = d2 / 2 pairs.
 Source: Su et al. 2021, RoFormer (arXiv:2104.09864); the interface of transformer_engine.pytorch.
@@ -21,9 +21,10 @@ from torch import Tensor
 from undivided import _layout
 from undivided._layout import Layout
 from undivided.errors import InputError
-from undivided.nn import _rotary_checks, _rotary_scaling
-from undivided.nn._arguments import checked_flag, checked_integer, checked_number
-from undivided.nn._formats import checked_format
+from undivided.nn.arguments.checks import checked_flag, checked_integer, checked_number
+from undivided.nn.arguments.formats import checked_format
+from undivided.nn.rotary import checks
+from undivided.nn.rotary import scaling as methods
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -79,9 +80,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
             checked_integer("pretrained_max_position_embeddings", pretrained_max_position_embeddings, 1)
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.scaling = _rotary_scaling.checked_scaling(scaling, pretrained_max_position_embeddings)
+        self.scaling = methods.checked_scaling(scaling, pretrained_max_position_embeddings)
         self._check_interpolation()
-        self.attention_factor = _rotary_scaling.attention_factor(self.scaling)
+        self.attention_factor = methods.attention_factor(self.scaling)
         self.register_buffer("inv_freq", self._frequencies(device))
 
     def _check_interpolation(self) -> None:
@@ -100,7 +101,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
             )
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return _rotary_scaling.scaled(self.scaling, self.dim, self.rotary_base, device)
+        return methods.scaled(self.scaling, self.dim, self.rotary_base, device)
 
     def reset_parameters(self) -> None:
         """Work the frequencies out again, as after `to_empty`."""
@@ -151,7 +152,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
             positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
-        inv_freq = _rotary_scaling.of_length(self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len)
+        inv_freq = methods.of_length(self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len)
         return positions[:, None] * inv_freq  # not a matmul, which autocast would round
 
     def extra_repr(self) -> str:
@@ -232,7 +233,7 @@ def turn(
     cp_rank: int = 0,
 ) -> Turn:
     """What `rotate` needs, once for the queries and the keys of the same tokens."""
-    _rotary_checks.check(t, freqs, format, start_positions, cu_seqlens, cp_size, cp_rank)
+    checks.check(t, freqs, format, start_positions, cu_seqlens, cp_size, cp_rank)
     length = _layout.sizes(t.shape, format)[1]
     positions: Tensor | None
     if format == "thd":
@@ -240,8 +241,8 @@ def turn(
         positions = _packed_positions(length, cu_seqlens, start_positions, cp_size, cp_rank, t.device)
     else:
         positions = _dense_positions(length, start_positions, cp_size, cp_rank, t.device)
-    _rotary_checks.check_rows(freqs, positions, length)
-    _rotary_checks.check_pairs(freqs, checked_flag("interleaved", interleaved))
+    checks.check_rows(freqs, positions, length)
+    checks.check_pairs(freqs, checked_flag("interleaved", interleaved))
     rows = _rows(freqs, positions, length, format)
     cos, sin = _pairs(rows, freqs.dim() == 5, interleaved)
     axis = -1 if interleaved else -2

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 
 from undivided.errors import InputError
-from undivided.nn._arguments import checked_choice, checked_number
-from undivided.nn._module import Init, Module, start
-from undivided.nn._normalization import Norm
+from undivided.nn.arguments.checks import checked_choice, checked_number
+from undivided.nn.blocks.module import Init, Module, start
+from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
 
