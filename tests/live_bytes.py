@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from undivided import _autograd
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 
 
 class LiveBytes(TorchDispatchMode):

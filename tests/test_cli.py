@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import undivided
 from largest import Largest
 from undivided import masks
-from undivided.cli import _documents
 from undivided.cli._app import app
-from undivided.cli._batch import embed
 from undivided.cli._mask_words import parse
 from undivided.cli._terminal import human, shaded
+from undivided.cli.demo import documents
+from undivided.cli.demo.batch import embed
 from undivided.kernels import cpu
 
 QUICK = ["demo", "--documents", "5", "--longest", "128", "--rounds", "0"]
@@ -91,7 +91,7 @@ class TestDemo:
         assert demo["leak"]["error"] > 100 * demo["budget"]["out"]
 
     def test_no_speed_is_reported_on_a_red_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("undivided.cli.demo._budget", lambda plain, dtype: dict.fromkeys(plain, 0.0))
+        monkeypatch.setattr("undivided.cli.commands.demo._budget", lambda plain, dtype: dict.fromkeys(plain, 0.0))
         done = run(*QUICK, "--rounds", "1")
         assert done.exit_code == 1
         assert "did NOT give the same answer" in " ".join(done.stdout.split())
@@ -114,17 +114,17 @@ class TestDemo:
 
 
 def test_documents_are_the_same_each_time_and_spread_in_length() -> None:
-    documents = _documents.collect(8, 48, 512)
-    assert documents == _documents.collect(8, 48, 512)
-    assert len({document.name for document in documents}) == 8
-    lengths = [len(document) for document in documents]
+    found = documents.collect(8, 48, 512)
+    assert found == documents.collect(8, 48, 512)
+    assert len({document.name for document in found}) == 8
+    lengths = [len(document) for document in found]
     assert min(lengths) < 128
     assert max(lengths) > 256
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd", "sbhd", "bhsd"])
 def test_a_batch_is_packed_again_as_it_was(layout: str) -> None:
-    batch = embed(_documents.collect(4, 48, 128), torch.float32)
+    batch = embed(documents.collect(4, 48, 128), torch.float32)
     arranged = batch.arrange(batch.k, layout, fill=float("nan"))
     assert batch.pack(arranged, layout).equal(batch.k)
     assert arranged.isnan().sum() == batch.padding(arranged, layout).numel()
@@ -458,7 +458,7 @@ class TestPaths:
     def test_a_wrong_path_is_one_message(self, name: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """FileExistsError, IsADirectoryError, matplotlib's ValueError, some of them after minutes of work."""
         monkeypatch.chdir(somewhere)
-        monkeypatch.setattr("undivided.cli.bench.execute", lambda *given: pytest.fail("minutes were spent"))
+        monkeypatch.setattr("undivided.cli.commands.bench.execute", lambda *given: pytest.fail("minutes were spent"))
         arguments, message = WRONG[name]
         assert message in refused(*arguments)
         assert (somewhere / "file").read_text() == "precious"

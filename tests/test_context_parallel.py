@@ -15,7 +15,7 @@ from context_parallel_check import PLACEMENTS, alone, differences, everyone, gri
 from undivided import _layout, masks
 from undivided._problem import normalise
 from undivided.context_parallel import RankError, simulate
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.verification.budget import budget_for
 from undivided.verification.cases import CASES, Case, get
 from undivided.verification.inputs import Inputs, build

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from undivided import masks
 from undivided.context_parallel import Placement
-from undivided.context_parallel._arriving import _Runs, arriving, stretches
 from undivided.context_parallel._schedule import Ranks
+from undivided.context_parallel.plan.arrivals import _Runs, arriving, stretches
 
 
 @settings(max_examples=150, deadline=None)

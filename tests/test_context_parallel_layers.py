@@ -13,7 +13,7 @@ import undivided
 from context_parallel_check import everyone
 from undivided import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
 from undivided.context_parallel import simulate
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 
 WORLDS: dict[str, int | tuple[int, int]] = {"p2p": 3, "all_gather": 2, "a2a": 4, "a2a+p2p": (2, 2)}
 OFFSETS = torch.tensor([0, 10, 13, 24], dtype=torch.int32)

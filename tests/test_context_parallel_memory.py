@@ -9,7 +9,7 @@ import undivided
 from live_bytes import LiveBytes, count_as_on_a_network
 from undivided import masks
 from undivided.context_parallel import plan, simulate
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.masks import Mask
 
 pytestmark = pytest.mark.usefixtures("seen_inside")

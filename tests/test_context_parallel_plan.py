@@ -13,7 +13,7 @@ from context_parallel_check import MASKS, PLACEMENTS
 from undivided import masks
 from undivided.cli._app import app
 from undivided.context_parallel import Traffic, plan, simulate
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.masks import Mask
 
 WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2)}

@@ -22,7 +22,7 @@ from context_parallel_check import PLACEMENTS, alone, differences, grid, in_doub
 from gloo_ranks import run_ranks
 from undivided import masks
 from undivided.context_parallel import RankError, plan
-from undivided.context_parallel.collectives import Counted
+from undivided.context_parallel.exchange.collectives import Counted
 from undivided.masks import Mask
 from undivided.verification.cases import CASES, Case
 

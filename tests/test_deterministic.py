@@ -13,7 +13,7 @@ import undivided
 from undivided import KVCache, PagedKVCache, masks
 from undivided._problem import Problem
 from undivided.backends import all_backends, reference
-from undivided.context_parallel.simulate import SimulatedGroup, simulate
+from undivided.context_parallel.exchange.simulate import SimulatedGroup, simulate
 
 PASSES = ("forward", "answer", "recorded", "backward", "gradients")
 

@@ -25,8 +25,8 @@ from undivided.benchmarking.catalogue import GPU_SUITES, benchmarks
 from undivided.benchmarking.competitors import rivals
 from undivided.benchmarking.runs import Settings
 from undivided.benchmarking.suites import begun
-from undivided.cli import bench
 from undivided.cli._app import app
+from undivided.cli.commands import bench
 from undivided.verification import workers
 
 PACKAGES = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}

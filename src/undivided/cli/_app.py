@@ -13,16 +13,16 @@ from typer.core import TyperGroup
 
 from undivided._version import __version__
 from undivided.cli._terminal import complain
-from undivided.cli.bench import bench
-from undivided.cli.demo import demo
-from undivided.cli.diagnose import diagnose
-from undivided.cli.doctor import doctor
-from undivided.cli.explain import explain
-from undivided.cli.mask import mask
-from undivided.cli.plan import plan
-from undivided.cli.ranks import ranks
-from undivided.cli.tune import tune
-from undivided.cli.verify import verify
+from undivided.cli.commands.bench import bench
+from undivided.cli.commands.demo import demo
+from undivided.cli.commands.diagnose import diagnose
+from undivided.cli.commands.doctor import doctor
+from undivided.cli.commands.explain import explain
+from undivided.cli.commands.mask import mask
+from undivided.cli.commands.plan import plan
+from undivided.cli.commands.ranks import ranks
+from undivided.cli.commands.tune import tune
+from undivided.cli.commands.verify import verify
 from undivided.errors import InputError, NoBackendError
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undivided.cli._batch import Batch
+from undivided.cli.demo.batch import Batch
 from undivided.errors import InputError
 from undivided.masks._drawing import check_format
 

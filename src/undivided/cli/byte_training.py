@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.cli._documents import library_files
 from undivided.cli.byte_model import END, ByteModel, Size
+from undivided.cli.demo.documents import library_files
 from undivided.errors import InputError
 
 

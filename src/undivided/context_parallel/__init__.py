@@ -1,9 +1,9 @@
 """Sequences longer than one device: attention whose tokens are spread over ranks, for every mask."""
 
-from undivided.context_parallel.collectives import RankError, Traffic
 from undivided.context_parallel.context import ContextParallel
+from undivided.context_parallel.exchange.collectives import RankError, Traffic
+from undivided.context_parallel.exchange.simulate import simulate
 from undivided.context_parallel.plan import Plan, plan
 from undivided.context_parallel.sharding import Placement
-from undivided.context_parallel.simulate import simulate
 
 __all__ = ["ContextParallel", "Placement", "Plan", "RankError", "Traffic", "plan", "simulate"]

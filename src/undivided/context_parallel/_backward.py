@@ -22,8 +22,8 @@ from undivided._result import Result, lse_dtype
 from undivided.context_parallel._call import Call, Run, ShareTensors, arrivals, heads_of, operands_of, within_share
 from undivided.context_parallel._index import Index, add, count, is_on_its_own, on_its_own, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
-from undivided.context_parallel.all_to_all import Wanted
-from undivided.context_parallel.collectives import Wait
+from undivided.context_parallel.exchange.collectives import Wait
+from undivided.context_parallel.strategies.all_to_all import Wanted
 
 
 class Backward:

@@ -18,7 +18,7 @@ from undivided.backends._base import Backend
 from undivided.context_parallel._index import count, joined, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
-from undivided.context_parallel.collectives import Counted
+from undivided.context_parallel.exchange.collectives import Counted
 
 Run = tuple[Backend, Problem]
 

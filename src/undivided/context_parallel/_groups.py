@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from undivided.context_parallel._schedule import Mesh, Strategy
-from undivided.context_parallel.collectives import Alone, Communicator, ProcessGroup
-from undivided.context_parallel.simulate import SimulatedGroup
+from undivided.context_parallel.exchange.collectives import Alone, Communicator, ProcessGroup
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.errors import InputError
 
 

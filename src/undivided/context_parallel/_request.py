@@ -19,10 +19,10 @@ from undivided._selection import select
 from undivided._validation import check_extras, check_kinds, check_layout, check_ranks, checked_mask
 from undivided.context_parallel import _schedule
 from undivided.context_parallel._call import Run, piece_problem
-from undivided.context_parallel._handshake import mask_words
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS
-from undivided.context_parallel.collectives import Communicator, gather_all
+from undivided.context_parallel.exchange.collectives import Communicator, gather_all
+from undivided.context_parallel.exchange.handshake import mask_words
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
 from undivided.masks import Mask

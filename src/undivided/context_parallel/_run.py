@@ -24,7 +24,7 @@ from undivided.context_parallel._backward import Backward
 from undivided.context_parallel._call import Call, arrivals, operands_of, traded, within_share
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
-from undivided.context_parallel.all_to_all import Wanted
+from undivided.context_parallel.strategies.all_to_all import Wanted
 
 
 def run(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from undivided.context_parallel import all_gather, all_to_all, ring
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Round, Share
-from undivided.context_parallel.all_to_all import HeadExchange, Stretch
 from undivided.context_parallel.sharding import Placement, row_pairs
+from undivided.context_parallel.strategies import all_gather, all_to_all, ring
+from undivided.context_parallel.strategies.all_to_all import HeadExchange, Stretch
 from undivided.masks import NormalForm
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "ring+all_to_all"]

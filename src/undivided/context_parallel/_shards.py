@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided._layout import Layout
 from undivided._validation import check_layout
-from undivided.context_parallel.collectives import Communicator, gather_rows
+from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 

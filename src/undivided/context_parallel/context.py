@@ -19,7 +19,6 @@ from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import Call, Run
 from undivided.context_parallel._groups import axes_of, mesh_of
-from undivided.context_parallel._handshake import Said, agreed
 from undivided.context_parallel._request import (
     Request,
     bias_by_row,
@@ -31,8 +30,9 @@ from undivided.context_parallel._request import (
 )
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS, Gathered, axis_of, side_of
-from undivided.context_parallel.collectives import Counted, Traffic, gather_all
 from undivided.context_parallel.decode import By, decode, prepared
+from undivided.context_parallel.exchange.collectives import Counted, Traffic, gather_all
+from undivided.context_parallel.exchange.handshake import Said, agreed
 from undivided.context_parallel.max_logit import largest
 from undivided.context_parallel.sharding import PLACEMENTS, Placement, PlacementName, Side, document_edges, sizes_of
 from undivided.errors import InputError

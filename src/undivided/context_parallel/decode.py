@@ -29,12 +29,12 @@ from undivided._policy import Policy
 from undivided._problem import Operands, Problem
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided.context_parallel._call import Run, piece_problem
-from undivided.context_parallel._handshake import Said, mask_words
 from undivided.context_parallel._index import as_index, unless_broadcast
 from undivided.context_parallel._pieces import Piece, in_simple_words
 from undivided.context_parallel._request import check_own, check_values, decided
 from undivided.context_parallel._shards import SEQUENCE_AXIS
-from undivided.context_parallel.collectives import Communicator, gather_uneven
+from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
+from undivided.context_parallel.exchange.handshake import Said, mask_words
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges

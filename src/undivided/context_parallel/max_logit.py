@@ -14,7 +14,7 @@ from undivided._problem import Problem
 from undivided._result import lse_dtype
 from undivided.backends import reference
 from undivided.context_parallel._call import Call, arrivals, operands_of, traded
-from undivided.context_parallel.collectives import gather_rows
+from undivided.context_parallel.exchange.collectives import gather_rows
 
 
 def largest(call: Call, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:

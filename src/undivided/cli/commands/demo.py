@@ -11,15 +11,16 @@ import torch
 import typer
 
 from undivided._selection import Decision
-from undivided.cli import _charts, _demo_text, _training_demo, _ways
-from undivided.cli._batch import Batch, embed
-from undivided.cli._documents import Document, collect
+from undivided.cli import _charts
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._paths import file_to_write, folder_to_write
 from undivided.cli._terminal import console, decision_json, print_json, progress
-from undivided.cli._training_demo import train_and_generate
-from undivided.cli._training_step import FORMATS, training_steps
 from undivided.cli.byte_training import Recipe
+from undivided.cli.demo import comparison, text, training
+from undivided.cli.demo.batch import Batch, embed
+from undivided.cli.demo.documents import Document, collect
+from undivided.cli.demo.training import train_and_generate
+from undivided.cli.demo.training_step import FORMATS, training_steps
 from undivided.errors import InputError
 from undivided.functional import explain
 from undivided.verification.budget import FACTOR
@@ -80,17 +81,17 @@ def demo(
     batch = embed(chosen, DTYPES[dtype])
     screen = None if as_json else console()
     if screen:
-        _demo_text.introduce(screen, chosen, batch)
+        text.introduce(screen, chosen, batch)
     report = _check(batch, chosen, rounds, quiet=as_json)
     if out is not None:
         report["files"] = [str(path) for path in _charts.draw(out, batch, report)]
     report["seconds"] = round(time.perf_counter() - begun, 1)
     if screen:
-        _demo_text.show(screen, report, _decide(batch))
+        text.show(screen, report, _decide(batch))
     if train:
         report["model"] = train_and_generate(Recipe(steps=recipe_steps), checkpoint, out, quiet=as_json)
         if screen:
-            _training_demo.show(screen, report["model"])
+            training.show(screen, report["model"])
     if not screen:
         print_json(report)
     if not report["ok"]:
@@ -99,25 +100,25 @@ def demo(
 
 def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
     """Every way against the oracle, then, if all agree, against the clock."""
-    ours, torchs = _ways.our_ways(batch), _ways.torch_ways(batch)
+    ours, torchs = comparison.our_ways(batch), comparison.torch_ways(batch)
     raced = [*ours[:2], *torchs]
     steps = 2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced) + len(FORMATS)
     with progress(steps, quiet) as step:
-        truth = _ways.oracle(batch, torch.float64, lambda: step("fp64 oracle, a document at a time"))
-        plain = _ways.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
-        budget = _budget(_ways.errors(plain, truth), batch.q.dtype)
+        truth = comparison.oracle(batch, torch.float64, lambda: step("fp64 oracle, a document at a time"))
+        plain = comparison.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
+        budget = _budget(comparison.errors(plain, truth), batch.q.dtype)
         runs, identical = _runs([*ours, *torchs], batch, truth, budget, step)
         step("one long sequence")
         report = _facts(batch, chosen) | {
             "budget": budget,
             "runs": runs,
             "identical": identical,
-            "leak": {"error": _ways.leak(batch, truth), **_leaked_pairs(batch)},
+            "leak": {"error": comparison.leak(batch, truth), **_leaked_pairs(batch)},
             "decision": decision_json(_decide(batch)),
             "training": training_steps(batch, chosen, step),
         }
         report["ok"] = all(row["ok"] for row in (*runs, *report["training"]))
-        report["times"] = _times(_ways.race(raced, batch, rounds, step)) if rounds and report["ok"] else []
+        report["times"] = _times(comparison.race(raced, batch, rounds, step)) if rounds and report["ok"] else []
     return report
 
 
@@ -127,21 +128,25 @@ def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 
 
 def _runs(
-    ways: list[_ways.Way], batch: Batch, truth: _ways.Outcome, budget: dict[str, float], step: Callable[[str], None]
+    ways: list[comparison.Way],
+    batch: Batch,
+    truth: comparison.Outcome,
+    budget: dict[str, float],
+    step: Callable[[str], None],
 ) -> tuple[list[Report], bool]:
     """The verdict on every way, and whether all of ours gave the same bits."""
     verdicts, first, identical = [], None, True
     for way in ways:
         step(f"checking: {way.name}")
-        outcome, is_clean = _ways.run(way, batch)
-        verdicts.append(_verdict(way, is_clean, _ways.errors(outcome, truth), budget))
+        outcome, is_clean = comparison.run(way, batch)
+        verdicts.append(_verdict(way, is_clean, comparison.errors(outcome, truth), budget))
         first = outcome if first is None else first
         if way.is_ours:
             identical = identical and all(map(torch.equal, outcome, first))
     return verdicts, identical
 
 
-def _verdict(way: _ways.Way, is_clean: bool, found: dict[str, float], budget: dict[str, float]) -> Report:
+def _verdict(way: comparison.Way, is_clean: bool, found: dict[str, float], budget: dict[str, float]) -> Report:
     within = all(found[name] <= budget[name] for name in found)
     return {
         "name": way.name,
@@ -187,7 +192,7 @@ def _decide(batch: Batch) -> Decision:
     return explain(*leaves, layout="thd", mask=batch.packed_mask())
 
 
-def _times(times: dict[str, _ways.Times]) -> list[Report]:
+def _times(times: dict[str, comparison.Times]) -> list[Report]:
     """Medians, and each as a multiple of the first way's."""
     rows = []
     base = sum(next(iter(times.values())).medians)

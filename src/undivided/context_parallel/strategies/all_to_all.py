@@ -21,7 +21,7 @@ from torch import Tensor
 from undivided import _layout
 from undivided._layout import Layout
 from undivided.context_parallel._index import Index, add, as_index, count, joined, places, put, take, unless_broadcast
-from undivided.context_parallel.collectives import Communicator
+from undivided.context_parallel.exchange.collectives import Communicator
 
 
 class Stretch(NamedTuple):

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from undivided._selection import Decision
-from undivided.cli._batch import HEAD_DIM, HEADS, KV_HEADS, Batch
-from undivided.cli._documents import Document
 from undivided.cli._terminal import decision_table, human, print_table, shaded, table
+from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
+from undivided.cli.demo.documents import Document
 
 Report = dict[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undivided.context_parallel.collectives import Communicator, RankError, gather_all
+from undivided.context_parallel.exchange.collectives import Communicator, RankError, gather_all
 from undivided.errors import InputError
 from undivided.masks import Mask
 

@@ -2,7 +2,7 @@
 anything.
 
 Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment
-(`_memory`) and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to
+(`memory`) and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to
 rank strategies
 by: what a ring hides behind work costs nothing until it is more than the work.
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.context_parallel._arriving import arriving
-from undivided.context_parallel._counts import Counts, Sizes, Work
-from undivided.context_parallel._memory import Memory
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
+from undivided.context_parallel.plan.arrivals import arriving
+from undivided.context_parallel.plan.counts import Counts, Sizes, Work
+from undivided.context_parallel.plan.memory import Memory
 from undivided.context_parallel.sharding import (
     PLACEMENTS,
     Placement,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undivided.cli._batch import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Batch
-from undivided.cli._documents import Document
+from undivided.cli.demo.batch import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Batch
+from undivided.cli.demo.documents import Document
 from undivided.nn import DotProductAttention
 from undivided.verification.budget import relative_error
 

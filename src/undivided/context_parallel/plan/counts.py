@@ -14,8 +14,8 @@ from torch import Tensor
 from undivided._result import lse_dtype
 from undivided.context_parallel._index import count
 from undivided.context_parallel._schedule import Ranks, Strategy
-from undivided.context_parallel.all_gather import head_groups
-from undivided.context_parallel.all_to_all import Stretch
+from undivided.context_parallel.strategies.all_gather import head_groups
+from undivided.context_parallel.strategies.all_to_all import Stretch
 
 
 @dataclass(frozen=True)

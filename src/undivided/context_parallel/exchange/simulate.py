@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from undivided.context_parallel.collectives import Communicator, Messages, RankError, Wait
+from undivided.context_parallel.exchange.collectives import Communicator, Messages, RankError, Wait
 from undivided.errors import InputError
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.cli._documents import Document
+from undivided.cli.demo.documents import Document
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 HIDDEN = 256

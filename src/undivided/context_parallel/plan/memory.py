@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided.context_parallel._counts import Counts
+from undivided.context_parallel.plan.counts import Counts
 
 
 @dataclass(frozen=True)

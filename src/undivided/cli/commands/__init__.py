@@ -1,0 +1,1 @@
+"""The commands of ``undivided``, one per file."""

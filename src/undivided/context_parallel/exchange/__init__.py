@@ -1,0 +1,1 @@
+"""How ranks exchange tensors: process groups, simulated ranks, and the check that all ranks make the same call."""
