@@ -19,7 +19,16 @@ from torch import Tensor
 from undivided import _autograd, _layout
 from undivided._layout import Layout
 from undivided._result import Result, lse_dtype
-from undivided.context_parallel._call import Call, Run, ShareTensors, arrivals, heads_of, operands_of, within_share
+from undivided.context_parallel._call import (
+    RankCall,
+    Run,
+    ShareTensors,
+    arrivals,
+    heads_of,
+    piece_call,
+    piece_tensors,
+    within_share,
+)
 from undivided.context_parallel._index import Index, add, count, is_on_its_own, on_its_own, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
@@ -29,7 +38,7 @@ from undivided.context_parallel.strategies.all_to_all import Wanted
 class Backward:
     """From what the forward kept: k, v, then of every share (q, bias, slopes, sinks, out, lse)."""
 
-    def __init__(self, call: Call, kept: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
+    def __init__(self, call: RankCall, kept: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
         self.call, self.shapes = call, shapes
         k, v, *rest = kept
         assert k is not None and v is not None
@@ -39,7 +48,7 @@ class Backward:
         self.shares = [ShareTensors(*part[:-2]) for part in parts]  # type: ignore[arg-type]
         self.results = [Result(*part[-2:]) for part in parts]  # type: ignore[arg-type]
         self.precision = lse_dtype(call.problem.dtype)
-        needs = call.operands.needs
+        needs = call.whole.needs
         rounds = call.schedule.rounds
         pieces = [piece.share for round_ in rounds for piece in round_.pieces]
         alone = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
@@ -56,7 +65,7 @@ class Backward:
         return torch.zeros(tensor.shape, dtype=self.precision, device=tensor.device)
 
     def run(self, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of `Operands.differentiable`."""
+        """Gradients in the order of `Tensors`."""
         if grad_out is None and grad_lse is None:
             return (None,) * len(self.shapes)
         upstream = self._upstream(grad_out, grad_lse)
@@ -121,12 +130,12 @@ class Backward:
         """One backward call of a backend, its gradients added where they belong."""
         backend, problem = run
         share, heads = self.shares[piece.share], within_share(self.call, piece)
-        operands = operands_of(self.call, share, round_, piece, *keys)
+        tensors = piece_tensors(self.call, share, round_, piece, *keys)
         grad, (out, lse), for_lse = upstream
         found = _autograd.backward(
             backend,
-            problem,
-            operands,
+            piece_call(self.call, piece, problem),
+            tensors,
             Result(out[:, piece.rows, heads], lse[:, heads, piece.rows]),
             grad[:, piece.rows, heads],
             None if for_lse is None else for_lse[:, heads, piece.rows],
@@ -175,7 +184,7 @@ class Backward:
     def _finish(self) -> tuple[Tensor | None, ...]:
         """Trade back, and round once to the dtypes of the inputs."""
         problem, schedule, heads = self.call.problem, self.call.schedule, self.call.heads
-        needs, layout = self.call.operands.needs, problem.layout
+        needs, layout = self.call.whole.needs, problem.layout
         q, k, v, bias = (
             None if t is None or not needed else t for t, needed in zip(self.shapes, needs[:4], strict=False)
         )
@@ -205,7 +214,7 @@ class Backward:
     def _broadcast_bias(self) -> Tensor | None:
         """The gradient of a bias without rows of its own: this rank's share of it."""
         of_bias = self.shapes[3]
-        if of_bias is None or not self.call.operands.needs[3]:
+        if of_bias is None or not self.call.whole.needs[3]:
             return None
         total = torch.zeros(of_bias.shape, dtype=self.precision, device=self.k.device)
         for share, part in zip(self.call.schedule.shares, self.dbias, strict=True):

@@ -7,13 +7,15 @@ Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a roun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.backends._base import Backend
 from undivided.context_parallel._index import count, joined, take, unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
@@ -24,20 +26,24 @@ Run = tuple[Backend, Problem]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RankCall:
     """One rank's call.
 
-    problem, operands: of the whole, validated; the tensors in them have sizes and no contents.
+    whole: the call of all ranks' tokens, checked.
     runs: for every round and piece, what runs it. by_row: whether the bias has rows of its own for this rank's queries.
     """
 
-    problem: Problem
-    operands: Operands
+    whole: Call
     schedule: Schedule
     runs: tuple[tuple[Run, ...], ...]
     ring: Counted
     heads: Counted
     by_row: bool
+
+    @property
+    def problem(self) -> Problem:
+        """Of the whole."""
+        return self.whole.problem
 
 
 class ShareTensors(NamedTuple):
@@ -49,7 +55,7 @@ class ShareTensors(NamedTuple):
     sinks: Tensor | None
 
 
-def traded(call: Call, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
+def traded(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
     """The tensors of this rank's shares, and the keys and values of its heads."""
     layout, schedule = call.problem.layout, call.schedule
     q, k, v = (_readable(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
@@ -70,7 +76,7 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
+def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
     """Every round with its keys and values; the next round's are on their way while the caller computes.
 
     The caller must let go of a round's keys (``del``) before it asks for the next, or both are held at once.
@@ -84,7 +90,7 @@ def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Ten
         yield index, round_, keys.pop(0), keys.pop(0)
 
 
-def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+def _asked(call: RankCall, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits for its keys and values, in ascending order."""
     mine = [t[:, :, heads_of(call, round_)] for t in (k, v)]
     arriving = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in mine] for peer, n in round_.receives}
@@ -104,39 +110,38 @@ def _asked(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list
     return arrived
 
 
-def heads_of(call: Call, round_: Round) -> slice:
+def heads_of(call: RankCall, round_: Round) -> slice:
     """A round's key heads among those of this rank."""
     first = call.schedule.kv_heads.start
     return slice(round_.kv_heads.start - first, round_.kv_heads.stop - first)
 
 
-def within_share(call: Call, piece: Piece) -> slice:
+def within_share(call: RankCall, piece: Piece) -> slice:
     """A piece's query heads among those of its share."""
     first = call.schedule.shares[piece.share].heads.start
     return slice(piece.heads.start - first, piece.heads.stop - first)
 
 
-def operands_of(call: Call, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor) -> Operands:
+def piece_call(call: RankCall, piece: Piece, problem: Problem) -> Call:
+    """The call of a backend for one piece, without its tensors."""
+    needs = call.whole.needs
+    mine = (*needs[:4], False, needs[5])
+    return call.whole.with_problem(problem, mask=piece.mask, needs=mine, checked_mask=None)
+
+
+def piece_tensors(
+    call: RankCall, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
+) -> Tensors:
+    """The tensors of one piece, [B, S, H, D], views."""
     heads = within_share(call, piece)
     kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
     bias = share.bias
     if bias is not None:
         bias = unless_broadcast(unless_broadcast(bias, 1, heads), 2, piece.rows)
         bias = unless_broadcast(bias, 3, piece.key_index)
-    needs = call.operands.needs
-    return replace(
-        call.operands,
-        q=share.q[:, piece.rows, heads],
-        k=k_r[:, piece.keys, kv_heads],
-        v=v_r[:, piece.keys, kv_heads],
-        layout="bshd",
-        mask=piece.mask,
-        bias=bias,
-        sinks=None,
-        alibi_slopes=None if share.slopes is None else share.slopes[..., heads],
-        needs=(*needs[:4], False, needs[5]),
-        bound=None,
-    )
+    slopes = None if share.slopes is None else share.slopes[..., heads]
+    q, k, v = share.q[:, piece.rows, heads], k_r[:, piece.keys, kv_heads], v_r[:, piece.keys, kv_heads]
+    return Tensors(q, k, v, bias, None, slopes)
 
 
 def piece_problem(problem: Problem, piece: Piece) -> Problem:

@@ -4,17 +4,20 @@ piece."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from undivided import _layout, _problem
+from undivided import _layout
 from undivided._arguments import check_tensor
+from undivided._call import Call
 from undivided._layout import Layout
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import Policy
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
 from undivided._selection import select
 from undivided._validation import check_extras, check_kinds, check_layout, check_ranks, checked_mask
 from undivided.context_parallel import _schedule
@@ -28,19 +31,22 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class Request(NamedTuple):
-    """problem, operands: of the whole; their tensors have sizes and no contents. parts: the problem of every round's
-    pieces.
+class Whole(NamedTuple):
+    """A request of all ranks' tokens, checked. call: of the whole. parts: the problem of every round's pieces.
 
     by_row: whether the bias has rows of its own for every rank's queries; None where this rank cannot tell.
     """
 
-    problem: Problem
-    operands: Operands
+    call: Call
     placement: Placement
     schedule: Schedule
     parts: tuple[tuple[Problem, ...], ...]
     by_row: bool | None
+
+    @property
+    def problem(self) -> Problem:
+        """Of the whole."""
+        return self.call.problem
 
     def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
         """The backend of every piece, the same forward and backward; raises NoBackendError."""
@@ -53,24 +59,17 @@ def decided(part: Problem, machine: Machine, allowed: Policy) -> Run:
     return decision.backend, decision.problem
 
 
-def request(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arguments: dict[str, Any],
-    strategy: Strategy,
-    mesh: Mesh,
-    placement: Placement,
-    device: str | None = None,
-) -> Request:
-    """Check this rank's arguments, of which `check_own` has found nothing wrong, as those of the whole.
+def whole_of(
+    request: Request, strategy: Strategy, mesh: Mesh, placement: Placement, device: str | None = None
+) -> Whole:
+    """Check this rank's request, in which `check_own` has found nothing wrong, as one of the whole.
 
     `device` replaces that of the tensors, which may then be on the meta device.
 
     Raises:
         InputError: as `undivided.attention`'s; or a length that is not this rank's part of the placement.
     """
-    layout, bias = arguments["layout"], arguments["bias"]
+    (q, k, v, bias, *_), layout = request.tensors, request.options.layout
     rank = mesh.ring * mesh.heads_world + mesh.heads
     rows = placement.q[rank].numel()
     _check_length("q", q, layout, placement, "q", rank)
@@ -78,31 +77,31 @@ def request(
     by_row = _bias_has_rows(bias, rows, placement)
     q_len, kv_len = placement.length("q"), placement.length("kv")
     whole = [_whole(t, layout, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
-    given = dict(arguments)
-    for name in ("bias", "sinks", "alibi_slopes"):
-        if given[name] is not None:
-            given[name] = torch.empty_like(given[name], device="meta")
+    whole_bias, sinks, slopes = (None if t is None else torch.empty_like(t, device="meta") for t in request.tensors[3:])
     if bias is not None and by_row is not False:
-        given["bias"] = bias.new_empty((*bias.shape[:-2], placement.length("q"), bias.shape[-1]), device="meta")
-    inputs = (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"])
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    problem, operands = _problem.normalise(*whole, **given, device=device or q.device.type, needs=needs)
+        shape = (*bias.shape[:-2], placement.length("q"), bias.shape[-1])
+        whole_bias = bias.new_empty(shape, device="meta")
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in request.tensors)
+    sized = Tensors._make((*whole, whole_bias, sinks, slopes))
+    call, _ = normalise(request._replace(tensors=sized), device or q.device.type, needs)
+    problem = call.problem
     here = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
-    schedule = _schedule_of(problem, operands.mask, strategy, mesh, placement, here)
+    schedule = _schedule_of(problem, call.mask, strategy, mesh, placement, here)
     parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
-    return Request(problem, operands, placement, schedule, parts, by_row)
+    return Whole(call, placement, schedule, parts, by_row)
 
 
-def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> None:
+def check_own(request: Request) -> None:
     """What can be said of this rank's tensors before anything is known of the whole."""
-    layout = arguments["layout"]
+    (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    layout = options.layout
     check_layout(layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    for name in ("bias", "sinks", "alibi_slopes"):
-        if arguments[name] is not None:
-            check_tensor(name, arguments[name])
-    if any(tensor.is_meta for tensor in checked_mask(arguments["mask"]).tensors):
+    for name, small in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes)):
+        if small is not None:
+            check_tensor(name, small)
+    if any(tensor.is_meta for tensor in checked_mask(options.mask).tensors):
         raise InputError(
             "mask",
             "hold values under context parallelism: the ranks' work is planned by them",
@@ -112,15 +111,15 @@ def check_own(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Non
     check_ranks(q, k, v, layout, None)
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
-    check_extras(q, arguments["bias"], arguments["sinks"], arguments["alibi_slopes"], heads)
-    if arguments["pages"] is not None:
+    check_extras(q, bias, sinks, slopes, heads)
+    if options.pages is not None:
         raise InputError(
             "pages",
             "be None under context parallelism: a block table is of one rank's pool, keys are of all",
             "one",
             hint="generation over keys that are spread over ranks: ContextParallel.decode",
         )
-    if arguments["dropout_p"] and arguments["dropout_seed"] is None:
+    if options.dropout_p and options.dropout_seed is None:
         raise InputError(
             "dropout_seed",
             "be given under context parallelism, the same on every rank",
@@ -166,7 +165,7 @@ def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool
     return None if one_row_among_more(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
 
 
-def bias_by_row(asked: Request, axes: Sequence[Communicator]) -> bool:
+def bias_by_row(asked: Whole, axes: Sequence[Communicator]) -> bool:
     """Whether the bias has rows of its own; a rank with a single row asks the others."""
     if asked.problem.bias is None or axes[1].world == 1:
         return asked.by_row is not False
@@ -213,34 +212,34 @@ def _schedule_of(
     return mask.remembered(key, build)
 
 
-def _axes_of_bias(asked: Request) -> str | None:
+def _axes_of_bias(asked: Whole) -> str | None:
     """Without that of queries where a rank may not know whether it has one."""
     axes = asked.problem.bias
     return axes if axes is None or not one_row_among_more(asked.placement) else axes[:2] + axes[3:]
 
 
-def said(asked: Request, strategy: Strategy) -> dict[str, object]:
+def said(asked: Whole, strategy: Strategy) -> dict[str, object]:
     """What must be the same on every rank, by argument."""
-    problem, operands, placement = asked.problem, asked.operands, asked.placement
-    seed = operands.dropout_seed
+    call, problem, placement = asked.call, asked.problem, asked.placement
+    seed = call.dropout_seed
     return {
         "q": (problem.layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
         "k": (problem.kv_len, problem.kv_heads, problem.v_dim),
-        "mask": mask_words(operands.mask),
+        "mask": mask_words(call.mask),
         "strategy": strategy,
         "placement": f"{placement.digest:x}",
-        "scale": operands.scale,
-        "softcap": operands.softcap,
-        "dropout_p": (operands.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
-        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)),
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "dropout_p": (call.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
+        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), call.needs, strict=True)),
         "bias": _axes_of_bias(asked),
         "features": sorted(problem.features),
     }
 
 
-def small_inputs(arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(bias [B|1, H|1, R|1, K|1], sinks, slopes)."""
-    bias = arguments["bias"]
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]
-    return bias, arguments["sinks"], arguments["alibi_slopes"]
+def inputs_of(request: Request) -> Tensors:
+    """This rank's tensors, with a bias of four axes [B|1, H|1, R|1, K|1]."""
+    bias = request.tensors.bias
+    if bias is None or bias.dim() == 4:
+        return request.tensors
+    return request.tensors._replace(bias=bias[(None,) * (4 - bias.dim())])

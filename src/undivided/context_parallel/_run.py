@@ -21,15 +21,15 @@ from torch.autograd.function import once_differentiable
 from undivided import _autograd, _layout
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided.context_parallel._backward import Backward
-from undivided.context_parallel._call import Call, arrivals, operands_of, traded, within_share
+from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, traded, within_share
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.strategies.all_to_all import Wanted
 
 
-def run(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank; inputs in the order of `differentiable`."""
-    if any(call.operands.needs):
+def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank; inputs in the order of `Tensors`."""
+    if any(call.whole.needs):
         outputs: tuple[Tensor, Tensor] = _Attention.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
     with torch.no_grad():
@@ -40,10 +40,10 @@ class _Attention(torch.autograd.Function):
     """The schedule's forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         (out, lse), kept = _forward(call, inputs)
         ctx.save_for_backward(*kept)
-        ctx.call, ctx.state = call, _autograd._state(call.operands)
+        ctx.call, ctx.state = call, _autograd.state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
         if "lse" not in call.problem.features:
@@ -53,21 +53,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _autograd._check_unchanged(ctx.call.operands, ctx.state)
+        _autograd.check_unchanged(ctx.call.whole, ctx.state)
         return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))
 
 
-def _forward(call: Call, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
+def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """((out, lse) as the caller gets them, what the backward needs: see `Backward`)."""
     schedule, problem = call.schedule, call.problem
     shares, k, v = traded(call, inputs)
     merged = [_Merged(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
-            operands = operands_of(call, shares[piece.share], round_, piece, k_r, v_r)
-            merged[piece.share].add(piece, _autograd.forward(backend, part, operands))
+            tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
+            merged[piece.share].add(piece, _autograd.forward(backend, piece_call(call, piece, part), tensors))
             call.ring.traffic.pairs += piece.pairs
-            del operands
+            del tensors
         del k_r, v_r
     results = [merged.pop(0).finish(share.sinks) for share in shares]
     q = inputs[0]
@@ -91,7 +91,7 @@ class _Merged:
     dtype of the inputs; else they are added up in the precision of the softmax.
     """
 
-    def __init__(self, call: Call, number: int, q: Tensor) -> None:
+    def __init__(self, call: RankCall, number: int, q: Tensor) -> None:
         self._call, self._number, self._q = call, number, q
         pieces = [p for round_ in call.schedule.rounds for p in round_.pieces if p.share == number]
         heads = {piece.heads.start for piece in pieces}

@@ -13,21 +13,14 @@ from undivided import masks
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import Policy, policy
+from undivided._request import Options, Request, Tensors
 from undivided._selection import Decision, decide
 from undivided._validation import checked_mask
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
-from undivided.context_parallel._call import Call, Run
+from undivided.context_parallel._call import RankCall, Run
 from undivided.context_parallel._groups import axes_of, mesh_of
-from undivided.context_parallel._request import (
-    Request,
-    bias_by_row,
-    check_own,
-    check_values,
-    request,
-    said,
-    small_inputs,
-)
+from undivided.context_parallel._request import Whole, bias_by_row, check_own, check_values, inputs_of, said, whole_of
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS, Gathered, axis_of, side_of
 from undivided.context_parallel.decode import By, decode, prepared
@@ -219,22 +212,13 @@ class ContextParallel:
         return torch.cat(parts, axis).index_select(axis, placement.order[side_of(of)].to(first.device))
 
     @outside_of_graphs
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arguments: dict[str, Any],
-        backend: str | None,
-        deterministic: bool | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """What `undivided.attention` calls; ``arguments`` are its own, by name."""
+    def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
+        """What `undivided.attention` calls."""
         axes = self._talking()
-        allowed = policy(backend, deterministic)
-        asked, runs = agreed(axes, self.check, lambda: self._ready(q, k, v, arguments, allowed))
-        call = self._call(asked, runs)
-        out, lse = _run.run(call, (q, k, v, *small_inputs(arguments)))
-        return (out, lse) if arguments["return_lse"] else out
+        allowed = policy(request.backend, request.deterministic)
+        asked, runs = agreed(axes, self.check, lambda: self._ready(request, allowed))
+        out, lse = _run.run(self._call(asked, runs), inputs_of(request))
+        return (out, lse) if request.options.return_lse else out
 
     @outside_of_graphs
     @torch.no_grad()
@@ -266,22 +250,10 @@ class ContextParallel:
             InputError: an argument is wrong, or differs between ranks.
             RankError: another rank refused its arguments, or died.
         """
-        arguments = {
-            "layout": layout,
-            "mask": mask,
-            "bias": bias,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": None,
-            "dropout_p": 0.0,
-            "dropout_seed": None,
-            "return_lse": False,
-            "pages": None,
-        }
-        axes = self._talking()
-        asked = agreed(axes, self.check, lambda: self._asked(q, k, k, arguments))
-        return largest(self._call(asked, ()), asked.parts, (q, k, k[..., :0], *small_inputs(arguments)))
+        options = Options(layout, mask, scale, softcap)
+        request = Request(Tensors(q, k, k, bias, None, alibi_slopes), options)
+        asked = agreed(self._talking(), self.check, lambda: self._asked(request))
+        return largest(self._call(asked, ()), asked.parts, inputs_of(request)._replace(v=k[..., :0]))
 
     @torch.no_grad()
     def decode(
@@ -325,43 +297,23 @@ class ContextParallel:
             InputError: an argument is wrong, or differs between ranks.
             RankError: another rank refused its arguments, or died.
         """
-        axes = self._talking()
-        arguments = {
-            "layout": layout,
-            "mask": masks.causal(align="bottom_right") if mask is None else mask,
-            "bias": bias,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "dropout_p": 0.0,
-            "dropout_seed": None,
-            "return_lse": True,
-            "pages": None,
-        }
-        allowed = policy(backend, deterministic)
-        own = agreed(axes, self.check, lambda: prepared(q, k, v, positions, kv_len, arguments, allowed, by))
+        mask = masks.causal(align="bottom_right") if mask is None else mask
+        options = Options(layout, mask, scale, softcap, return_lse=True)
+        request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
+        axes, allowed = self._talking(), policy(backend, deterministic)
+        own = agreed(axes, self.check, lambda: prepared(request, positions, kv_len, allowed, by))
         return decode(axes, own, by)
 
-    def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arguments: dict[str, Any],
-        machine: Machine,
-        allowed: Policy,
-        device: str | None,
-    ) -> Decision:
+    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
         """What `undivided.explain` calls: the decision for this rank's piece with the most pairs. Talks to nobody."""
-        asked = self._request(q, k, v, arguments, device)
+        asked = self._request(request, device)
         found = [
             (piece.pairs, part)
             for round_, parts in zip(asked.schedule.rounds, asked.parts, strict=True)
             for piece, part in zip(round_.pieces, parts, strict=True)
         ]
         problem = max(found, key=lambda pair: pair[0])[1] if found else asked.problem
-        return decide(problem, machine, allowed)
+        return decide(problem, machine, policy(request.backend, request.deterministic))
 
     def _talking(self) -> tuple[Counted, Counted]:
         if self._axes is None:
@@ -373,29 +325,27 @@ class ContextParallel:
             )
         return self._axes
 
-    def _asked(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Request, Said]:
-        """The request, and what the others must say of theirs."""
-        check_values(q)
-        asked = self._request(q, k, v, arguments)
+    def _asked(self, request: Request) -> tuple[Whole, Said]:
+        """The request of the whole, and what the others must say of theirs."""
+        check_values(request.tensors.q)
+        asked = self._request(request)
         return asked, said(asked, self.strategy)
 
-    def _request(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], device: str | None = None
-    ) -> Request:
-        check_own(q, k, v, arguments)
-        placement = self._placement(q, k, arguments)
-        return request(q, k, v, arguments, self.strategy, self.mesh, placement, device)
+    def _request(self, request: Request, device: str | None = None) -> Whole:
+        check_own(request)
+        (q, k, *_), options = request.tensors, request.options
+        axis = SEQUENCE_AXIS[options.layout]
+        placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
+        return whole_of(request, self.strategy, self.mesh, placement, device)
 
-    def _ready(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy
-    ) -> tuple[tuple[Request, tuple[tuple[Run, ...], ...]], Said]:
+    def _ready(self, request: Request, allowed: Policy) -> tuple[tuple[Whole, tuple[tuple[Run, ...], ...]], Said]:
         """With the backend of every piece, the same forward and backward."""
-        asked, words = self._asked(q, k, v, arguments)
-        return (asked, asked.runs(Machine.this(q.device), allowed)), words
+        asked, words = self._asked(request)
+        return (asked, asked.runs(Machine.this(request.tensors.q.device), allowed)), words
 
-    def _call(self, asked: Request, runs: tuple[tuple[Run, ...], ...]) -> Call:
+    def _call(self, asked: Whole, runs: tuple[tuple[Run, ...], ...]) -> RankCall:
         axes = self._talking()
-        return Call(asked.problem, asked.operands, asked.schedule, runs, *axes, bias_by_row(asked, axes))
+        return RankCall(asked.call, asked.schedule, runs, *axes, bias_by_row(asked, axes))
 
     def _bound(self) -> Placement:
         if self.bound is None:
@@ -416,10 +366,6 @@ class ContextParallel:
                 hint="cp = cp.bind(q_len, kv_len, mask)",
             )
         return self._unbound(length, length, masks.FULL)
-
-    def _placement(self, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Placement:
-        axis = SEQUENCE_AXIS[arguments["layout"]]
-        return self.placed(q.shape[axis], k.shape[axis], checked_mask(arguments["mask"]))
 
     def _unbound(self, q_len: int, kv_len: int, mask: Mask) -> Placement:
         if self.placement == "balanced":

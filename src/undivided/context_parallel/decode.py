@@ -16,19 +16,22 @@ Source: the second is a ring all-reduce (Patarasuk and Yuan 2009) with attention
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout, _problem
+from undivided import _autograd, _layout
+from undivided._call import Call
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import Policy
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
-from undivided.context_parallel._call import Run, piece_problem
+from undivided.backends._base import Backend
+from undivided.context_parallel._call import piece_problem
 from undivided.context_parallel._index import as_index, unless_broadcast
 from undivided.context_parallel._pieces import Piece, in_simple_words
 from undivided.context_parallel._request import check_own, check_values, decided
@@ -48,39 +51,38 @@ class Step(NamedTuple):
     problem: Problem
     q: Tensor
     sinks: Tensor | None
-    own: tuple[Run, Operands] | None
+    own: tuple[Backend, Call, Tensors] | None
 
 
-def prepared(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, kv_len: int, arguments: dict[str, Any], allowed: Policy, by: By
-) -> tuple[Step, Said]:
+def prepared(request: Request, positions: Tensor, kv_len: int, allowed: Policy, by: By) -> tuple[Step, Said]:
     """This rank's part, validated, and what must be the same on every rank; see `ContextParallel.decode`."""
+    (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
-    check_own(q, k, v, arguments)
+    check_own(request)
     if by not in ("all_gather", "ring"):
         raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
-    layout = arguments["layout"]
     _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
-    problem, operands = _whole(q, k, v, kv_len, arguments)
-    form = operands.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
+    whole = _whole(request, kv_len)
+    problem = whole.problem
+    form = whole.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
     rows = torch.arange(problem.q_len, device=q.device)
     part = form.shard(rows, positions.to(q.device))
-    mask = Mask(parts=(Ranges(part),)) if arguments["alibi_slopes"] is not None else in_simple_words(part)
+    mask = Mask(parts=(Ranges(part),)) if slopes is not None else in_simple_words(part)
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
-    own = _own(q, k, v, piece, problem, operands, arguments, allowed) if count else None
+    own = _own(request.tensors, piece, whole, allowed) if count else None
     words: Said = {
         "q": (layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
         "k": (problem.kv_heads, problem.v_dim),
         "kv_len": kv_len,
-        "mask": mask_words(operands.mask),
-        "scale": operands.scale,
-        "softcap": operands.softcap,
+        "mask": mask_words(whole.mask),
+        "scale": whole.scale,
+        "softcap": whole.softcap,
         "by": by,
         "features": sorted(problem.features),
     }
-    return Step(problem, _layout.canonical(q, layout), arguments["sinks"], own), words
+    return Step(problem, _layout.canonical(q, layout), sinks, own), words
 
 
 def decode(axes: Sequence[Communicator], step: Step, by: By) -> tuple[Tensor, Tensor]:
@@ -91,8 +93,7 @@ def decode(axes: Sequence[Communicator], step: Step, by: By) -> tuple[Tensor, Te
         mine = step.q.new_zeros((batch * rows * heads, problem.v_dim + 1), dtype=dtype)
         mine[:, -1] = -torch.inf
     else:
-        (backend, part), operands = step.own
-        out, lse = _autograd.forward(backend, part, operands)
+        out, lse = _autograd.forward(*step.own)
         mine = torch.cat([out.to(dtype), lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
     for comm in reversed(axes):
         mine = _together(comm, mine, by)
@@ -130,51 +131,29 @@ def _as_result(rows: Tensor) -> Result:
     return Result(rows[None, :, None, :-1], rows[None, None, :, -1])
 
 
-def _own(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    piece: Piece,
-    problem: Problem,
-    operands: Operands,
-    arguments: dict[str, Any],
-    allowed: Policy,
-) -> tuple[Run, Operands]:
+def _own(tensors: Tensors, piece: Piece, whole: Call, allowed: Policy) -> tuple[Backend, Call, Tensors]:
     """Attention over the keys of this rank: what runs it, and on what."""
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (q, k, v))
-    bias = arguments["bias"]
+    q, k, v = (_layout.canonical(t, whole.problem.layout) for t in tensors[:3])
+    bias = tensors.bias
     if bias is not None:
         assert piece.form.key_index is not None
         bias = unless_broadcast(bias[(None,) * (4 - bias.dim())], 3, as_index(piece.form.key_index))
-    part = piece_problem(problem, piece)
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
-    mine = dataclasses.replace(
-        operands,
-        q=q,
-        k=k,
-        v=v,
-        layout="bshd",
-        mask=piece.mask,
-        bias=bias,
-        sinks=None,
-        alibi_slopes=arguments["alibi_slopes"],
-        bound=None,
-    )
-    return decided(part, Machine.this(q.device), allowed), mine
+    backend, problem = decided(piece_problem(whole.problem, piece), Machine.this(q.device), allowed)
+    call = whole.with_problem(problem, mask=piece.mask, checked_mask=None)
+    return backend, call, Tensors(q, k, v, bias, None, tensors.alibi_slopes)
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, kv_len: int, arguments: dict[str, Any]) -> tuple[Problem, Operands]:
-    """The request over all keys, without contents."""
-    axis, sized = SEQUENCE_AXIS[arguments["layout"]], []
+def _whole(request: Request, kv_len: int) -> Call:
+    """The call over all keys, checked without contents."""
+    axis, (q, k, v, *rest) = SEQUENCE_AXIS[request.options.layout], request.tensors
+    sized = []
     for tensor, length in ((q, None), (k, kv_len), (v, kv_len)):
         shape = list(tensor.shape)
         shape[axis] = shape[axis] if length is None else length
         sized.append(torch.empty(shape, dtype=tensor.dtype, device="meta"))
-    given: dict[str, Any] = {
-        name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-    return _problem.normalise(*sized, **given, device=q.device.type, needs=(False,) * 6)
+    others = [None if t is None else torch.empty_like(t, device="meta") for t in rest]
+    return normalise(request._replace(tensors=Tensors(*sized, *others)), q.device.type, (False,) * 6)[0]
 
 
 def _check_positions(positions: Tensor, keys: int, kv_len: int) -> None:

@@ -13,23 +13,23 @@ from torch import Tensor
 from undivided._problem import Problem
 from undivided._result import lse_dtype
 from undivided.backends import reference
-from undivided.context_parallel._call import Call, arrivals, operands_of, traded
+from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, traded
 from undivided.context_parallel.exchange.collectives import gather_rows
 
 
-def largest(call: Call, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
+def largest(call: RankCall, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
     """The largest allowed score of each head, [H], the same on every rank; see `ContextParallel.max_logit`.
 
     Args:
         parts: the problem of every round's pieces.
-        inputs: in the order of `differentiable`; v has no columns.
+        inputs: in the order of `Tensors`; v has no columns.
     """
     shares, k, v = traded(call, inputs)
     found = k.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(call.problem.dtype))
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, part in zip(round_.pieces, parts[index], strict=True):
-            operands = operands_of(call, shares[piece.share], round_, piece, k_r, v_r)
-            for block, score in reference.score_blocks(part, operands):
+            tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
+            for block, score in reference.score_blocks(piece_call(call, piece, part), tensors):
                 if score.shape[-1]:
                     of_heads = found[piece.heads][block.heads]
                     torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)

@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from undivided import _problem
 from undivided._autograd import autocast
 from undivided._layout import Layout
+from undivided._normalise import normalise
+from undivided._request import Options, Request, Tensors
 from undivided._result import lse_dtype
 from undivided.backends import reference
 from undivided.context_parallel import ContextParallel
@@ -53,13 +54,12 @@ def max_logit(
         )
         return found
     with torch.no_grad():
-        problem, operands = _problem.normalise(
-            q, k, k, layout=layout, mask=mask, bias=bias, alibi_slopes=alibi_slopes, scale=scale, softcap=softcap
-        )
-        largest = q.new_full((problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
+        inputs, options = Tensors(q, k, k, bias, None, alibi_slopes), Options(layout, mask, scale, softcap)
+        call, inputs = normalise(Request(inputs, options))
+        largest = q.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
         if q.is_meta:
             return largest
-        for block, score in reference.score_blocks(problem, operands):
+        for block, score in reference.score_blocks(call, inputs):
             if score.shape[-1]:
                 of_heads = largest[block.heads]
                 torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)
