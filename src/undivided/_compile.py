@@ -26,7 +26,6 @@ from undivided import _autograd, _layout, _sdp_switches
 from undivided._call import Call
 from undivided._flops import register_if_counting
 from undivided._layout import Layout
-from undivided._machine import Machine
 from undivided._normalise import check_kinds_and_sizes
 from undivided._policy import policy
 from undivided._prepare import prepare
@@ -151,7 +150,7 @@ def _prepared(
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
     allowed = policy(spec.backend or None, deterministic, switches)
-    decision, call, tensors = prepare(request, Machine.this(q.device), allowed, spec.needed)
+    decision, call, tensors = prepare(request, allowed, spec.needed)
     return decision.backend, call, tensors
 
 

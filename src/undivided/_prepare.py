@@ -10,14 +10,11 @@ from undivided._request import Request, Tensors
 from undivided._selection import Decision, decide, select
 
 
-def prepare(
-    request: Request, machine: Machine, allowed: Policy, needs: tuple[bool, ...] | None = None
-) -> tuple[Decision, Call, Tensors]:
-    """Check the request and choose a backend.
+def prepare(request: Request, allowed: Policy, needs: tuple[bool, ...] | None = None) -> tuple[Decision, Call, Tensors]:
+    """Check the request and choose a backend of the machine that its tensors are on.
 
     Args:
         request: as the caller wrote it.
-        machine: where it will run.
         allowed: the backends that the caller allows.
         needs: which of the tensors need a gradient, if they do not say so themselves (inside a compiled graph).
 
@@ -29,7 +26,7 @@ def prepare(
         NoBackendError: no allowed backend can run it.
     """
     call, tensors = normalise(request, needs=needs)
-    decision = select(call.problem, machine, allowed)
+    decision = select(call.problem, Machine.this(tensors.q.device), allowed)
     call.problem = decision.problem
     return decision, call, tensors
 
@@ -38,7 +35,8 @@ def explained(request: Request, machine: Machine, allowed: Policy, device: str |
     """The decision alone, also if no backend can run the request.
 
     Args:
-        request, machine, allowed: as for `prepare`; the tensors may be on the meta device.
+        request, allowed: as for `prepare`; the tensors may be on the meta device.
+        machine: where it would run.
         device: replaces that of the tensors; None keeps it.
     """
     call, _ = normalise(request, device=device)

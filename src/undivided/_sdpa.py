@@ -16,7 +16,6 @@ from torch import Tensor
 
 from undivided import _autograd, _compile, _sdp_switches, masks
 from undivided._arguments import check_tensor
-from undivided._machine import Machine
 from undivided._policy import policy
 from undivided._prepare import prepare
 from undivided._request import Options, Request, Tensors
@@ -111,7 +110,7 @@ def _attend(request: Request) -> Tensor:
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
         return cast(Tensor, _compile.attention(request, switches))
-    decision, call, tensors = prepare(request, Machine.this(q.device), policy(switches=switches))
+    decision, call, tensors = prepare(request, policy(switches=switches))
     return _autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

@@ -145,7 +145,10 @@ def attention(
     torch.Size([10, 8, 64])
     """
     if unknown:
-        raise _unknown("attention", unknown, _ARGUMENTS)
+        error = _unknown("attention", unknown, _ARGUMENTS)
+        if torch.compiler.is_compiling():  # which cannot make a class
+            raise error
+        raise error.as_also(TypeError)  # which Python raises for an unknown keyword
     q, k, v = _autograd.autocast(q, k, v)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
@@ -157,7 +160,7 @@ def attention(
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
         return _compile.attention(request)
-    decision, call, tensors = prepare(request, Machine.this(q.device), policy(backend, deterministic))
+    decision, call, tensors = prepare(request, policy(backend, deterministic))
     return _autograd.run(decision.backend, call, tensors)
 
 
@@ -204,7 +207,7 @@ def explain(
     'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
     """
     if unknown:
-        raise _unknown("explain", unknown, {*_ARGUMENTS, "machine"})
+        raise _unknown("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
     if machine is not None and not isinstance(machine, Machine):
         raise InputError("machine", "be an undivided.Machine or None", type(machine).__name__, "Machine.named('a100')")
     device = machine.device if machine is not None and machine.device is not None else None
@@ -226,10 +229,9 @@ def explain(
 
 
 def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
-    """The error for keywords that a function does not have; a TypeError as well, as Python's own."""
+    """The error for keywords that a function does not have."""
     must = f"be given only its own arguments ({', '.join(sorted(known))})"
-    error = InputError(function, must, sorted(given), keyword_hint(given, _ARGUMENTS))
-    return error if torch.compiler.is_compiling() else error.as_also(TypeError)  # compiled code cannot make a class
+    return InputError(function, must, sorted(given), keyword_hint(given, _ARGUMENTS))
 
 
 def _this(q: Tensor, device: str | None) -> Machine:

@@ -34,7 +34,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -43,7 +43,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     settings, cu = _settings(call, tensors), _gpu.packing(call, tensors)
     settings |= {"deterministic": problem.deterministic, "rng_state": None}
     q, k, v = _gpu.views(call, tensors)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(result.lse)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
@@ -75,7 +79,8 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(call, tensors),
         return_softmax_lse=True,
     )
-    return Result(*_gpu.settle(out, lse, call.normal_form(tensors.q.device)))
+    settled = _gpu.settle(out, lse, call.normal_form(tensors.q.device))
+    return Result(*settled).in_layout(call.problem.layout)
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -42,7 +42,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     problem = call.problem
     q, k, v = _gpu.cleaned_views(call, tensors)
     cu = _gpu.packing(call, tensors)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(result.lse)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
     grads = {

@@ -36,7 +36,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if tensors.sinks is not None:
         lse = _gpu.without_sinks(lse, tensors.sinks)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -47,7 +47,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     lse = result.lse
     if tensors.sinks is not None:
         lse = _gpu.with_sinks(lse, tensors.sinks)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(lse)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
         grad_lse = None if grad_lse is None else grad_lse[0]

@@ -123,7 +123,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -132,7 +132,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     causal, left, right = _band(call, tensors)
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
-    out, grad, lse = result.out, _layout.canonical(grad_out, problem.layout), _gpu.for_kernel(result.lse)
+    out, grad, lse = (
+        _layout.canonical(result.out, problem.layout),
+        _layout.canonical(grad_out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     packed = packing[0] is not None
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]

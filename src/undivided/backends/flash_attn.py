@@ -85,14 +85,14 @@ class FlashAttn(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by the version that fits."""
-        return self._pick(call, tensors).calls.forward(call, tensors).in_layout(call.problem.layout)  # type: ignore[no-any-return]
+        return self._pick(call, tensors).calls.forward(call, tensors)  # type: ignore[no-any-return]
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by the version that fits."""
         calls = self._pick(call, tensors).calls
-        return calls.backward(call, tensors, result.canonical(call.problem.layout), grad_out, grad_lse)  # type: ignore[no-any-return]
+        return calls.backward(call, tensors, result, grad_out, grad_lse)  # type: ignore[no-any-return]
 
     def _pick(self, call: Call, tensors: Tensors) -> _Version:
         """The version that runs here: the same for forward and backward, because both ask with the same problem."""

@@ -104,7 +104,7 @@ class TorchFlash(Backend):
         """One call, or one for every sequence or block of rows."""
         problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.forward(call, tensors).in_layout(call.problem.layout)
+            return _torch_flash_cuda.forward(call, tensors)
         q, k, v = tensors.heads_first(call.problem.layout)
         if (causal := _one_call(call, tensors)) is not None:
             out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
@@ -139,7 +139,7 @@ class TorchFlash(Backend):
         """The kernel's own backward, over the same calls as the forward."""
         problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.backward(call, tensors, result.canonical(call.problem.layout), grad_out, grad_lse)
+            return _torch_flash_cuda.backward(call, tensors, result, grad_out, grad_lse)
         q, k, v = tensors.heads_first(call.problem.layout)
         grad = _layout.heads_first(grad_out, problem.layout)
         out = _layout.heads_first(result.out, problem.layout)

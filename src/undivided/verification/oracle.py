@@ -353,7 +353,7 @@ def kv_heads_of(piece: Piece, problem: Problem) -> slice:
 
 def _leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dtype) -> _Leaves:
     problem = call.problem
-    q, k, v = tensors.heads_first(call.problem.layout)
+    q, k, v = tensors.without_pages(call.pages, call.problem.layout).heads_first(call.problem.layout)
     kv = (piece.batch, kv_heads_of(piece, problem))
     slopes, bias, sinks = tensors.alibi_slopes, tensors.bias, tensors.sinks
     row_slopes = None
