@@ -82,25 +82,13 @@ class Mask(MaskFields):
         ((4, 0), prefix(9))
         """
         taken, rest = _algebra.split(self, name)
-        return taken, self if rest is self else Mask.from_fields(rest)
+        return taken, self if rest is self else _mask(rest)
 
     def __and__(self, other: Mask) -> Mask:
-        return Mask.from_fields(_algebra.intersection(self, other))
+        return _mask(_algebra.intersection(self, other))
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask.from_fields(_algebra.union(self, other))
-
-    @staticmethod
-    def from_fields(fields: MaskFields) -> Mask:
-        """A mask with these fields.
-
-        Args:
-            fields: alignment, band and parts.
-
-        Returns:
-            A new mask.
-        """
-        return Mask(fields.align, fields.left, fields.right, fields.parts)
+        return _mask(_algebra.union(self, other))
 
     def check(
         self,
@@ -380,3 +368,7 @@ class Mask(MaskFields):
             as_integer(argument, size, 0)
         self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
+
+
+def _mask(fields: MaskFields) -> Mask:
+    return Mask(fields.align, fields.left, fields.right, fields.parts)

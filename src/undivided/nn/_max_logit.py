@@ -1,7 +1,7 @@
-"""The largest score of each head, a block of the score matrix at a time.
+"""The largest score of each head, computed block by block of the score matrix.
 
-It is a second pass over q . k^T, for no fused kernel returns it: half of the multiplications of a forward pass again,
-in fp32 PyTorch operations, with memory bounded by a block. Only those who ask pay.
+No fused kernel returns it, so this is a second pass over q . k^T: half the multiplications of a forward pass, in fp32
+PyTorch operations, with the memory of one block. It runs only on request.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def max_logit(
     softcap: float | None,
     context_parallel: ContextParallel | None = None,
 ) -> Tensor:
-    """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no
-    pair."""
+    """The largest allowed score of each head, scaled and biased, fp32 [H], without gradient; -inf without pairs."""
     q, k, _ = autocast(q, k, k)
     if context_parallel is not None:
         return context_parallel.max_logit(
@@ -47,7 +46,7 @@ def max_logit(
         )
     if torch.compiler.is_compiling():
         spec, tensors = mask.flatten()
-        # no derivative: detached, so that autograd does not look for one
+        # detached, because the operator has no derivative
         bias, alibi_slopes = (None if t is None else t.detach() for t in (bias, alibi_slopes))
         found: Tensor = torch.ops.undivided.max_logit(
             q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, layout, scale, softcap

@@ -1,8 +1,8 @@
-"""Formats: q, k, v out of what the call was given, and whether they are what the module was made for.
+"""Formats: q, k and v from the arguments of a call, checked against the format and the sizes of the module.
 
     sbhd  [s, b, h, d]    bshd  [b, s, h, d]    thd  [t, h, d], packed sequences
 
-A format is said, never guessed. But where the sizes contradict it, the error says what they would fit.
+A format is always given and never guessed. If the sizes contradict it, the error names the format that they fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHICH = (
 
 
 class Heads(NamedTuple):
-    """What a module was made for."""
+    """Query heads, key/value heads, and head sizes of a module."""
 
     q: int
     kv: int
@@ -35,33 +35,36 @@ class Heads(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Query, key and value and their format."""
+    """Query, key and value of a call, and their format; `cached` is the longest sequence of a cache, in tokens."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     format: Layout
     cached: int | None = None
-    """keys of the longest sequence, where a cache has them"""
 
     @property
     def packed(self) -> bool:
+        """Whether sequences are packed."""
         return self.format == "thd"
 
     @property
     def batch(self) -> int:
+        """Batch size; 1 if packed."""
         return _layout.sizes(self.q.shape, self.format)[0]
 
     @property
     def q_len(self) -> int:
+        """Number of query rows."""
         return _layout.sizes(self.q.shape, self.format)[1]
 
     @property
     def kv_len(self) -> int:
+        """Number of keys, cached ones included."""
         return _layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
 
     def fits_other_format(self, batch: int) -> str:
-        """A hint where `batch` sequences are what the other dense format would give; "" otherwise."""
+        """A hint if the other dense format would give `batch` sequences; otherwise ""."""
         other = _OTHER.get(self.format)
         if other is None or batch == self.batch or _layout.sizes(self.q.shape, other)[0] != batch:
             return ""
@@ -71,7 +74,7 @@ class Inputs(NamedTuple):
 def checked_format(
     value: object, q: object = None, argument: str = "qkv_format", tensor: str = "query_layer"
 ) -> Layout:
-    """The format, which must have been given at construction or at the call."""
+    """The format; InputError unless it was given at construction or at the call."""
     for name in FORMATS:
         if value == name:
             return name
@@ -83,9 +86,7 @@ def checked_format(
         a, b = q.shape[:2]
         hint += f". {tensor} is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
     elif isinstance(q, Tensor) and q.dim() == 3:
-        hint += (
-            f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] with its heads still together"
-        )
+        hint += f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] before the split into heads"
     where = "be given at construction or at the call" if argument == "qkv_format" else "be given"
     raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
@@ -99,16 +100,16 @@ def unpacked(
     interleave_dim: int,
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as they were given, or as views of qkv_layer or kv_layer."""
+    """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
     if interleave_dim not in (-3, -2):
         raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
-    alone = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
+    separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
     if qkv is not None:
-        _none_of(alone, "qkv_layer")
+        _check_none(separate, "qkv_layer")
         q, k, v = _split("qkv_layer", qkv, 3, interleave_dim, rank)
         return q, k, v
     if kv is not None:
-        _none_of({name: alone[name] for name in ("key_layer", "value_layer")}, "kv_layer")
+        _check_none({name: separate[name] for name in ("key_layer", "value_layer")}, "kv_layer")
         key, value = _split("kv_layer", kv, 2, interleave_dim, rank)
     for name, tensor in (("query_layer", query), ("key_layer", key), ("value_layer", value)):
         if not isinstance(tensor, Tensor):
@@ -119,11 +120,11 @@ def unpacked(
     return query, key, value
 
 
-def _none_of(tensors: dict[str, Tensor | None], packed: str) -> None:
+def _check_none(tensors: dict[str, Tensor | None], packed: str) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
             raise InputError(
-                name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=f"{packed} holds it"
+                name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=f"{packed} contains it"
             )
 
 
@@ -143,7 +144,7 @@ def _split(name: str, packed: Tensor, parts: int, dim: int, rank: int) -> tuple[
 
 
 def check(inputs: Inputs, heads: Heads) -> None:
-    """Ranks, heads, head sizes, batch and lengths; kinds where autocast does not settle them."""
+    """Raise InputError if axes, heads, head sizes, batch, lengths, dtypes or devices are wrong."""
     named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
     for name, tensor in named:
         check_tensor(name, tensor)
@@ -160,16 +161,12 @@ def check(inputs: Inputs, heads: Heads) -> None:
             )
     for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
         if tensor.shape[-1] != size:
-            hint = (
-                "for values of another head size, kv_channels=(of queries and keys, of values)"
-                if name[0] == "v"
-                else None
-            )
+            hint = "for another head size of values, kv_channels=(queries and keys, values)" if name[0] == "v" else None
             raise InputError(
                 name, f"have head size {size} (kv_channels)", f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint
             )
     _check_lengths(inputs)
-    _check_kinds(inputs)
+    _check_dtypes_and_devices(inputs)
 
 
 def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
@@ -181,7 +178,7 @@ def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None
         hint = "[tokens, heads, head_dim] is qkv_format='thd', with cu_seqlens_q and a padding mask type"
     elif tensor.dim() == 3 and rank == 4:
         hint = (
-            "a [batch, seq, hidden] tensor has its heads still together: "
+            "split the heads of a [batch, seq, hidden] tensor: "
             f"x.unflatten(-1, ({heads.q}, {heads.qk_dim})), then qkv_format='bshd' ('sbhd' for [seq, batch, hidden])"
         )
     elif tensor.dim() == 4:
@@ -198,7 +195,7 @@ def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
     if tensor.dim() == 4 and tensor.shape[1] == count:
         return "[batch, heads, seq, head_dim] is 'bhsd': x.transpose(1, 2) is 'bshd', without a copy"
     if argument == "num_gqa_groups":
-        return f"the number of key and value heads is num_gqa_groups={tensor.shape[-2]} at construction"
+        return f"set the number of key and value heads with num_gqa_groups={tensor.shape[-2]} at construction"
     return None
 
 
@@ -206,7 +203,7 @@ def _check_lengths(inputs: Inputs) -> None:
     q, k, v, format = inputs[:4]
     if k.shape[:-1] != v.shape[:-1]:
         raise InputError(
-            "value_layer", f"have key_layer's axes {list(k.shape[:-1])} before its own head size", list(v.shape)
+            "value_layer", f"have the axes {list(k.shape[:-1])} of key_layer before its head size", list(v.shape)
         )
     batch = _layout.sizes(k.shape, format)[0]
     if batch != inputs.batch:
@@ -222,7 +219,7 @@ def _check_lengths(inputs: Inputs) -> None:
         )
 
 
-def _check_kinds(inputs: Inputs) -> None:
+def _check_dtypes_and_devices(inputs: Inputs) -> None:
     q = inputs.q
     cast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):

@@ -1,10 +1,10 @@
-"""Hidden states of the layers: their format, and whether everything else that a call is given agrees with it.
+"""Hidden states of the layers: their format, checked against all other arguments of a call.
 
     sbhd  [s, b, hidden]    bshd  [b, s, hidden]    thd  [t, hidden], packed sequences
 
-The format is said, never guessed. A [b, s, hidden] tensor called "sbhd" has legal shapes all the way through a layer,
-so that whatever else knows the number of sequences or their length is asked: cu_seqlens, masks, a cache, the encoder's
-output.
+The format is always given and never guessed. A [b, s, hidden] tensor that is called "sbhd" has legal shapes throughout
+a layer. So every argument that implies a number of sequences or a length is compared with the format: cu_seqlens,
+masks, a cache, the output of the encoder.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from undivided._layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import FORMATS
+from undivided.nn.arguments.sequences import differ
 
 _AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
 _OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
 
 
 class Sizes(NamedTuple):
-    """(sequences, length) of hidden states in one format."""
+    """Batch size and length of hidden states in one format."""
 
     batch: int
     length: int
 
 
 class Evidence(NamedTuple):
-    """What an argument says of the number of sequences and of their length, where it says something."""
+    """The number of sequences and the length that an argument implies; None if it implies none."""
 
     name: str
     batch: int | None = None
     length: int | None = None
 
     def fits(self, sizes: Sizes) -> bool:
+        """Whether these sizes agree with the evidence."""
         return self.batch in (None, sizes.batch) and self.length in (None, sizes.length)
 
     def __str__(self) -> str:
@@ -48,28 +50,27 @@ class Evidence(NamedTuple):
 
 
 def checked_format(argument: str, value: object) -> Layout:
-    """The format of a layer, which must be given at construction."""
+    """The format of a layer; InputError unless it was given."""
     for name in FORMATS:
         if value == name:
             return name
     choices = ", ".join(map(repr, FORMATS))
     if value is not None:
-        raise InputError(argument, f"be one of {choices}", repr(value), hint=_how_to_know())
-    raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_how_to_know())
+        raise InputError(argument, f"be one of {choices}", repr(value), hint=_format_hint())
+    raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_format_hint())
 
 
-def _how_to_know() -> str:
+def _format_hint() -> str:
     return (
         "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first "
         "(PyTorch's batch_first); "
         "'sbhd' if it is [seq, batch, hidden] (Megatron's order, and TransformerEngine's default); "
-        "'thd' if it is [tokens, hidden], sequences packed one behind the other, with cu_seqlens_q"
+        "'thd' if it is [tokens, hidden], packed sequences, with cu_seqlens_q"
     )
 
 
 def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor | None) -> None:
-    """Axes, features, device and dtype of hidden states or an encoder's output. `like` is one of the parameters, if
-    known."""
+    """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer, if known."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     check_tensor(name, x)
@@ -105,12 +106,12 @@ def _other_rank(x: Tensor) -> str | None:
 
 
 def sizes(x: Tensor, format: Layout) -> Sizes:
-    """Of dense hidden states."""
+    """Batch size and length of hidden states that are not packed."""
     return Sizes(x.shape[1], x.shape[0]) if format == "sbhd" else Sizes(x.shape[0], x.shape[1])
 
 
 def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
-    """How many there are."""
+    """The number of sequences."""
     if format != "thd":
         return sizes(x, format).batch
     assert cu_seqlens is not None
@@ -118,8 +119,10 @@ def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
 
 
 def check_evidence(x: Tensor, format: Layout, argument: str, found: Iterator[Evidence]) -> None:
-    """Raise where something contradicts the format and agrees with the other one. What fits neither is said
-    elsewhere."""
+    """Raise InputError if an argument contradicts the format and fits the other one.
+
+    Other checks report what fits neither format.
+    """
     if format == "thd" or x.shape[0] == x.shape[1]:
         return
     here, there = sizes(x, format), sizes(x, _OTHER[format])
@@ -129,7 +132,7 @@ def check_evidence(x: Tensor, format: Layout, argument: str, found: Iterator[Evi
 
 
 def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> None:
-    """Both must have the same number of sequences."""
+    """Raise InputError unless hidden states and encoder output have the same number of sequences."""
     if format == "thd" or sizes(x, format).batch == sizes(encoder, format).batch:
         return
     other = _OTHER[format]
@@ -143,6 +146,17 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> 
         list(encoder.shape),
         hint=hint,
     )
+
+
+def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+    """Raise InputError for arguments of a cross-attention, which an encoder does not have."""
+    hint = "layer_type='decoder' at construction has cross-attention"
+    for name, value in (("encoder_output", encoder), ("enc_dec_attn_mask", mask)):
+        if value is not None:
+            raise InputError(name, "be None with layer_type='encoder'", type(value).__name__, hint=hint)
+    if cu_seqlens_kv is not None and (cu_seqlens_q is None or differ(cu_seqlens_q, cu_seqlens_kv)):
+        must = "be cu_seqlens_q or None with layer_type='encoder'"
+        raise InputError("cu_seqlens_kv", must, f"a tensor {list(cu_seqlens_kv.shape)}", hint=hint)
 
 
 def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:
@@ -164,9 +178,9 @@ def evidence(
     cu_seqlens_kv: object,
     params: InferenceParams | None,
 ) -> Iterator[Evidence]:
-    """What the arguments of a call say of the sequences."""
+    """The evidence of the arguments of a call."""
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-        # one more entry than sequences; those of a cache are as long as its largest batch
+        # one entry more than sequences; with a cache, one more than its largest batch
         if params is None and isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.numel():
             yield Evidence(name, offsets.shape[0] - 1)
     if isinstance(mask, tuple | list) and mask:

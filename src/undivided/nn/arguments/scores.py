@@ -1,4 +1,4 @@
-"""What is added to the scores: a bias, or ALiBi with TransformerEngine's slopes."""
+"""Additions to the scores: a bias, or ALiBi with TransformerEngine's slopes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from undivided.nn.arguments.formats import Inputs
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
-class Added(NamedTuple):
-    """bias and alibi_slopes as `undivided.attention` takes them."""
+class ScoreTerms(NamedTuple):
+    """`bias` and `alibi_slopes` of `undivided.attention`."""
 
     bias: Tensor | None
     alibi_slopes: Tensor | None
 
 
-def added(
+def score_terms(
     bias_type: object, bias: Tensor | None, slopes: Tensor | None, inputs: Inputs, scale: float, softcap: float | None
-) -> Added:
-    """The bias of this type: after the scale as it is, before the scale times it, alibi as slopes."""
+) -> ScoreTerms:
+    """The terms for a bias type: post_scale_bias unchanged, pre_scale_bias times the scale, alibi as slopes."""
     kind = checked_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
     if slopes is not None and kind != "alibi":
         raise InputError(
             "alibi_slopes",
             f"be None with core_attention_bias_type={kind!r}",
             "a tensor",
-            hint="core_attention_bias_type='alibi' uses them",
+            hint="set core_attention_bias_type='alibi' to use them",
         )
     if bias is not None and kind in ("no_bias", "alibi"):
         hint = "core_attention_bias_type='post_scale_bias' adds it to the scaled scores" if kind == "no_bias" else None
@@ -40,16 +40,16 @@ def added(
             "core_attention_bias", f"be None with core_attention_bias_type={kind!r}", "a tensor", hint=hint
         )
     if kind == "no_bias":
-        return Added(None, None)
+        return ScoreTerms(None, None)
     if kind == "alibi":
-        return Added(None, _slopes(slopes, inputs))
+        return ScoreTerms(None, _slopes(slopes, inputs))
     bias = _checked_bias(bias, kind, inputs)
     if kind == "post_scale_bias":
-        return Added(bias, None)
+        return ScoreTerms(bias, None)
     if softcap is not None:
         hint = "post_scale_bias is added after softcap"
         raise InputError("core_attention_bias_type", "not be 'pre_scale_bias' with softcap", repr(kind), hint=hint)
-    return Added(bias * scale, None)
+    return ScoreTerms(bias * scale, None)
 
 
 def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
@@ -61,10 +61,12 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
             None if bias is None else type(bias).__name__,
         )
     if not bias.is_floating_point():
-        hint = "a boolean mask goes to attention_mask (True = masked out)" if bias.dtype == torch.bool else None
+        hint = "pass a boolean mask as attention_mask (True = masked out)" if bias.dtype == torch.bool else None
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)
     if bias.dim() != 4 or any(have not in (1, size) for have, size in zip(bias.shape, sizes, strict=True)):
-        hint = inputs.fits_other_format(bias.shape[0]) if bias.dim() == 4 else "bias[None] makes four axes of three"
+        hint = (
+            inputs.fits_other_format(bias.shape[0]) if bias.dim() == 4 else "bias[None] has four axes if bias has three"
+        )
         raise InputError(
             "core_attention_bias",
             f"be broadcastable to [b, h, sq, skv] = {list(sizes)}",

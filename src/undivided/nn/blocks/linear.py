@@ -1,7 +1,7 @@
-"""Linear maps whose weight is one parameter or one for each part, alone or after a normalisation.
+"""Linear maps with one weight or one weight per part, alone or after a normalisation.
 
-TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...; `layer_norm_weight`,
-`layer_norm_bias`.
+Parameters have TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...;
+`layer_norm_weight`, `layer_norm_bias`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.blocks.module import Init, Module, start
+from undivided.nn.blocks.module import Init, Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 
 class Linear(Module):
-    """``x @ weight^T + bias`` for every part.
+    """``x @ weight^T + bias`` for each part.
 
     Args:
-        in_features: of x.
-        parts: features of each part by its name; {"": n} is one parameter called `weight`.
-        init: starts every weight; biases start at 0.
-        bias: whether there are any.
-        device, dtype: of the parameters.
+        in_features: features of x.
+        parts: features of each part by name; {"": n} is one parameter called `weight`.
+        init: initialises every weight; biases are initialised with 0.
+        bias: whether the parts have biases.
+        device, dtype: device and dtype of the parameters.
     """
 
-    weight: Parameter  # where it is one parameter
+    weight: Parameter  # if there is one weight
     bias: Parameter | None
 
     def __init__(
@@ -51,27 +51,29 @@ class Linear(Module):
         self.reset_parameters()
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of every part."""
+        """Weight and bias of each part."""
         return [(getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.names]
 
     def reset_parameters(self) -> None:
-        """Weights by the function, biases 0."""
+        """Initialise weights by the function, biases with 0."""
         for weight, bias in self.parts():
-            start(weight, self.init_method)
-            start(bias, 0.0)
+            initialise(weight, self.init_method)
+            initialise(bias, 0.0)
 
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One tensor [.., features] for each part, and what was mapped. A matrix product for each part: to join the
-        weights would copy them."""
-        x = self.before(x)
+        """One tensor [.., features] per part, and the input of the maps.
+
+        Each part is a matrix product of its own, because joining the weights would copy them.
+        """
+        x = self.normalised(x)
         return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x
 
-    def before(self, x: Tensor) -> Tensor:
-        """What is mapped."""
+    def normalised(self, x: Tensor) -> Tensor:
+        """The input of the maps: x itself."""
         return x
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Sizes, for `repr`."""
         parts = ", ".join(
             f"{name.rstrip('_') or 'out'}={weight.shape[0]}"
             for name, (weight, _) in zip(self.names, self.parts(), strict=True)
@@ -80,7 +82,7 @@ class Linear(Module):
 
 
 class LayerNormLinear(Linear):
-    """A normalisation, then linear maps."""
+    """A normalisation followed by linear maps."""
 
     layer_norm_bias: Parameter | None
 
@@ -98,18 +100,18 @@ class LayerNormLinear(Linear):
         self.norm = norm
         self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
         self.register_parameter("layer_norm_bias", layer_norm_bias)
-        self.norm.start(self.layer_norm_weight, self.layer_norm_bias)
+        self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
 
     def reset_parameters(self) -> None:
-        """Weights by the function, biases 0, and neither scale nor shift."""
+        """Initialise weights by the function, biases with 0, and the normalisation as the identity."""
         super().reset_parameters()
-        if hasattr(self, "norm"):  # the base class calls it before there is one
-            self.norm.start(self.layer_norm_weight, self.layer_norm_bias)
+        if hasattr(self, "norm"):  # the constructor of the base class calls this first
+            self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
 
-    def before(self, x: Tensor) -> Tensor:
-        """x normalised."""
+    def normalised(self, x: Tensor) -> Tensor:
+        """The input of the maps: x normalised."""
         return self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
 
     def extra_repr(self) -> str:
-        """Sizes, and which normalisation."""
+        """Sizes and normalisation, for `repr`."""
         return f"{super().extra_repr()}, normalization={self.norm.kind!r}"

@@ -1,9 +1,10 @@
-"""The feed-forward block: a normalisation, a linear map, an activation, a linear map.
+"""The feed-forward block: normalisation, linear map, activation, linear map.
 
-    gelu  x Phi(x), by tanh    qgelu  x sigmoid(1.702 x)    relu  max(x, 0)    srelu  max(x, 0)^2    silu  x sigmoid(x)
+    gelu  x Phi(x) (tanh approximation)
+    qgelu  x sigmoid(1.702 x)    relu  max(x, 0)    srelu  max(x, 0)^2    silu  x sigmoid(x)
 
-A gated one takes twice the features, x and y, and is act(x) * y: geglu, qgeglu, reglu, sreglu, swiglu; glu is
-sigmoid(x) * y. clamped_swiglu is ``g sigmoid(alpha g) * (clamp(y, -limit, limit) + glu_linear_offset)`` with ``g =
+A gated activation takes twice the features, x and y, and returns act(x) * y: geglu, qgeglu, reglu, sreglu, swiglu; glu
+is sigmoid(x) * y. clamped_swiglu is ``g sigmoid(alpha g) * (clamp(y, -limit, limit) + glu_linear_offset)`` with ``g =
 min(x, limit)``.
 
 Sources: Shazeer 2020 (arXiv:2002.05202); So et al. 2021, squared relu (arXiv:2109.08668); gpt-oss for clamped_swiglu.
@@ -19,7 +20,7 @@ from torch.nn import Parameter, functional
 
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice, checked_number
-from undivided.nn.blocks.module import Init, Module, start
+from undivided.nn.blocks.module import Init, Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
@@ -71,7 +72,7 @@ ACTIVATIONS = (
 
 
 class Activation:
-    """An activation by its name."""
+    """The activation with a name."""
 
     def __init__(self, name: object, parameters: Mapping[str, float] | None = None) -> None:
         self.name = checked_choice("activation", name, ACTIVATIONS)
@@ -79,11 +80,11 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether it takes twice the features that it gives."""
+        """Whether it takes twice as many features as it returns."""
         return self.name not in _PLAIN
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[.., f], or [.., 2 f] where it is gated, to [.., f]."""
+        """The activation of x, [.., f] (gated: [.., 2 f]), as [.., f]."""
         if not self.gated:
             return _PLAIN[self.name](x)
         x, y = x.chunk(2, -1)
@@ -98,32 +99,32 @@ class Activation:
         )
 
 
-def _checked_parameters(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    if given is None:
+def _checked_parameters(name: str, params: Mapping[str, float] | None) -> dict[str, float]:
+    if params is None:
         return dict(_CLAMPED_DEFAULTS) if name == _CLAMPED else {}
-    if not isinstance(given, Mapping):
-        raise InputError("activation_params", "be a dictionary or None", repr(given))
-    if given and name != _CLAMPED:
-        raise InputError("activation_params", f"be None with activation={name!r}", repr(dict(given)))
-    for key, value in given.items():
+    if not isinstance(params, Mapping):
+        raise InputError("activation_params", "be a dictionary or None", repr(params))
+    if params and name != _CLAMPED:
+        raise InputError("activation_params", f"be None with activation={name!r}", repr(dict(params)))
+    for key, value in params.items():
         if key not in _CLAMPED_DEFAULTS:
             known = ", ".join(map(repr, _CLAMPED_DEFAULTS))
-            raise InputError("activation_params", f"have the keys {known} alone", repr(key))
+            raise InputError("activation_params", f"have only the keys {known}", repr(key))
         words = "a positive number" if key == "limit" else "a finite number"
         checked_number(f"activation_params[{key!r}]", value, 1e-30 if key == "limit" else -1e30, 1e30, words)
-    return _CLAMPED_DEFAULTS | dict(given) if name == _CLAMPED else {}
+    return _CLAMPED_DEFAULTS | dict(params) if name == _CLAMPED else {}
 
 
 class LayerNormMLP(Module):
-    """``fc2(activation(fc1(normalised x)))``, TransformerEngine's parameters: `layer_norm_*`, `fc1_*`, `fc2_*`.
+    """``fc2(activation(fc1(norm(x))))``, with TransformerEngine's parameters: `layer_norm_*`, `fc1_*`, `fc2_*`.
 
     Args:
         norm: the normalisation.
-        hidden_size, ffn_hidden_size: features of x, and between the two maps. A gated activation doubles fc1's.
-        activation: between them.
-        init, output_init: start fc1's and fc2's weight.
-        bias: whether the maps have one.
-        device, dtype: of the parameters.
+        hidden_size, ffn_hidden_size: features of x, and between the maps. A gated activation doubles those of fc1.
+        activation: the activation between the maps.
+        init, output_init: initialise the weights of fc1 and fc2.
+        bias: whether the maps have biases.
+        device, dtype: device and dtype of the parameters.
     """
 
     layer_norm_bias: Parameter | None
@@ -159,21 +160,21 @@ class LayerNormMLP(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights by their functions, biases 0, and neither scale nor shift."""
-        self.norm.start(self.layer_norm_weight, self.layer_norm_bias)
-        start(self.fc1_weight, self.init_method)
-        start(self.fc2_weight, self.output_layer_init_method)
+        """Initialise weights by their functions, biases with 0, and the normalisation as the identity."""
+        self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
+        initialise(self.fc1_weight, self.init_method)
+        initialise(self.fc2_weight, self.output_layer_init_method)
         for bias in (self.fc1_bias, self.fc2_bias):
-            start(bias, 0.0)
+            initialise(bias, 0.0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The block's output, and x normalised."""
+        """The output of the block, and x normalised."""
         normed = self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
         inner = self.activation(functional.linear(normed, self.fc1_weight, self.fc1_bias))
         return functional.linear(inner, self.fc2_weight, self.fc2_bias), normed
 
     def extra_repr(self) -> str:
-        """Sizes, activation, normalisation."""
+        """Sizes, activation and normalisation, for `repr`."""
         hidden, ffn = self.fc2_weight.shape
         bias = self.fc1_bias is not None
         return f"{hidden}, {ffn}, activation={self.activation.name!r}, normalization={self.norm.kind!r}, bias={bias}"

@@ -1,5 +1,4 @@
-"""What the modules of this package share: they load TransformerEngine's checkpoints, and start their parameters
-alike."""
+"""The base class of the modules, which loads TransformerEngine's checkpoints, and the initialisation of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ Init = Callable[[Tensor], object]
 
 
 class Module(torch.nn.Module):
-    """A module that passes over `_extra_state`, where TransformerEngine keeps FP8 scales."""
+    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
@@ -24,12 +23,12 @@ class Module(torch.nn.Module):
 
 
 def default_init(weight: Tensor) -> None:
-    """Normal of standard deviation 0.023, TransformerEngine's default."""
+    """Fill a weight from a normal distribution with standard deviation 0.023, TransformerEngine's default."""
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
 def checked_init(argument: str, value: Init | None) -> Init:
-    """The function that starts a weight."""
+    """The function that initialises a weight; `default_init` if None."""
     if value is None:
         return default_init
     if not callable(value):
@@ -47,8 +46,8 @@ def checked_dtype(value: object) -> torch.dtype:
     return value
 
 
-def start(parameter: Tensor | None, init: Init | float) -> None:
-    """Fill a parameter by a function or with a number. On the meta device there is nothing to fill."""
+def initialise(parameter: Tensor | None, init: Init | float) -> None:
+    """Fill a parameter by a function or with a number, except on the meta device."""
     if parameter is None or parameter.is_meta:
         return
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""Which rows of the projections' weights are whose: TransformerEngine's order, so that its checkpoints load.
+"""The order of rows in the weights of the projections. It is TransformerEngine's, so that its checkpoints load.
 
     three weights            query [h * d, hidden]    key [g * d, hidden]    value [g * d_v, hidden]
-    one, not interleaved     the three, one below the other
+    one, not interleaved     query, key, value, concatenated
     one, interleaved         for each key/value head: its h / g query heads, its key, its value
 
-For cross attention the same without the queries, which have a weight of their own.
+Cross attention has the same order without the queries, which have a weight of their own.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from undivided.nn.arguments.formats import Heads
 
 
 def qkv_parts(heads: Heads, fused: bool) -> dict[str, int]:
-    """Features of each part."""
+    """Features of each part of the query, key and value projection."""
     parts = {"query": heads.q * heads.qk_dim, **kv_parts(heads, False)}
     return {"": sum(parts.values())} if fused else parts
 
 
 def kv_parts(heads: Heads, fused: bool) -> dict[str, int]:
-    """Features of each part."""
+    """Features of each part of the key and value projection."""
     parts = {"key": heads.kv * heads.qk_dim, "value": heads.kv * heads.v_dim}
     return {"": sum(parts.values())} if fused else parts
 
 
 def split_qkv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[.., features] to q [.., h, d], k [.., g, d], v [.., g, d_v]."""
+    """q [.., h, d], k [.., g, d] and v [.., g, d_v] from the parts [.., features]."""
     group = heads.q // heads.kv
     if len(parts) == 1 and interleaved:
         of_group = parts[0].unflatten(-1, (heads.kv, -1))
@@ -38,7 +38,7 @@ def split_qkv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tup
 
 
 def split_kv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """[.., features] to k [.., g, d], v [.., g, d_v]."""
+    """k [.., g, d] and v [.., g, d_v] from the parts [.., features]."""
     if len(parts) == 1 and interleaved:
         k, v = parts[0].unflatten(-1, (heads.kv, -1)).split((heads.qk_dim, heads.v_dim), -1)
         return k, v
@@ -47,6 +47,6 @@ def split_kv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tupl
 
 
 def split_q(q: Tensor, heads: Heads) -> Tensor:
-    """[.., h * d] to [.., h, d]."""
+    """q as [.., h, d], from [.., h * d]."""
     of_heads: Tensor = q.unflatten(-1, (heads.q, heads.qk_dim))
     return of_heads

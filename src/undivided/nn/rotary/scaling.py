@@ -1,7 +1,7 @@
-"""Longer contexts for rotary embeddings: how each published method changes the frequencies of the pairs.
+"""Longer contexts for rotary embeddings: the frequencies of the pairs under each published method.
 
-A method is a dictionary in the words of the configuration files that models are published with:
-``{"rope_type": "llama3", "factor": 8.0, ...}``. Nothing in it is ignored.
+A method is a dictionary with the keys of a model's config.json: ``{"rope_type": "llama3", "factor": 8.0, ...}``. An
+unknown key is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_
 
 _POSITIVE = "a positive number"
 _LENGTH = "original_max_position_embeddings"
-_NEEDED: dict[str, tuple[str, ...]] = {
+_REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor", _LENGTH),
@@ -29,13 +29,13 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
-# Words of the same files that are arguments here.
-_ELSEWHERE = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
+# Keys of config.json that are constructor arguments.
+_ARGUMENTS = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """A method with its checked numbers."""
+    """A method and its checked values."""
 
     kind: str
     values: dict[str, Any]
@@ -44,24 +44,24 @@ class Scaling:
         return self.values[key]
 
 
-def checked_scaling(given: object, pretrained_length: int | None) -> Scaling:
-    """The method of a configuration's dictionary; `pretrained_length` where it leaves the length out."""
-    if given is None:
+def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
+    """The method of a dictionary; `pretrained_length` is the default of its original length."""
+    if config is None:
         return Scaling("default", {})
-    if not isinstance(given, Mapping):
-        hint = "{'rope_type': 'llama3', 'factor': 8.0, ...}, as a model's config.json has it"
-        raise InputError("scaling", "be a dictionary or None", repr(given), hint=hint)
-    values = dict(given)
-    kind = checked_choice("scaling['rope_type']", values.pop("rope_type", values.pop("type", None)), tuple(_NEEDED))
-    if _LENGTH in _NEEDED[kind] and pretrained_length is not None:
+    if not isinstance(config, Mapping):
+        hint = "{'rope_type': 'llama3', 'factor': 8.0, ...}, as in a model's config.json"
+        raise InputError("scaling", "be a dictionary or None", repr(config), hint=hint)
+    values = dict(config)
+    kind = checked_choice("scaling['rope_type']", values.pop("rope_type", values.pop("type", None)), tuple(_REQUIRED))
+    if _LENGTH in _REQUIRED[kind] and pretrained_length is not None:
         values.setdefault(_LENGTH, pretrained_length)
-    known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    known = (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()))
     for key in values:
         if key not in known:
-            elsewhere = _ELSEWHERE.get(str(key))
-            hint = f"it is {elsewhere}={values[key]!r} at construction" if elsewhere else f"it knows {', '.join(known)}"
+            argument = _ARGUMENTS.get(str(key))
+            hint = f"pass {argument}={values[key]!r} at construction" if argument else f"allowed: {', '.join(known)}"
             raise InputError("scaling", f"not have {key!r} with rope_type {kind!r}", repr(values[key]), hint=hint)
-    for key in _NEEDED[kind]:
+    for key in _REQUIRED[kind]:
         if key not in values:
             raise InputError("scaling", f"have {key!r} with rope_type {kind!r}", sorted(values))
     return Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
@@ -87,7 +87,7 @@ def frequencies(dim: int, base: float, device: torch.device | str | None = None)
 
 
 def scaled(scaling: Scaling, dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
-    """The frequencies that do not depend on the length of a call, fp32 [dim / 2]."""
+    """The frequencies of a method that are independent of the length of a call, fp32 [dim / 2]."""
     plain = frequencies(dim, base, device)
     if scaling.kind == "linear":
         return plain / float(scaling["factor"])
@@ -98,8 +98,8 @@ def scaled(scaling: Scaling, dim: int, base: float, device: torch.device | str |
     return plain
 
 
-def of_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
-    """The frequencies for a call whose last position is ``length - 1``: "dynamic" stretches what is beyond training.
+def scaled_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
+    """The frequencies for a call of ``length`` positions: "dynamic" stretches them beyond the original length.
 
     Source: dynamic NTK-aware scaling, https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/
     """
@@ -110,15 +110,15 @@ def of_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length:
 
 
 def attention_factor(scaling: Scaling) -> float:
-    """What YaRN multiplies the rotated queries and keys by; 1 for every other method."""
+    """The factor of the rotated queries and keys: 1 except for YaRN."""
     if scaling.kind != "yarn":
         return 1.0
     values = scaling.values
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-    mscale, of_all = values.get("mscale"), values.get("mscale_all_dim")
-    if mscale and of_all:
-        return _mscale(values["factor"], mscale) / _mscale(values["factor"], of_all)
+    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _mscale(values["factor"], mscale) / _mscale(values["factor"], mscale_all_dim)
     return _mscale(values["factor"], 1.0)
 
 
@@ -127,17 +127,17 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _yarn(scaling: Scaling, plain: Tensor, dim: int, base: float) -> Tensor:
-    """Fast pairs as they are, slow ones stretched by the factor, a ramp in between.
+    """Fast pairs unchanged, slow pairs stretched by the factor, a linear ramp in between.
 
     Source: Peng et al. 2023, YaRN (arXiv:2309.00071), section 3.2.
     """
     values = scaling.values
 
-    def pair_that_turns(times: float) -> float:
-        return dim * math.log(values[_LENGTH] / (times * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with_rotations(count: float) -> float:
+        return dim * math.log(values[_LENGTH] / (count * 2 * math.pi)) / (2 * math.log(base))
 
-    first = pair_that_turns(values.get("beta_fast") or 32.0)
-    last = pair_that_turns(values.get("beta_slow") or 1.0)
+    first = pair_with_rotations(values.get("beta_fast") or 32.0)
+    last = pair_with_rotations(values.get("beta_slow") or 1.0)
     if values.get("truncate") is not False:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -148,12 +148,12 @@ def _yarn(scaling: Scaling, plain: Tensor, dim: int, base: float) -> Tensor:
 
 
 def _llama3(scaling: Scaling, plain: Tensor) -> Tensor:
-    """Short waves as they are, long ones stretched by the factor, a blend in between.
+    """Short waves unchanged, long waves stretched by the factor, a blend in between.
 
     Source: rope_scaling in Meta's Llama 3.1 reference (llama_models, llama3/model.py, apply_scaling).
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    waves = scaling[_LENGTH] * plain / (2 * math.pi)  # how often a pair turns within the length of training
+    waves = scaling[_LENGTH] * plain / (2 * math.pi)  # rotations of a pair within the original length
     kept = ((waves - low) / (high - low)).clamp(0, 1)
     mixed: Tensor = plain / scaling["factor"] * (1 - kept) + plain * kept
     return mixed
