@@ -174,7 +174,7 @@ def test_the_levels_are_those_of_the_processor() -> None:
 
 LEVELS_PROGRAM = """
 #include <stdio.h>
-#include "level.h"
+#include "abi/level.h"
 namespace undivided {
 const Kernels kernels_generic = {"generic"}, kernels_avx2 = {"avx2"}, kernels_avx512 = {"avx512"},
               kernels_avx512_bf16 = {"avx512_bf16"}, kernels_amx_bf16 = {"amx_bf16"}, kernels_amx = {"amx"};
@@ -198,7 +198,7 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
         "-DUNDIVIDED_AMX"
     ] * sys.platform.startswith("linux")
     options = [*built, "-std=c++17", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", f"-I{SOURCES}"]
-    subprocess.run([compiler, *options, program, SOURCES / "level.cc", "-o", levels], check=True, timeout=120)
+    subprocess.run([compiler, *options, program, SOURCES / "abi" / "level.cc", "-o", levels], check=True, timeout=120)
     found = subprocess.run([levels], capture_output=True, text=True, check=True).stdout.split()
     assert tuple(found) == LIBRARY.levels
 

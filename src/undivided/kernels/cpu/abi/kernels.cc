@@ -1,0 +1,280 @@
+// Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills. With AMX it fills two:
+// `amx_bf16`, where tiles are of bf16 alone, and `amx`, where they are of fp16 too. What differs takes the widest `Half` that there is.
+#include "backward/driver.h"
+#include "backward/pairs.h"
+#include "forward/decode.h"
+#include "forward/panel_amx.h"
+
+#if defined(UNDIVIDED_AMX)
+namespace undivided {
+extern const Kernels kernels_avx512_bf16;  // who does what tiles do not
+}
+#endif
+
+#define UNDIVIDED_JOIN2(a, b) a##b
+#define UNDIVIDED_JOIN(a, b) UNDIVIDED_JOIN2(a, b)
+#define UNDIVIDED_TEXT2(a) #a
+#define UNDIVIDED_TEXT(a) UNDIVIDED_TEXT2(a)
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+
+namespace {
+
+#if defined(UNDIVIDED_AMX)
+using undivided::kernels_avx512_bf16;
+#endif
+
+// Call `f` with the mode for a.dtype.
+template <class F>
+INLINE auto with_mode(int64_t dtype, F f) {
+  if (dtype == kFloat16) return f(Widened<Float16>());
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return f(Paired());
+#endif
+  if (dtype == kBFloat16) return f(Widened<BFloat16>());
+  return f(Direct());
+}
+
+// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`, and fp16 where that is bf16.
+template <class Half, class F>
+INLINE auto with_block_mode(int64_t dtype, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kFloat32) return f(Split<Half>());
+  if (dtype == kBFloat16) return f(Tiled<BFloat16>());
+  return f(std::conditional_t<std::is_same<Half, Float16>::value, Tiled<Float16>, Split<BFloat16, Float16>>());
+#else
+  return with_mode(dtype, f);
+#endif
+}
+
+template <class T>
+struct Is {
+  typedef T type;
+};
+
+#if defined(UNDIVIDED_AMX)
+template <class T, class F>
+INLINE auto with_tiles(const Attention& a, F f) {
+  return rows_of_group(a) <= 4 ? f(Is<Tiles<T, 4>>()) : f(Is<Tiles<T, 8>>());
+}
+#endif
+
+// Call `f` with what decodes this problem.
+template <class Half, class F>
+INLINE auto with_engine(const Attention& a, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kBFloat16 && Tiles<BFloat16, 4>::fits(a)) return with_tiles<BFloat16>(a, f);
+  if constexpr (std::is_same<Half, Float16>::value)
+    if (a.dtype == kFloat16 && Tiles<Float16, 4>::fits(a)) return with_tiles<Float16>(a, f);
+#endif
+  if (a.dtype == kBFloat16) return f(Is<Vectors<BFloat16>>());
+  if (a.dtype == kFloat16) return f(Is<Vectors<Float16>>());
+  return f(Is<Vectors<float>>());
+}
+
+// Whether rows that see few keys are left to vectors.
+bool few_in_vectors(const Attention& a) { return a.dtype == kFloat32 && !most_short_keys(a); }
+template <class Half>
+int64_t block_scratch(const Attention& a, int64_t rows, bool few) {
+#if defined(UNDIVIDED_AMX)
+  if (few && few_in_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
+#endif
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, few); });
+}
+int64_t few_keys(const Attention& a) {
+  if (!kHasTiles) return 0;
+  return few_in_vectors(a) ? most_unsplit_keys(a) : most_short_keys(a);
+}
+template <class Half>
+bool block(const Attention& a, const RowBlock& b, char* scratch) {
+#if defined(UNDIVIDED_AMX)
+  if (b.few > 0 && few_in_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
+#endif
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
+}
+// Whether heads are so few rows and keys that neither tiles nor decoding pay.
+bool goes_small(const Attention& a) {
+  return is_small_forward(a, kHasTiles && a.dtype != kFloat32 ? kMostSmallForward16 : kMostSmallForward);
+}
+template <class Half>
+bool decodes(const Attention& a) {
+  return rows_of_group(a) <= kFewRows && !goes_small(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+}
+template <class Half>
+int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
+  return with_engine<Half>(a, [&](auto e) {
+    typedef typename decltype(e)::type Engine;
+    return larger_of(carve_few<Engine>(a, kv_heads, nullptr).bytes, carve_few<Vectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+  });
+}
+template <class Half>
+void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* following, float* partials, char* scratch) {
+  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
+}
+template <class Half>
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
+  with_engine<Half>(a, [&](auto e) {
+    merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride);
+  });
+}
+
+template <class Half>
+int64_t row_panels(int64_t dtype) {
+  return with_block_mode<Half>(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
+}
+template <class Half>
+int64_t rows_layout(Backward& p, int64_t heads, char* base) {
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return lay_out_rows<decltype(mode)>(p, heads, base); });
+}
+template <class Half>
+int64_t key_scratch(const Backward& p) {
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
+}
+template <class Half>
+void rows_before(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+}
+template <class Half>
+void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
+}
+template <class Half>
+void rows_after(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+}
+
+int64_t pairs_scratch(const Attention& a) { return PairSpace(a, nullptr).bytes; }
+void pairs(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
+  with_mode(p.a.dtype, [&](auto mode) { PairedHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
+}
+
+// Let the compiler believe that x is needed.
+INLINE void keep(Vec& x) {
+#if defined(__x86_64__)
+  __asm__ volatile("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__ volatile("" : "+w"(x));
+#else
+  __asm__ volatile("" : "+m"(x));
+#endif
+}
+
+// The multiply-adds of the micro-kernel without its loads: what the arithmetic units can do at most.
+template <class Arith>
+double peak_of(int64_t repeats) {
+  Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];
+  for (int v = 0; v < kVectors; v++) y[v] = splat(1e-30f);
+  typename Arith::Scalar x = {};
+  for (int64_t n = 0; n < repeats; n++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kBroadcasts; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Arith::add(acc[i][v], x, y[v]);
+        keep(acc[i][v]);
+      }
+  }
+  return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
+}
+#if defined(UNDIVIDED_AMX)
+template <class T>
+double tile_peak_of(int64_t repeats) {
+  TileSetup setup;
+  for (int64_t n = 0; n < repeats; n++) {
+    tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+  }
+  return (double)repeats * 4 * kTileRows * kLanes * kTileDepth * 2;
+}
+#endif
+
+template <class Half>
+double peak(int64_t dtype, int64_t repeats) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kBFloat16) return tile_peak_of<BFloat16>(repeats);
+  if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return tile_peak_of<Float16>(repeats);
+#endif
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return peak_of<Dot>(repeats);
+#endif
+  (void)dtype;
+  return peak_of<Fma>(repeats);
+}
+
+// Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take 384 KiB of an
+// L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger; larger heads get fewer rows.
+// AMX packs K and V once a block, an eighth of its time at 512 rows; 1024 of D = 128 take 770 KiB (fp32: 1.3 MB), and processors
+// that have it have 2 MiB of L2 (Granite Rapids: 1024 rows 4 % faster than 512).
+constexpr int64_t kVectorRows = 384;
+#if defined(UNDIVIDED_AMX)
+constexpr int64_t kRows32 = 1024, kRows16 = 1024, kBlockBytes = 1100 << 10;
+#else
+constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kBlockBytes = 640 << 10;
+#endif
+// What packing takes beside the work of a row, by the time of 1024 rows in blocks of 64 and whole: bf16 on tiles 35 rows', fp16 as two bf16
+// 54, fp32 as three 62; on vectors, which widen V, 5.
+#if defined(UNDIVIDED_AMX)
+constexpr int64_t kPackingRows = 48;
+#else
+constexpr int64_t kPackingRows = 5;
+#endif
+// A short block keeps no more of its rows than a panel, so that it may have any number, and the fewer blocks, the fewer keys are packed
+// twice (1024 rows 4 to 15 % faster than 256 in documents and windows, 2048 up to 6 % faster than 1024). 8192 are 2 % faster where rows
+// of a head are neighbours, but 3 to 10 % slower where all heads of a token are, in fp32: another head comes too late to their pages.
+constexpr int64_t kShortBlockRows = 2048;
+int64_t block_rows(const Attention& a, int64_t few) {
+  if (few > 0 && !few_in_vectors(a)) return kShortBlockRows;
+  const int64_t rows = a.dtype != kFloat32 ? kRows16 : few > 0 ? kVectorRows : kRows32;
+  return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
+}
+
+// Who does prefill and gradients: see Kernels.
+#if defined(UNDIVIDED_AMX)
+template <class Half>
+const undivided::Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
+  constexpr bool fp16 = std::is_same<Half, Float16>::value;
+  if (wanted && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
+  if (wanted && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
+  return &kernels_avx512_bf16;
+}
+template <class Half>
+const undivided::Kernels* prefill(const Attention& a, int attempt) {
+  if (goes_small(a)) return &kernels_avx512_bf16;
+  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_split_well<decltype(mode)>(a); });
+  return on_tiles<Half>(a, wanted, attempt);
+}
+template <class Half>
+const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
+  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) {
+    return gradients_are_split_well<decltype(mode)>(a) && !is_better_small<decltype(mode)>(a, g);
+  });
+  return on_tiles<Half>(a, wanted, (int)g.attempt);
+}
+#else
+template <class>
+const undivided::Kernels* prefill(const Attention&, int) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+template <class>
+const undivided::Kernels* gradients(const Attention&, const Gradients&) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+#endif
+
+template <class Half>
+constexpr undivided::Kernels kernels_named(const char* name) {
+  return {name, prefill<Half>, few_keys, block_rows, kPackingRows, kPanel, kTile, block_scratch<Half>, block<Half>,
+          decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, rows_before<Half>,
+          key_block<Half>, rows_after<Half>, pairs_scratch, pairs, peak<Half>};
+}
+
+}  // namespace
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
+#if defined(UNDIVIDED_AMX)
+extern const Kernels kernels_amx_bf16 = kernels_named<BFloat16>("amx_bf16");
+#endif
+}  // namespace undivided

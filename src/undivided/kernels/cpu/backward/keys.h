@@ -1,0 +1,243 @@
+// The backward's keys: a unit's scratch, its K and V as the micro-kernels take them, and their gradients' way out.
+#pragma once
+
+#include "backward/dsoftmax.h"
+#include "backward/small.h"
+#include "backward/dsoftmax_amx.h"
+
+namespace {
+
+struct BackwardSpace {
+  Panel* panels;
+  DropRows* drops;
+  Kept* kept;
+  char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows where they are not read in place; k_pairs for dQ
+  char* rows;                     // PackedRows of the block's panels, where not packed beforehand
+  float *st, *dpt;                // where they are not turned into weights in place
+  char *weights, *scores;         // P and dS: [slot][key][kPanel]
+  float *pairs, *extra, *sums;    // sums: of dQt or of dK and dV, where they are added up before they are added
+  float *dk, *dv;  // [column panel][key][kPanel]
+  char* head;      // what is kept of a head's rows, where the unit has all of its keys: see lay_out_rows, or SmallSpace
+  uint8_t* seen;   // which keys of the block
+  bool is_small;
+  int64_t bytes;
+};
+
+// Elements between rows of a copy in fp32: an odd number of lines, so that neighbours share no set of L1. (In place, rows of
+// 512 bytes use an eighth of them.)
+INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
+
+// Bytes of the copies of K, V and K for dQ.
+template <class Mode>
+INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
+  if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
+  if (!Mode::Arith::kPairs) return p.key_block * padded_row(dim) * 4;
+  return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
+}
+
+// Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
+// of its time at 256 keys in fp32, and more than the products on AMX.
+constexpr int64_t kMostPackedBytes = 1 << 30;
+
+// Where p describes the rows of so many heads, from `base` on. Returns the bytes that it takes.
+template <class Mode>
+static int64_t lay_out_rows(Backward& p, int64_t heads, char* base) {
+  const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
+  const int64_t packed = panels * PackedRows<Mode>(p.a, nullptr).bytes;
+  Carving at{base};
+  p.base = (float*)at.take(lanes * 4), p.lse = (float*)at.take(lanes * 4), p.delta = (float*)at.take(lanes * 4);
+  p.share = leaves_sinks_out(p) ? (float*)at.take(lanes * 4) : nullptr;
+  p.dqt = p.g.dq ? (float*)at.take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
+  p.hull = (int32_t*)at.take(panels * 8), p.turn = (int64_t*)at.take(blocks * 8);
+  p.norm = (float*)at.take(kScaled<Mode> ? panels * 4 : 0);
+  p.slope = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0), p.undo = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0);
+  p.fits = (undivided::Fit*)at.take(kFitted<Mode> ? blocks * (int64_t)sizeof(undivided::Fit) : 0);
+  p.packed = packed <= kMostPackedBytes ? at.take(packed) : nullptr;
+  return at.bytes;
+}
+
+template <class Mode>
+static BackwardSpace carve_backward(const Backward& p, char* base) {
+  const Attention& a = p.a;
+  BackwardSpace w;
+  Carving at{base};
+  constexpr bool pairs = Mode::Arith::kPairs;
+  constexpr int64_t tile = kTile * kPanel;
+  const int64_t st = Mode::kTiled ? kKeyStep<Mode> * kPanel * 4 : pairs ? tile * 4 : 0;
+  constexpr int64_t panels = kRowPanels<Mode>, slots = panels * kSlot<Mode> * (int64_t)sizeof(Weight<Mode>);
+  const bool extras = a.bias || a.dense || a.slopes;
+  w.panels = (Panel*)at.take(panels * (int64_t)sizeof(Panel));
+  w.drops = (DropRows*)at.take(a.dropout ? panels * (int64_t)sizeof(DropRows) : 0);
+  w.kept = (Kept*)at.take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
+  w.st = (float*)at.take(st), w.dpt = (float*)at.take(st);
+  w.pairs = (float*)at.take(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
+  w.sums = (float*)at.take(Mode::kTiled && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
+  w.k = at.take(copy_bytes<Mode>(p, a.qk_dim)), w.v = at.take(copy_bytes<Mode>(p, a.v_dim));
+  w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
+  w.k_own = at.take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
+  w.rows = at.take(p.packed || p.whole ? 0 : panels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = at.take(slots), w.scores = at.take(slots);
+  w.seen = (uint8_t*)at.take(kParts<Mode> > 1 ? p.key_block : 0);
+  w.extra = (float*)at.take(extras ? tile * 4 : 0);
+  w.dk = (float*)at.take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
+  w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
+  Backward own = p;
+  int64_t of_head = p.whole ? lay_out_rows<Mode>(own, 1, nullptr) : 0;
+  w.is_small = !Mode::kTiled && p.whole && is_small(a, p.g);
+  if (w.is_small) of_head = larger_of(of_head, SmallSpace(a, nullptr).bytes);
+  w.head = at.take(of_head);
+  w.bytes = at.bytes;
+  return w;
+}
+
+// The keys of a unit as the micro-kernels take them.
+template <class Mode>
+struct KeyRows {
+  typedef Weight<Mode> Row;
+  int64_t first, count;
+  const Row *k, *v;
+  int64_t k_stride, v_stride;
+};
+
+#if defined(__AVX512BF16__)
+#if !defined(UNDIVIDED_AMX)
+// Rows of an odd number of columns, with a zero behind.
+static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t rows, int64_t dim, char* to) {
+  BFloat16* copy = (BFloat16*)to;
+  for (int64_t j = 0; j < rows; j++, copy += dim + 1) {
+    memcpy(copy, from + j * stride, (size_t)dim * 2);
+    copy[dim].bits = 0;
+  }
+  return (const BFloat16*)to;
+}
+#endif
+
+// Infinities and NaN become 0. A key that a row does not see meets it with a weight of 0, and 0 * NaN is NaN; a row that
+// does see such a key has it in its score already.
+INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
+template <class Half>
+static void zero_what_is_not_finite(Half* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i].bits = is_finite(x[i]) ? x[i].bits : 0;
+}
+#endif
+
+#if defined(UNDIVIDED_AMX)
+// Call `f` with each panel of a head that may see some of the keys [key, key + count), its block of rows, and where it is in that.
+template <class F>
+INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
+  Panel panel;
+  for (int64_t i = 0; i < p.panels; i++) {
+    const int32_t* hull = p.hull + 2 * (head.index * p.panels + i);
+    if (hull[1] <= key || hull[0] >= key + count) continue;
+    const RowBlock block = rows_of(p, head, i / p.row_panels);
+    const int64_t first = i % p.row_panels * kPanel;
+    read_ranges(p.a, block, first, panel);
+    f(panel, block, first);
+  }
+}
+// Which of the keys [key, key + count) some row's ranges have.
+static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
+  memset(seen, 0, (size_t)count);
+  with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
+    for (int s = 0; s < panel.segments; s++) {
+      const int64_t start = larger_of(panel.segment[s].start - key, 0), stop = smaller_of(panel.segment[s].stop - key, count);
+      if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
+    }
+  });
+}
+// Those that a dense mask or a bias hides from every row are taken from `seen`; extra: kTile x kPanel.
+static void hide_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* extra, uint8_t* seen) {
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t keys = smaller_of(kTile, count - t);
+    uint8_t by_some[kTile] = {}, by_panel[kTile];
+    with_panels(p, head, key + t, keys, [&](const Panel& panel, const RowBlock& block, int64_t first) {
+      fill_extra(p.a, block, first, panel, key + t, key + t + keys, extra, by_panel);
+      for (int64_t j = 0; j < keys; j++) by_some[j] |= by_panel[j];
+    });
+    for (int64_t j = 0; j < keys; j++) seen[t + j] &= by_some[j];
+  }
+}
+#endif
+
+template <class Mode>
+static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const int64_t count = smaller_of(p.key_block, a.kv_len - key);
+  const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
+  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
+#if defined(UNDIVIDED_AMX)
+  if constexpr (kParts<Mode> > 1) {
+    uint8_t* const seen = w.seen;
+    const int64_t padded = round_up(count, kKeyBlock);
+    auto split = [&] {
+      Irregular irregular = Irregular::of<Mode>(kLeastInput);
+      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
+      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
+      split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
+      return !irregular.found();
+    };
+    find_seen_keys(p, head, key, count, seen);
+    bool fits = split();
+    if (!fits && (a.dense || a.bias)) hide_keys(p, head, key, count, w.extra, seen), fits = split();
+    if (!fits) exceed(p);
+    return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
+  } else if constexpr (Mode::kTiled) {
+    uint8_t every[kTile];
+    memset(every, 1, kTile);
+    const int64_t padded = round_up(count, kKeyBlock);
+    pack_k(k, a.k_s, count, padded, a.qk_dim, w.k);
+    pack_k(v, a.v_s, count, padded, a.v_dim, w.v);
+    for (int64_t j = 0; j < count; j += kTile)
+      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kTile, count - j), a.qk_dim, every, p.key_block / kTileDepth,
+                  w.k_pairs + j / kTileDepth * kTileBytes);
+    zero_what_is_not_finite((T*)w.k_pairs, p.key_block * dq_depth<Mode>(p));
+    return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
+  } else
+#endif
+  if constexpr (!Mode::Arith::kPairs) {
+    const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
+    for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
+    for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
+  } else {
+    KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
+#if defined(__AVX512BF16__) && !defined(UNDIVIDED_AMX)
+    if constexpr (Mode::Arith::kPairs) {
+      if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
+      if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
+      interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
+      zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim);
+    }
+#endif
+    return rows;
+  }
+}
+
+// Sums of `count` keys, and of those that the micro-kernels take besides, start at zero.
+template <class Mode>
+INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
+  const int64_t keys = smaller_of(round_up(count, Mode::kTiled ? kKeyStep<Mode> : kBroadcasts), p.key_block);
+  for (int64_t c = 0; c < Columns(dim).panels; c++) memset(sums + c * p.key_block * kPanel, 0, (size_t)(keys * kPanel) * 4);
+}
+
+template <class Mode>
+static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride, int64_t dim,
+                       const float* sums, int bits) {
+  typedef typename Mode::T T;
+  const int64_t width = Columns(dim).width;
+  const float unit = ldexpf(1, -bits);
+  Vec nothing = {};
+  for (int64_t j = 0; j < keys.count; j++) {
+    const int64_t row = at + (keys.first + j) * stride;
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Vec x = load(sums + (d / width * p.key_block + j) * kPanel + d % width);
+      put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
+      nothing += x * 0;
+    }
+  }
+  mark_mixed(p, nothing);
+}
+
+}  // namespace

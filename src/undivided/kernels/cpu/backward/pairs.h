@@ -1,0 +1,135 @@
+// Gradients pair by pair: each row meets the keys that it sees and nothing else.
+//
+// Blocks multiply rows and keys of several documents with weights of 0, and 0 * NaN is NaN. So a problem of documents whose gradients are
+// not finite is computed again in this way (see kMixed): what is not finite stays with the rows and keys that see it. Lanes lie along
+// the head axis; a pair takes two products of rows and adds to three.
+#pragma once
+
+#include "backward/keys.h"
+
+namespace {
+
+// Rows in fp32, padded with zeros to whole vectors.
+struct PairSpace {
+  Panel* panel;
+  DropRows* drops;
+  Kept* kept;
+  float *extra, *q, *grad, *dq;  // of a panel
+  float *k, *v, *dk, *dv;        // of a head
+  int64_t bytes;
+  PairSpace(const Attention& a, char* base) {
+    Carving at{base};
+    const int64_t of_qk = round_up(a.qk_dim, kLanes) * 4, of_v = round_up(a.v_dim, kLanes) * 4;
+    panel = (Panel*)at.take((int64_t)sizeof(Panel)), drops = (DropRows*)at.take((int64_t)sizeof(DropRows));
+    kept = (Kept*)at.take(kTile * kVectors * (int64_t)sizeof(Kept)), extra = (float*)at.take(kTile * kPanel * 4);
+    q = (float*)at.take(kPanel * of_qk), dq = (float*)at.take(kPanel * of_qk), grad = (float*)at.take(kPanel * of_v);
+    k = (float*)at.take(a.kv_len * of_qk), dk = (float*)at.take(a.kv_len * of_qk);
+    v = (float*)at.take(a.kv_len * of_v), dv = (float*)at.take(a.kv_len * of_v);
+    bytes = at.bytes;
+  }
+};
+
+template <class T>
+INLINE void put_floats(const T* row, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load_columns(row + d, dim - d));
+}
+INLINE void add_row_times(float x, const float* row, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(to + d) + load(row + d) * x);
+}
+
+template <class T>
+class PairedHead {
+ public:
+  PairedHead(const Backward& p, int64_t batch, int64_t kv_head, char* scratch)
+      : p_(p), a_(p.a), g_(p.g), w_(p.a, scratch), dk_(round_up(p.a.qk_dim, kLanes)), dv_(round_up(p.a.v_dim, kLanes)),
+        block_{batch, kv_head * (p.a.heads / p.a.kv_heads), kv_head, 0, p.rows, 0} {}
+
+  void run() {
+    const T* k = (const T*)a_.k + block_.batch * a_.k_b + block_.kv_head * a_.k_h;
+    const T* v = (const T*)a_.v + block_.batch * a_.v_b + block_.kv_head * a_.v_h;
+    for (int64_t j = 0; j < a_.kv_len; j++)
+      put_floats(k + j * a_.k_s, a_.qk_dim, w_.k + j * dk_), put_floats(v + j * a_.v_s, a_.v_dim, w_.v + j * dv_);
+    memset(w_.dk, 0, (size_t)(a_.kv_len * dk_) * 4), memset(w_.dv, 0, (size_t)(a_.kv_len * dv_) * 4);
+    for (int64_t first = 0; first < block_.rows; first += kPanel) run_panel(first);
+    const int64_t b = block_.batch, n = block_.kv_head;
+    for (int64_t j = 0; j < a_.kv_len; j++) {
+      if (g_.dk) put(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
+      if (g_.dv) put(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
+    }
+  }
+
+ private:
+  void put(void* gradient, int64_t at, const float* from, int64_t dim, bool accumulate) const {
+    for (int64_t d = 0; d < dim; d += kLanes)
+      put_gradient(p_, accumulate, (T*)gradient + at, (float*)gradient + at, d, dim - d, load(from + d));
+  }
+
+  void run_panel(int64_t first) {
+    Panel& panel = *w_.panel;
+    read_ranges(a_, block_, first, panel);
+    if (a_.dropout) read_drop_rows(a_, block_, first, panel.rows, *w_.drops);
+    memset(w_.dq, 0, (size_t)(panel.rows * dk_) * 4);
+    for (int64_t r = 0; r < panel.rows; r++) {
+      const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
+      of_row_[r] = describe_row<T>(p_, block_.batch, head, row);
+      const auto [q, grad] = row_pointers<T>(p_, block_, first + r);
+      put_floats(q, a_.qk_dim, w_.q + r * dk_), put_floats(grad, a_.v_dim, w_.grad + r * dv_);
+    }
+    for (int s = 0; s < panel.segments; s++)
+      for (int64_t key = panel.segment[s].start; key < panel.segment[s].stop; key += kTile)
+        run_keys(first, key, smaller_of(key + kTile, panel.segment[s].stop));
+    for (int64_t r = 0; g_.dq && r < panel.rows; r++) {
+      const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
+      put(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * dk_, a_.qk_dim, false);
+    }
+  }
+
+  // A panel's rows against keys [start, stop), at most a tile.
+  void run_keys(int64_t first, int64_t start, int64_t stop) {
+    const bool extras = a_.bias || a_.dense || a_.slopes;
+    uint8_t seen[kTile];
+    if (extras && !fill_extra(a_, block_, first, *w_.panel, start, stop, w_.extra, seen)) return;
+    if (a_.dropout) draw_tile(a_, block_.batch, *w_.drops, start, stop, w_.kept);
+    const Panel& panel = *w_.panel;
+    for (int64_t r = 0; r < panel.rows; r++)
+      for (int64_t j = start; j < stop; j++) {
+        float& extra = w_.extra[(j - start) * kPanel + r];
+        const bool inside = (j >= panel.start[0][r] && j < panel.stop[0][r]) || (j >= panel.start[1][r] && j < panel.stop[1][r]);
+        const bool sees = of_row_[r].base != kInfinity && inside && !(extras && extra == -kInfinity);
+        const float change = sees ? run_pair(r, j, start, extras ? extra : 0) : 0;
+        if (extras) extra = change;
+      }
+    if (g_.bias || g_.slopes) add_extras(p_, block_, first, panel, w_.extra, start, 0, stop - start);
+  }
+
+  // The gradient of what is added to the score.
+  float run_pair(int64_t r, int64_t j, int64_t start, float extra) {
+    const RowNumbers& row = of_row_[r];
+    const float *q = w_.q + r * dk_, *grad = w_.grad + r * dv_, *k = w_.k + j * dk_, *v = w_.v + j * dv_;
+    const float scale = (float)a_.scale, cap = (float)a_.softcap, product = dot_of(q, k, dk_);
+    const float capped = cap != 0 ? tanhf(product * (float)(a_.scale / a_.softcap)) : 0;
+    const float above = (cap != 0 ? capped * cap : product * scale) + extra - row.lse;
+    const float weight = expf(above > 0 ? 0 : above);
+    float used = weight * row.share, of_weight = dot_of(grad, v, dv_) * row.share;
+    if (a_.dropout) {
+      const Vec kept = surviving(w_.kept[(j - start) * kVectors + r / kLanes], splat((float)a_.survivors));
+      const float survivor = kept[r % kLanes];
+      used = survivor != 0 ? used * survivor : 0, of_weight = survivor != 0 ? of_weight * survivor : 0;
+    }
+    const float change = weight * (of_weight - row.delta), of_product = change * (cap != 0 ? scale * (1 - capped * capped) : scale);
+    add_row_times(of_product, k, dk_, w_.dq + r * dk_);
+    add_row_times(of_product, q, dk_, w_.dk + j * dk_);
+    add_row_times(used, grad, dv_, w_.dv + j * dv_);
+    return change;
+  }
+
+  const Backward& p_;
+  const Attention& a_;
+  const Gradients& g_;
+  const PairSpace w_;
+  const int64_t dk_, dv_;  // floats from row to row
+  const RowBlock block_;
+  RowNumbers of_row_[kPanel];
+};
+
+}  // namespace

@@ -1,0 +1,211 @@
+// Gradients of a head of few rows and keys (see small_head.h).
+//
+// backward.h packs Q and dO twice, copies K and V, clears sums and writes them in a pass of their own, which for 16 tokens takes
+// three times as long as the products. Here lanes are keys where there they are rows, and of all that is read K and V alone are transposed:
+//
+//     S[row][keys] = Q[row] (broadcast) . Kt       dP[row][keys] = dO[row] (broadcast) . Vt        score_tile
+//     dQ[row][d]   = dS[row][key] (broadcast) * K[key][d]                                          add_rows
+//     dV[key][d]   = P[row][key] (broadcast) * dO[row][d]    dK[key][d] = dS[row][key] (broadcast) * Q[row][d]
+#pragma once
+
+#include "backward/rows.h"
+#include "gemm/small.h"
+
+namespace {
+
+// Up to so many rows and keys. (AVX-512, times as fast as by way of backward.h, heads of 64, 100, 128 and 256 tokens: fp32 1.2 to 1.3, 1.2
+// to 1.3, 1.1 to 1.2, 1.04 to 1.1. With more than a tile of keys the number of threads would decide which way is taken.) Of bf16 where there
+// are dot products less: Intel's are no faster than multiply-adds (128 tokens 1.6 times as fast this way), but others' are twice as fast.
+constexpr int64_t kMostSmall = 128, kMostSmallPairs = 32;
+static_assert(kMostSmall <= kTile);
+constexpr int64_t kSmallWidth = (kMostSmall + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
+INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMostSmall) {
+#if defined(__AVX512BF16__)
+  if (a.dtype == kBFloat16) most = smaller_of(most, kMostSmallPairs);
+#endif
+  return is_small(a, most) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
+}
+
+#if defined(UNDIVIDED_AMX)
+// Whether that is faster than tiles. (Tiles against it: bf16, D = 32 to 256, one token .06 to .25, 4 tokens .15 to .25, 8 tokens .3, 16 tokens
+// .5, 24 tokens .8, 32 tokens 1.1. fp32 as two fp16: 64 tokens .9 to 1.0, 80 tokens .8 to 1.0, 96 tokens 1.0 to 1.2, 100 tokens .9 to 1.0, 112
+// tokens 1.0 to 1.1, 128 tokens 1.2 to 1.3; as three bf16: 64 tokens .8 to 1.0, 100 tokens .4 to .8, 128 tokens .6 to 1.1. fp16 as two bf16:
+// 48 tokens 1.0, 64 to 128 tokens 1.1 to 1.6.)
+template <class Mode>
+INLINE bool is_better_small(const Attention& a, const Gradients& g) {
+  if (kParts<Mode> == 1) return is_small(a, g, 24);
+  if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
+  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < 96 || filled_part(a) < 0.76;
+}
+#endif
+
+struct SmallSpace {
+  float *kt, *vt, *s, *dp;   // of a panel of keys: [d][kPanel], [row][kPanel]
+  float *weights, *scores;   // P and dS: [row][kSmallWidth]
+  float *q, *grad, *k, *v;   // rows of 16 bits, widened, one after another
+  int64_t bytes;
+  SmallSpace(const Attention& a, char* base) {
+    Carving at{base};
+    const int64_t rows = rows_of_group(a), widened = a.dtype == kFloat32 ? 0 : 4;
+    kt = (float*)at.take(a.qk_dim * kPanel * 4), vt = (float*)at.take(a.v_dim * kPanel * 4);
+    s = (float*)at.take(rows * kPanel * 4), dp = (float*)at.take(rows * kPanel * 4);
+    weights = (float*)at.take(rows * kSmallWidth * 4), scores = (float*)at.take(rows * kSmallWidth * 4);
+    q = (float*)at.take(rows * a.qk_dim * widened), k = (float*)at.take(a.kv_len * a.qk_dim * widened);
+    grad = (float*)at.take(rows * a.v_dim * widened), v = (float*)at.take(a.kv_len * a.v_dim * widened);
+    bytes = at.bytes;
+  }
+};
+
+// The rows that have a key, one after another, and the keys that some row may see: where they lie, and where results go.
+template <class T>
+struct SmallHead {
+  int64_t rows = 0, keys = 0, first_key = 0;
+  int32_t start[2][kMostSmall], stop[2][kMostSmall];  // of each row
+  Segment seen[kMostSmall], by[kMostSmall];           // the keys of each row, from first_key on, and the rows of each key, or more
+  const float *q[kMostSmall], *grad[kMostSmall], *k[kMostSmall], *v[kMostSmall];
+  T *dq[kMostSmall], *dk[kMostSmall], *dv[kMostSmall];
+  float base[kMostSmall], lse[kMostSmall], delta[kMostSmall];
+};
+
+template <class T>
+INLINE void clear_row(T* row, int64_t dim) {
+  if (row) memset(row, 0, (size_t)dim * sizeof(T));
+}
+
+// What each row of the block sees, and `seen`, what some row does; false where that has a gap, in which anything may stand.
+template <class T>
+static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& seen) {
+  Panel panel;
+  for (int64_t first = 0; first < block.rows; first += kPanel) {
+    read_ranges(a, block, first, panel);
+    for (int64_t r = 0; r < panel.rows; r++) {
+      for (int side = 0; side < 2; side++)
+        h.start[side][first + r] = panel.start[side][r], h.stop[side][first + r] = panel.stop[side][r];
+      h.seen[first + r] = keys_of_row(panel, r);
+    }
+    if (panel.segments == 0) continue;
+    const Segment own = panel.segment[0];
+    if (seen.start >= seen.stop) seen = own;
+    if (panel.segments > 1 || own.start > seen.stop || own.stop < seen.start) return false;
+    seen = {smaller_of(seen.start, own.start), larger_of(seen.stop, own.stop)};
+  }
+  return true;
+}
+
+// The rows that have a key move up.
+template <class T>
+static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpace& w, SmallHead<T>& h) {
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  for (int64_t r = 0; r < block.rows; r++) {
+    const int64_t b = block.batch, head = block.first_head + r / a.q_len, row = r % a.q_len, n = h.rows;
+    h.dq[n] = g.dq ? (T*)g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_s : nullptr;
+    const RowNumbers x = describe_row<T>(p, b, head, row);
+    h.base[n] = x.base, h.lse[n] = x.lse, h.delta[n] = x.delta;
+    if (h.base[n] == kInfinity) {
+      clear_row(h.dq[n], a.qk_dim);
+      continue;
+    }
+    const auto [q, grad] = row_pointers<T>(p, block, r);
+    h.q[n] = in_floats(q, a.qk_dim, n, w.q), h.grad[n] = in_floats(grad, a.v_dim, n, w.grad);
+    for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
+    h.seen[n] = {h.seen[r].start - h.first_key, h.seen[r].stop - h.first_key};
+    h.rows++;
+  }
+}
+
+// The keys [start, stop); the others' gradients are 0.
+template <class T>
+static void gather_keys(const Backward& p, const Head& head, int64_t start, int64_t stop, const SmallSpace& w, SmallHead<T>& h) {
+  const Attention& a = p.a;
+  const Gradients& g = p.g;
+  const int64_t b = head.batch, n = head.kv_head;
+  for (int64_t j = 0; j < a.kv_len; j++) {
+    T* dk = g.dk ? (T*)g.dk + b * g.dk_b + n * g.dk_h + j * g.dk_s : nullptr;
+    T* dv = g.dv ? (T*)g.dv + b * g.dv_b + n * g.dv_h + j * g.dv_s : nullptr;
+    if (j < start || j >= stop) {
+      clear_row(dk, a.qk_dim), clear_row(dv, a.v_dim);
+      continue;
+    }
+    h.k[h.keys] = in_floats((const T*)a.k + b * a.k_b + n * a.k_h + j * a.k_s, a.qk_dim, h.keys, w.k);
+    h.v[h.keys] = in_floats((const T*)a.v + b * a.v_b + n * a.v_h + j * a.v_s, a.v_dim, h.keys, w.v);
+    h.dk[h.keys] = dk, h.dv[h.keys++] = dv;
+  }
+}
+
+// The rows from the first that sees some of the keys [first, stop) to the last.
+template <class T>
+static Segment rows_seeing(const SmallHead<T>& h, int64_t first, int64_t stop) {
+  Segment rows = {0, h.rows};
+  auto sees = [&](int64_t n) { return h.seen[n].start < stop && h.seen[n].stop > first; };
+  while (rows.start < rows.stop && !sees(rows.start)) rows.start++;
+  while (rows.start < rows.stop && !sees(rows.stop - 1)) rows.stop--;
+  return rows;
+}
+
+// S and dP of the panel of keys from `first` on become P and dS. Lanes beyond the keys, and keys that a row does not see, become 0.
+template <class T>
+static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
+  const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
+  IVec lane = {};
+  for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)(h.first_key + first) + i;
+  const int64_t keys = smaller_of(h.keys - first, kPanel);
+  for (int64_t n = 0; n < h.rows; n++) {
+    if (n < rows.start || n >= rows.stop) {
+      memset(w.weights + n * kSmallWidth + first, 0, kPanel * 4), memset(w.scores + n * kSmallWidth + first, 0, kPanel * 4);
+      continue;
+    }
+    const bool large = fabsf(h.lse[n]) >= kLargeBase;
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      const IVec key = lane + (int32_t)j;
+      const IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
+      const Vec s = load(w.s + n * kPanel + j);
+      const Vec x = large ? smaller(Vec{}, rounded(s * scale) - h.lse[n]) * kLog2E : s * scale2 - h.base[n];
+      const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
+      store(w.weights + n * kSmallWidth + first + j, weight);
+      store(w.scores + n * kSmallWidth + first + j, allowed ? u * scale : Vec{});
+    }
+  }
+}
+
+template <class T>
+static void find_mixed(const Backward& p, const SmallHead<T>& h) {
+  Vec nothing = {};
+  auto look = [&](const T* row, int64_t dim) {
+    for (int64_t d = 0; row && d < dim; d += kLanes) nothing += load_as_float(row + d) * 0;
+  };
+  for (int64_t n = 0; n < h.rows; n++) look(h.dq[n], p.a.qk_dim);
+  for (int64_t j = 0; j < h.keys; j++) look(h.dk[j], p.a.qk_dim), look(h.dv[j], p.a.v_dim);
+  mark_mixed(p, nothing);
+}
+
+// False where the keys have a gap, in which anything may stand: nothing was written then.
+template <class T>
+static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
+  const Attention& a = p.a;
+  const RowBlock block = {head.batch, head.kv_head * (a.heads / a.kv_heads), head.kv_head, 0, p.rows, 0};
+  Segment seen = {0, 0};
+  SmallHead<T> h;
+  if (!find_keys(a, block, h, seen)) return false;
+  const SmallSpace w(a, scratch);
+  h.first_key = seen.start;
+  gather_rows(p, block, w, h);
+  gather_keys(p, head, seen.start, h.rows ? seen.stop : seen.start, w, h);
+  if (h.rows == 0) return true;
+  for (int64_t first = 0; first < h.keys; first += kPanel) {
+    const int64_t keys = smaller_of(h.keys - first, kPanel);
+    const Segment rows = rows_seeing(h, first, first + keys);
+    const int64_t at = rows.start, count = rows.stop - at;
+    score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
+    score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);
+    derive_rows(p, h, first, rows, w);
+    for (int64_t j = first; j < first + keys; j++) h.by[j] = rows;
+  }
+  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.seen, a.qk_dim, h.rows, h.dq);
+  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk);
+  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv);
+  if (a.ranges) find_mixed(p, h);
+  return true;
+}
+
+}  // namespace

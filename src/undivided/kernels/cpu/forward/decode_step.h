@@ -1,0 +1,185 @@
+// A step of decoding: the keys that are worked on together, what is prefetched meanwhile, and the softmax between the two
+// products. How the products are computed is an engine's affair: decode_vectors.h, decode_tiles.h.
+#pragma once
+
+#include "forward/block.h"
+
+namespace {
+
+constexpr int64_t kFewRows = 8;
+constexpr int64_t kRowSlots = kLanes > kFewRows ? kLanes : kFewRows;  // what there is one of for each row, in whole vectors
+constexpr int64_t kStep = 64;              // keys a step at most: scores of 8 rows 2 KiB
+constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
+constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
+
+// What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
+// score, in its unit, and the sum of the weights.
+struct FewRows {
+  const float* q;
+  float* sums;
+  float *most, *total;  // [kRowSlots]
+  int64_t rows;
+};
+
+// Lines of memory one after another.
+struct Stretch {
+  const char* at;
+  int64_t lines;
+};
+
+// Where a step's rows of K or V lie. row: of the first head, filled up to a multiple of kLanes with the last one. stretch: the
+// memory of all heads' rows, in order.
+template <class T>
+struct StepRows {
+  const T* row[kStep];
+  Stretch stretch[kStep];
+  int64_t stretches, lines;
+  uint32_t apart;  // bit g: rows [kAligned g, kAligned (g + 1)) are not all there, or not at one stride
+
+  // `span`: elements from where the first head's row starts to where the last one's ends.
+  void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
+    stretches = lines = 0;
+    apart = keys % kAligned ? 1u << keys / kAligned : 0;
+    int64_t j = 0;
+    while (j < keys) {
+      const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys, count = smaller_of(left, keys - j);
+      const T* at = rows(key + j);
+      if (j % kAligned) apart |= 1u << j / kAligned;
+      if (rows.stride == span) add(at, count * span);
+      else
+        for (int64_t i = 0; i < count; i++) add(at + i * rows.stride, span);
+      for (int64_t i = 0; i < count; i++) row[j + i] = at + i * rows.stride;
+      j += count;
+    }
+    for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+  }
+
+ private:
+  void add(const T* at, int64_t count) {
+    const Stretch added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
+    // one line of each page of memory at once: their translations are looked up side by side, before they are waited for
+    for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
+    stretch[stretches++] = added;
+    lines += added.lines;
+  }
+};
+template <class T>
+struct Step {
+  int64_t key, keys;
+  StepRows<T> k, v;
+};
+
+// What is read next, in the order of memory: so many lines at a time while something else is computed.
+class Ahead {
+ public:
+  Ahead() : next_(nullptr), end_(nullptr) {}
+  // Rows of a step, none where it has no keys. `times`: how often lines will be taken.
+  template <class T>
+  Ahead(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.stretch), end_(rows.stretch) {
+    if (step.keys == 0) return;
+    end_ += rows.stretches, lines_ = round_up((rows.lines + times - 1) / times, kTogether);
+    begin();
+  }
+
+  inline __attribute__((always_inline)) void take() {
+    if (left_ < lines_) return take_pieces();
+    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kTogether * 64) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+    }
+    left_ -= lines_;
+  }
+
+ private:
+  static constexpr int64_t kTogether = 4;
+  const Stretch *next_, *end_;
+  int64_t lines_ = 0, left_ = 0;
+  const char* at_ = nullptr;
+
+  void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
+  void __attribute__((noinline)) take_pieces() {
+    for (int64_t wanted = lines_; wanted > 0;) {
+      if (left_ == 0) {
+        if (next_ == end_) return;
+        begin();
+      }
+      const int64_t count = smaller_of(wanted, left_);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      at_ += count * 64, left_ -= count, wanted -= count;
+    }
+  }
+};
+
+// Lanes with the same place among R come to those of one x[i], pair by pair.
+template <int Step, int R, class F>
+INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
+  if constexpr (R == 1) {
+    return x[0];
+  } else {
+    Vec half[R / 2];
+#pragma GCC unroll 4
+    for (int i = 0; i < R / 2; i++)
+      half[i] = f(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+    return fold_pairs<2 * Step>(half, f);
+  }
+}
+// Lane i is the fold of all lanes of x[i % R].
+template <int R, class F>
+INLINE Vec fold(const Vec (&x)[R], F f) {
+  Vec all = fold_pairs<1>(x, f);
+  if constexpr (R <= 1) all = f(all, turned<1>(all, Lanes{}));
+  if constexpr (R <= 2) all = f(all, turned<2>(all, Lanes{}));
+  if constexpr (R <= 4 && kLanes > 4) all = f(all, turned<4 % kLanes>(all, Lanes{}));
+  if constexpr (kLanes > 8) all = f(all, turned<8 % kLanes>(all, Lanes{}));
+  return all;
+}
+
+// Scores [row][key] of R rows from `first` on become weights, which `bits` scales up by a power of two; decay is what a row's
+// sums shrink by.
+template <int R>
+static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t first, int64_t key, int64_t keys, int bits,
+                       float* scores, float* decay) {
+  const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
+  const bool as_they_are = keeps_products(a);
+  const bool covered = keys % kLanes == 0 && p.covered[0][0] <= key && key + keys <= p.covered[0][1];
+  IVec lane;
+  for (int i = 0; i < kLanes; i++) lane[i] = i;
+  Vec high[R], total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* s = scores + r * kStep;
+    high[r] = splat(-kInfinity);
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      Vec x = load(s + j);
+      if (!as_they_are) x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * cap : x * scale;
+      if (!covered) {
+        const int64_t row = first + r;
+        IVec at = lane + (int32_t)(key + j);
+        IVec allowed = is_within(at, p.start[0][row], p.stop[0][row], p.start[1][row], p.stop[1][row]);
+        allowed &= at < (int32_t)(key + keys);
+        x = allowed ? x : splat(-kInfinity);
+      }
+      store(s + j, x);
+      high[r] = larger(x, high[r]);
+    }
+  }
+  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), most = load(few.most + first);
+  const Vec grown = now > most ? now : most, base = grown == -kInfinity ? Vec{} : grown;
+  const Vec shrink = most == base ? splat(1) : exp2_or_zero((most - base) * factor);  // 2^0 is not quite 1 there
+  store(few.most + first, grown);
+  store(decay + first, shrink);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* s = scores + r * kStep;
+    total[r] = Vec{};
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      Vec w = exp2_or_zero((load(s + j) - base[r]) * factor + (float)bits);
+      total[r] += w;
+      store(s + j, w);
+    }
+  }
+  const Vec added = fold(total, [](Vec x, Vec y) { return x + y; });
+  store(few.total + first, load(few.total + first) * shrink + added);
+}
+
+}  // namespace

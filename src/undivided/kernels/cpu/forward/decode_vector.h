@@ -1,0 +1,222 @@
+// The two products of a step on vector registers: lanes lie along the head axis, where K and V are contiguous.
+#pragma once
+
+#include "forward/decode_step.h"
+
+namespace {
+
+constexpr int kRowsAPass = kLanes < 8 ? kLanes : 8;
+constexpr int kSums = kLanes < 16 ? 8 : 16;  // accumulators of the second product
+constexpr int64_t kTogether = 4;             // keys between two looks at what to prefetch
+
+// Rows are computed 1, 2, 4 or 8 at a time; those beyond the real ones are zeros.
+INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+
+// One load, as kVecs vectors of fp32. Of bf16 these are the even elements and the odd ones: two operations, where widening
+// in order takes four. Queries are put into this order before, sums out of it afterwards; a last single vector keeps its own.
+template <class T>
+struct Load {
+  static constexpr int kVecs = 1;
+  INLINE void at(const T* p, Vec (&x)[1]) { x[0] = load_as_float(p); }
+};
+template <>
+struct Load<BFloat16> {
+  static constexpr int kVecs = 2;
+  INLINE void at(const BFloat16* p, Vec (&x)[2]) {
+    UVec both = (UVec)load((const float*)(const void*)p);
+    x[0] = (Vec)(both << 16), x[1] = (Vec)(both & 0xffff0000u);
+  }
+};
+
+// Scores of R query rows and kLanes / R keys.
+template <int R, class T>
+INLINE Vec few_scores(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim) {
+  constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
+  Vec acc[kLanes] = {};
+  int64_t d = 0;
+  for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+#pragma GCC unroll 16
+    for (int j = 0; j < keys; j++) {
+      Vec y[vecs];
+      Load<T>::at(k[j] + offset + d, y);
+#pragma GCC unroll 2
+      for (int u = 0; u < vecs; u++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d + u * kLanes) * y[u];
+    }
+  }
+  if (d < dim)
+#pragma GCC unroll 16
+    for (int j = 0; j < keys; j++) {
+      Vec y = load_as_float(k[j] + offset + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
+    }
+  return sums(acc);
+}
+
+// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is filled up to a multiple of kLanes.
+template <int R, class T>
+static void few_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
+                           float* scores, Ahead& shared) {
+  constexpr int group = kLanes / R;
+  Ahead ahead = shared;
+  for (int64_t j = 0; j < keys; j += group) {
+    ahead.take();
+    float found[kLanes];
+    store(found, few_scores<R>(q, q_stride, k + j, offset, dim));
+    for (int r = 0; r < R; r++) memcpy(scores + r * kStep + j, found + r * group, group * 4);
+  }
+  shared = ahead;
+}
+
+// sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
+template <int R, int Loads, class T>
+INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
+                              int64_t stride, Ahead& shared) {
+  constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
+  Ahead ahead = shared;
+  Vec acc[R][columns];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
+  for (int64_t j = 0; j < keys; j++) {
+    if (j % kTogether == 0) ahead.take();
+    const T* row = v[j] + offset;
+#pragma GCC unroll 8
+    for (int l = 0; l < Loads; l++) {
+      Vec y[vecs];
+      Load<T>::at(row + l * vecs * kLanes, y);
+#pragma GCC unroll 2
+      for (int u = 0; u < vecs; u++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * kStep + j] * y[u];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) store(sums_of + r * stride + c * kLanes, acc[r][c]);
+  shared = ahead;
+}
+
+// Columns of so many rows that are computed together.
+template <int R, class T>
+constexpr int weigh_loads() {
+  constexpr int vecs = Load<T>::kVecs, most = kSums / R / vecs;
+  return most < 1 ? 1 : most > 8 / vecs ? 8 / vecs : most;
+}
+template <int R, class T>
+static void few_weigh_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
+                           float* sums_of, int64_t stride, Ahead& ahead) {
+  constexpr int vecs = Load<T>::kVecs, loads = weigh_loads<R, T>();
+  constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
+  int64_t d = 0;
+  for (; d + wide <= dim; d += wide)
+    few_weigh_columns<R, loads>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+  for (; d + narrow <= dim; d += narrow)
+    few_weigh_columns<R, 1>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+  for (; d < dim; d += kLanes)
+    for (int r = 0; r < R; r++) {
+      Vec acc = load(sums_of + r * stride + d);
+      for (int64_t j = 0; j < keys; j++) acc += weights[r * kStep + j] * load_as_float(v[j] + offset + d);
+      store(sums_of + r * stride + d, acc);
+    }
+}
+
+// Call f(integral_constant R, row) so that every row from 0 to `rows`, which is 1, 2, 4 or 8, is in a pass.
+template <class F>
+INLINE void in_passes(int64_t rows, F f) {
+  for (int64_t r = 0; r < rows;) {
+    int64_t left = rows - r;
+    if constexpr (kRowsAPass == 8)
+      if (left >= 8) {
+        f(std::integral_constant<int, 8>(), r), r += 8;
+        continue;
+      }
+    if (left >= 4) f(std::integral_constant<int, 4>(), r), r += 4;
+    else if (left >= 2) f(std::integral_constant<int, 2>(), r), r += 2;
+    else f(std::integral_constant<int, 1>(), r), r += 1;
+  }
+}
+
+// `dim` elements as fp32, in the order of Load.
+template <class T>
+INLINE void load_row(const T* from, int64_t dim, float* to) {
+  constexpr int vecs = Load<T>::kVecs;
+  int64_t d = 0;
+  for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+    Vec x[vecs];
+    Load<T>::at(from + d, x);
+    for (int u = 0; u < vecs; u++) store(to + d + u * kLanes, x[u]);
+  }
+  if (d < dim) store(to + d, load_as_float(from + d));
+}
+
+// The reverse, of fp32.
+template <class T>
+INLINE void restore_order(const float* from, int64_t dim, float* to) {
+  constexpr int vecs = Load<T>::kVecs;
+  int64_t d = 0;
+  if constexpr (vecs == 2)
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
+      for (int i = 0; i < kLanes; i++) to[d + 2 * i] = from[d + i], to[d + 2 * i + 1] = from[d + kLanes + i];
+  memcpy(to + d, from + d, (size_t)(dim - d) * 4);
+}
+
+// Queries and sums are rows in fp32, in the order of Load.
+template <class Half>
+struct Vectors {
+  typedef Half T;
+  static constexpr int kBits = 0;
+  static constexpr int64_t kScores = kFewRows * kStep;
+  static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
+  static int64_t q_floats(const Attention& a) { return kFewRows * a.qk_dim; }
+  static int64_t sum_floats(const Attention& a) { return kFewRows * a.v_dim; }
+
+  static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
+    for (int64_t r = 0; r < rows; r++) load_row(from[r], a.qk_dim, q + r * a.qk_dim);
+    memset(q + rows * a.qk_dim, 0, (size_t)((padded_rows(rows) - rows) * a.qk_dim) * 4);
+  }
+  static void clear_sums(const Attention& a, const FewRows& few) {
+    memset(few.sums, 0, (size_t)(padded_rows(few.rows) * a.v_dim) * 4);
+  }
+  // Turns at prefetching in the products of a step: one for the keys of a vector of scores, one every kTogether keys.
+  static int64_t score_turns(const Attention&, int64_t rows, int64_t keys) {
+    int64_t turns = 0;
+    in_passes(padded_rows(rows), [&](auto count, int64_t) { turns += (keys * count + kLanes - 1) / kLanes; });
+    return turns;
+  }
+  static int64_t weigh_turns(const Attention& a, int64_t rows, int64_t keys) {
+    int64_t turns = 0;
+    in_passes(padded_rows(rows), [&](auto count, int64_t) {
+      constexpr int64_t narrow = Load<T>::kVecs * kLanes, wide = weigh_loads<decltype(count)::value, T>() * narrow;
+      turns += (a.v_dim / wide + a.v_dim % wide / narrow) * ((keys + kTogether - 1) / kTogether);
+    });
+    return larger_of(turns, 1);
+  }
+
+  static float* turned(const FewRows&, float* scores, int64_t) { return scores; }
+  static void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
+    in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
+      few_score_step<decltype(count)::value>(few.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim, step.keys,
+                                             scores + r * kStep, ahead);
+    });
+  }
+  static void weigh(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, const float* weights,
+                    const float* decay, Ahead& ahead) {
+    for (int64_t r = 0; r < few.rows; r++)
+      if (decay[r] != 1.0f)
+        for (float *x = few.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes) store(x, load(x) * decay[r]);
+    in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
+      few_weigh_step<decltype(count)::value>(weights + r * kStep, step.v.row, n * a.v_h, a.v_dim, step.keys,
+                                             few.sums + r * a.v_dim, a.v_dim, ahead);
+    });
+  }
+  static void store_sums(const Attention& a, const FewRows& few, int64_t r, float* to) {
+    restore_order<T>(few.sums + r * a.v_dim, a.v_dim, to);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,127 @@
+// Q in, O out: rows become lanes, and lanes rows.
+#pragma once
+
+#include <math.h>
+
+#include "gemm/amx.h"
+#include "gemm/modes.h"
+#include "gemm/split.h"
+
+namespace {
+
+// kLanes fp32 values, or kLanes pairs of bf16, of a row.
+template <class Mode>
+INLINE Vec load_lanes(const typename Mode::T* p) {
+  if constexpr (Mode::Arith::kPairs) return load((const float*)(const void*)p);
+  else return load_as_float(p);
+}
+template <class Mode>
+INLINE float load_lane(const typename Mode::T* p, bool whole) {
+  if constexpr (Mode::Arith::kPairs) return bits_to_float(p[0].bits | (whole ? (uint32_t)p[1].bits << 16 : 0));
+  else return to_float(*p);
+}
+
+// kLanes rows of a tensor, or null pointers for rows of zeros, into lanes: to[d][lane], zeros from `dim` to `depth`.
+template <class Mode>
+static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to) {
+  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
+  const int64_t whole = dim / step;
+  int64_t d = 0;
+  for (; d + kLanes <= whole; d += kLanes) {
+    Vec x[kLanes];
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] ? load_lanes<Mode>(row[i] + d * step) : Vec{};
+    transpose(x);
+    for (int i = 0; i < kLanes; i++) store(to + (d + i) * kPanel, x[i]);
+  }
+  for (; d < depth; d++)
+    for (int i = 0; i < kLanes; i++)
+      to[d * kPanel + i] = row[i] && d * step < dim ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
+}
+
+template <class Mode>
+static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt,
+                        [[maybe_unused]] Irregular& irregular) {
+  typedef typename Mode::T T;
+  for (int v = 0; v * kLanes < rows; v++) {
+    const T* row[kLanes] = {};
+    for (int i = 0; i < smaller_of(rows - v * kLanes, kLanes); i++) {
+      int64_t virtual_row = block.row + first + v * kLanes + i;
+      int64_t head = block.first_head + virtual_row / a.q_len;
+      row[i] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + virtual_row % a.q_len * a.q_s;
+    }
+#if defined(UNDIVIDED_AMX)
+    if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a) / kParts<Mode>, qt + v * kLanes, irregular);
+    else
+#endif
+      transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
+  }
+}
+
+// What a weight of 1 is scaled to, and a number of V.
+template <class Mode>
+constexpr float unit_weight() {
+#if defined(UNDIVIDED_AMX)
+  if (Mode::kTiled) return (float)(1 << kWeightBits<Part<Mode>>);
+#endif
+  return 1;
+}
+
+template <class Mode>
+static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
+                       const float* most, const float* total) {
+  typedef typename Mode::T T;
+  const float natural = score_unit<Mode>(a).natural;
+  for (int v = 0; v * kLanes < rows; v++) {
+    T* row[kLanes];
+    Vec inverse = {};
+    const int64_t count = smaller_of(rows - v * kLanes, kLanes);
+    for (int i = 0; i < count; i++) {
+      int64_t virtual_row = block.row + first + v * kLanes + i;
+      int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
+      row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
+      float m = most[v * kLanes + i], l = total[v * kLanes + i] / unit_weight<Mode>();
+      bool empty = is_empty(m, l);
+      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
+      float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
+      inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
+    }
+    if (a.dropout) inverse *= (float)a.survivors;
+    IVec used = inverse != 0.0f;  // NaN is used
+    const float* from = ot + v * kLanes;
+    int64_t d = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 2)
+      for (; d + 2 * kLanes <= a.v_dim; d += 2 * kLanes) {  // pairs of columns: half the shuffles
+        Vec x[kLanes];
+        auto column = [&](int64_t at) { return used ? load(from + at * kPanel) * inverse : Vec{}; };
+        for (int i = 0; i < kLanes; i++) x[i] = pair_halves(column(d + 2 * i), column(d + 2 * i + 1), T());
+        transpose(x);
+        for (int i = 0; i < count; i++) store((float*)(void*)(row[i] + d), x[i]);
+      }
+#endif
+    for (; d + kLanes <= a.v_dim; d += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; i++) x[i] = used ? load(from + (d + i) * kPanel) * inverse : Vec{};
+      transpose(x);
+      for (int i = 0; i < count; i++) store_from_float(row[i] + d, x[i]);
+    }
+    for (; d < a.v_dim; d++)
+      for (int i = 0; i < count; i++)
+        from_float(inverse[i] != 0.0f ? from[d * kPanel + i] * inverse[i] : 0.0f, row[i] + d);
+  }
+}
+
+// The same, unscaled, where other blocks have the other keys: Dv sums, the largest score in natural units, the total.
+template <class Mode>
+static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
+                           const float* most, const float* total) {
+  const int64_t size = round_up(a.v_dim + 2, 16);
+  float* to = block.partials + first * size;
+  const float unit = (a.dropout ? (float)a.survivors : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
+  for (int64_t d = 0; d < a.v_dim; d++)
+    for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
+  for (int64_t r = 0; r < rows; r++)
+    to[r * size + a.v_dim] = most[r] * score_unit<Mode>(a).natural, to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
+}
+
+}  // namespace

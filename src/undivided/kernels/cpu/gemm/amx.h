@@ -1,0 +1,324 @@
+// The micro-kernel on AMX: the same two products as tile.h's (lanes are query rows), 16 x 16 outputs and 32 halves of the
+// contracted axis an instruction.
+//
+//     St[key][rows] += K[key][d]  * Qt[d / 2][rows][2]       A: 16 rows of K in place, B: pairs of Q, as tile.h keeps them
+//     Ot[d][rows]   += Vt[d][key] * Pt[key / 2][rows][2]     A: V transposed once a key tile, B: pairs of weights
+//
+// C is two panels of A by the two vectors of rows, so that four multiply-adds (64 cycles) need four loads of 16 lines. Sums
+// begin at what C holds: in 16-bit types a chain over all keys adds nothing to the rounding of the weights (2^-9, 2^-12).
+// TDPBF16PS takes subnormal bf16 as 0; TDPFP16PS takes subnormal fp16 as they are, and both flush subnormal fp32 sums.
+// Instructions are written in assembly: GCC 12 knows none for fp16, and its intrinsics do not say that they read memory.
+#pragma once
+
+#include "gemm/vector.h"
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and halves
+constexpr int64_t kTileBytes = 1024;
+
+template <int N>
+INLINE void tile_load(const char* p, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+INLINE void tile_store(char* p, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+INLINE void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(N));
+}
+template <int C, int A, int B>
+INLINE void tile_multiply(BFloat16) {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+INLINE void tile_multiply(Float16) {  // tdpfp16ps, which assemblers know later than the others
+  __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(3 | (15 - B) << 3), "i"(0xc0 | C << 3 | A));
+}
+
+struct TileShape {
+  uint8_t rows, bytes;
+};
+
+// Tiles are set up for as long as an object of this lives: a thread that holds some pays for them at every switch.
+class TileSetup {
+ public:
+  TileSetup() {
+    TileShape whole[8];
+    for (TileShape& shape : whole) shape = {kTileRows, 64};
+    begin(whole);
+  }
+  explicit TileSetup(const TileShape (&shapes)[8]) { begin(shapes); }
+  ~TileSetup() { __asm__ volatile("tilerelease"); }
+
+ private:
+  static void begin(const TileShape (&shapes)[8]) {
+    alignas(64) uint8_t setup[64] = {1};
+    for (int i = 0; i < 8; i++) setup[16 + 2 * i] = shapes[i].bytes, setup[48 + i] = shapes[i].rows;
+    __asm__ volatile("ldtilecfg %0" : : "m"(setup));
+  }
+};
+
+// Where A lies, in bytes: its rows, its steps along the contracted axis, its groups of kTileRows rows.
+struct TileRows {
+  const char* at;
+  int64_t row, step, group;
+  int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of parts (see split.h)
+};
+
+constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
+
+// Tile N of C: the sums so far, or zero.
+template <int N, bool kFromZero>
+INLINE void begin_sum(const char* c) {
+  if constexpr (kFromZero) tile_zero<N>();
+  else tile_load<N>(c, kPanelBytes);
+}
+
+// The products of parts that make one of numbers (see split.h), by how many there are, in an order that loads few tiles anew.
+template <int N>
+struct Products;
+template <>
+struct Products<1> {
+  static constexpr int parts = 1, a[] = {0}, b[] = {0};
+};
+template <>
+struct Products<3> {
+  static constexpr int parts = 2, a[] = {1, 0, 0}, b[] = {0, 0, 1};
+};
+template <>
+struct Products<4> {
+  static constexpr int parts = 2, a[] = {1, 1, 0, 0}, b[] = {0, 1, 1, 0};
+};
+template <>
+struct Products<6> {
+  static constexpr int parts = 3, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
+};
+
+// What is left of a step after the first product.
+template <class T, int V, int N>
+INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
+  typedef Products<N> Of;
+#pragma GCC unroll 6
+  for (int i = 1; i < N; i++) {
+    const char *x = a + Of::a[i] * rows.part, *y = b + Of::b[i] * rows.b_part;
+    if (Of::a[i] != Of::a[i - 1]) tile_load<4>(x, rows.row), tile_load<5>(x + rows.group, rows.row);
+    if (Of::b[i] != Of::b[i - 1]) {
+      tile_load<6>(y, kPanelBytes);
+      if constexpr (V == 2) tile_load<7>(y + 64, kPanelBytes);
+    }
+    tile_multiply<0, 4, 6>(T()), tile_multiply<2, 5, 6>(T());
+    if constexpr (V == 2) tile_multiply<1, 4, 7>(T()), tile_multiply<3, 5, 7>(T());
+  }
+}
+
+// One step of the contracted axis for 2 groups of A and the first V vectors of rows.
+template <class T, int V = kVectors, int N = 1>
+INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
+  const char* first = a + Products<N>::a[0] * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
+  tile_multiply<0, 4, 6>(T());
+  if constexpr (V == 2) tile_multiply<1, 4, 7>(T());
+  tile_load<5>(first + rows.group, rows.row);
+  tile_multiply<2, 5, 6>(T());
+  if constexpr (V == 2) tile_multiply<3, 5, 7>(T());
+  if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
+}
+
+constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
+
+// The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
+// stores would hold up the multiplications for a third of their time.
+template <class T, bool kFromZero, int V = kVectors, int N = 1>
+INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
+  const char* first = a + Products<N>::a[0] * rows.part;
+  tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
+  if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
+  tile_load<5>(first + rows.group, rows.row);
+  if (done) tile_store<0>(done, kPanelBytes);
+  begin_sum<0, kFromZero>(c), tile_multiply<0, 4, 6>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<1>(done + 64, kPanelBytes);
+    begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
+  }
+  if (done) tile_store<2>(done + kBelow, kPanelBytes);
+  begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
+  if constexpr (V == 2) {
+    if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
+    begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+  }
+  if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
+}
+// The sums of two groups.
+template <int V = kVectors>
+INLINE void store_sums(char* to) {
+  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kBelow, kPanelBytes);
+  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
+}
+
+// C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
+template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing, int N = 1>
+static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
+                                                     float* sums, Besides* besides = nullptr) {
+  static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
+  const TileRows rows = of;
+  const char *a = rows.at, *b = (const char*)pairs;
+  char *c = (char*)sums, *done = nullptr;
+  int64_t g = 0;
+  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
+    multiply_first<T, kFromZero, V, N>(a, rows, b, c, done);
+    for (int64_t s = 1; s < steps; s++) {
+      if (besides) besides->step();
+      multiply_step<T, V, N>(a + s * rows.step, rows, b + s * kBelow);
+    }
+    done = c;
+  }
+  if (done) store_sums<V>(done);
+  if (g == groups) return;
+  begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
+  for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
+    for (int i = 0; i < N; i++) {
+      const char *x = a + Products<N>::a[i] * rows.part, *y = b + Products<N>::b[i] * rows.b_part;
+      tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);
+      tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    }
+  }
+  tile_store<0>(c, kPanelBytes), tile_store<1>(c + 64, kPanelBytes);
+}
+
+// ---- K and V as A: tiles of 1 KiB, each read in a run. (K in place, rows 256 bytes apart, took half as long again: such
+// rows share a quarter of L1's sets.)
+
+// Rows of `keys` keys, padded with zeros to steps of kTileDepth columns and to `padded` keys.
+template <class T>
+static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, char* to) {
+  const int64_t steps = (columns + kTileDepth - 1) / kTileDepth;
+  for (int64_t j = 0; j < padded; j++, k += stride) {
+    char* row = to + j / kTileRows * steps * kTileBytes + j % kTileRows * 64;
+    for (int64_t d = 0; d < columns; d += kTileDepth, row += kTileBytes) {
+      if (j < keys && d + kTileDepth <= columns) {
+        _mm512_store_si512(row, _mm512_loadu_si512(k + d));
+        continue;
+      }
+      _mm512_store_si512(row, _mm512_setzero_si512());
+      if (j < keys) memcpy(row, k + d, (size_t)(columns - d) * 2);
+    }
+  }
+}
+
+// 16 pairs of keys (32 halves) by 16 columns to a tile of A: row d holds the keys in order. Unseen keys give zeros.
+template <class T>
+INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, char* tile) {
+  Vec x[kLanes];
+  for (int i = 0; i < kLanes; i++) {
+    UVec half[2] = {};
+    for (int odd = 0; odd < 2; odd++) {
+      const int64_t j = 2 * i + odd;
+      if (j >= keys || !seen[j]) continue;
+      HVec h;
+      if (columns >= kLanes) h = *(const UnalignedHVec*)(v + j * stride);
+      else {
+        h = HVec{};
+        memcpy(&h, v + j * stride, (size_t)columns * 2);
+      }
+      half[odd] = __builtin_convertvector(h, UVec);
+    }
+    x[i] = (Vec)(half[0] | half[1] << 16);
+  }
+  transpose(x);
+  for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[i]);
+}
+
+// The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so that columns 4 to 7, 12 to 15
+// and so on come out of the upper halves.
+template <class T>
+INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* seen, char* tile, int64_t group) {
+  Vec low[kLanes], high[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    __m512i half[2];
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      const int64_t j = 2 * i + odd;
+      half[odd] = j < keys && seen[j] ? _mm512_loadu_si512(v + j * stride) : _mm512_setzero_si512();
+    }
+    low[i] = (Vec)_mm512_unpacklo_epi16(half[0], half[1]), high[i] = (Vec)_mm512_unpackhi_epi16(half[0], half[1]);
+  }
+  transpose(low);
+  transpose(high);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    const int64_t column = i / 4 * 8 + i % 4;
+    char* to = tile + column / kTileRows * group + column % kTileRows * 64;
+    store((float*)to, low[i]), store((float*)(to + 4 * 64), high[i]);
+  }
+}
+
+// V of `keys` keys, `capacity` steps of kTileDepth keys a group of columns, as multiply_tiles takes it.
+template <class T>
+static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity,
+                        char* to) {
+  const int64_t group = capacity * kTileBytes;
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+    int64_t d = 0;
+    for (; d + 2 * kTileRows <= columns; d += 2 * kTileRows)
+      transpose_pairs_twice(v + d, stride, keys - j, seen, to + d / kTileRows * group, group);
+    for (; d < columns; d += kTileRows) transpose_pairs(v + d, stride, keys - j, columns - d, seen, to + d / kTileRows * group);
+  }
+}
+
+// ---- softmax
+
+// Subnormal results become 0 for as long as an object of this lives: a weight that underflows would cost 200 cycles.
+class FlushToZero {
+ public:
+  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
+  ~FlushToZero() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+};
+
+// 2^x as exp2_or_zero has it, of degree 4, 3.3e-6 in relative error, exact where x is an integer: a hundredth of what fp16 rounds
+// away, and where one key outweighs the others the log-sum-exp keeps all its digits. (The best without that, 2.6e-6, is at its
+// worst just there.) 0 where it is not asked for; elsewhere FlushToZero sees to small ones.
+INLINE Vec weight_of(Vec x, __mmask16 where = 0xffff) {
+  const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Vec p = 1.3555747235e-02f * f + 5.2032369009e-02f;
+  p = p * f + 2.4137976294e-01f;
+  p = p * f + 6.9303212082e-01f;
+  p = p * f + 1.0f;
+  return (Vec)_mm512_maskz_scalef_ps(where, (__m512)p, (__m512)x);
+}
+
+// How far a row's scores may rise above its base, in powers of two, before its sums are rescaled: rarely after the first
+// tiles. Weights then reach 2^8; those of fp16 are scaled up, as far as its range allows, so that small ones keep their bits.
+constexpr float kHeadroom = 8;
+template <class T>
+constexpr int kWeightBits = 0;
+template <>
+constexpr int kWeightBits<Float16> = 7;
+
+INLINE Vec pair_weights(Vec even, Vec odd, BFloat16) {  // ties, one in 2^16, go up
+  UVec low = ((UVec)even + 0x8000) >> 16, high = (UVec)odd + 0x8000;
+  return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)low, (__m512i)high);
+}
+INLINE Vec pair_weights(Vec even, Vec odd, Float16) { return pair_halves(even, odd, Float16()); }
+
+// ot[i][rows] *= decay[rows] for i < count.
+static void shrink(const Vec* decay, int64_t count, float* ot) {
+  const Vec low = decay[0], high = decay[1];
+  for (int64_t i = 0; i < count; i++, ot += kPanel) {
+    store(ot, load(ot) * low);
+    store(ot + kLanes, load(ot + kLanes) * high);
+  }
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,335 @@
+// The micro-kernel on AMX for rows that see few keys: 32 rows against all of their keys at once.
+//
+//     S[row][key] = Q[row][d]        * Kt[d / 2][key][2]           A: 16 rows of Q as they lie, B: pairs of 32 keys
+//     O[row][d]   = P[row][key pair] * V[key pair][d][2]           A: weights where the scores lay, B: keys j and j + 16 in pairs
+//
+// Of all that goes in and out only K is transposed: tiled.h, whose lanes are query rows, transposes Q, V and the results, which
+// is most of its time where keys are few. The price is that maxima and sums of a row lie across lanes, once a panel. In fp32 Q, K, V
+// and the weights have P parts (see split.h), one behind the other.
+#pragma once
+
+#include <math.h>
+
+#include "gemm/amx.h"
+#include "gemm/modes.h"
+#include "gemm/split.h"
+#include "gemm/prefetch.h"
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+constexpr int64_t kShortStep = 2 * kTileRows;  // keys
+
+// Scores of a step: two groups of 16 rows by 32 keys in fp32. The parts of a row's weights take its place. In bytes:
+template <int P>
+constexpr int64_t kScoreRow = P > 2 ? P * 64 : 128;
+template <int P>
+constexpr int64_t kScoreGroup = kTileRows * kScoreRow<P>;
+template <int P>
+constexpr int64_t kStepScores = 2 * kScoreGroup<P>;
+
+// ---- B: 32 keys
+
+// 32 halves of a row from column d on, zeros beyond its end.
+template <class T>
+INLINE __m512i load_halves(const T* row, int64_t d, int64_t columns) {
+  if (d + kTileDepth <= columns) return _mm512_loadu_si512(row + d);
+  return _mm512_maskz_loadu_epi16((__mmask32)((1u << (columns - d)) - 1), row + d);
+}
+
+// 16 pairs of 16 rows to columns, kPanelBytes apart. Pieces of 128 bits come together as they are loaded: half the shuffles.
+INLINE void turn_pairs(const char* const* row, int64_t offset, char* to) {
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++, to += 4 * kPanelBytes, offset += 16) {
+    __m512 x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      auto piece = [&](int r) { return _mm_loadu_ps((const float*)(const void*)(row[r + i] + offset)); };
+      x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(piece(0)), piece(4), 1);
+      x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], piece(8), 2), piece(12), 3);
+    }
+    const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+    const __m512d e = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), f = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+    _mm512_store_pd(to, _mm512_unpacklo_pd(a, e)), _mm512_store_pd(to + kPanelBytes, _mm512_unpackhi_pd(a, e));
+    _mm512_store_pd(to + 2 * kPanelBytes, _mm512_unpacklo_pd(b, f)), _mm512_store_pd(to + 3 * kPanelBytes, _mm512_unpackhi_pd(b, f));
+  }
+}
+
+template <class T>
+static void pack_key_pairs(const T* const (&row)[kShortStep], int64_t columns, char* to) {
+  for (int64_t d = 0; d < columns; d += kTileDepth, to += kBelow)
+    for (int64_t half = 0; half < 2; half++) {
+      const T* const* from = row + half * kTileRows;
+      if (d + kTileDepth <= columns) {
+        turn_pairs((const char* const*)from, d * 2, to + half * 64);
+        continue;
+      }
+      alignas(64) char copy[kTileRows][64];
+      const char* at[kTileRows];
+      for (int i = 0; i < kTileRows; i++) _mm512_store_si512(copy[i], load_halves(from[i], d, columns)), at[i] = copy[i];
+      turn_pairs(at, 0, to + half * 64);
+    }
+}
+
+// Columns 0 to 3, 8 to 11 and so on of 32, then the others: as interleaving leaves them, and join_columns takes them.
+template <class T>
+static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns, char* to) {
+  for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
+    char* at = to;
+    for (int64_t d = 0; d < columns; d += kTileDepth, at += kBelow) {
+      const __m512i x = load_halves(row[i], d, columns), y = load_halves(row[i + kTileRows], d, columns);
+      _mm512_store_si512(at, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(at + 64, _mm512_unpackhi_epi16(x, y));
+    }
+  }
+}
+
+// The same where numbers are sums of parts, `part` bytes apart; `copy` holds 32 rows of them. Columns stay in order.
+template <class Mode>
+static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
+                            Irregular& irregular) {
+  const int64_t depth = (columns + kTileDepth - 1) / kTileDepth, bytes = depth * 64;
+  for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, irregular);
+  for (int p = 0; p < kParts<Mode>; p++, copy += kShortStep * bytes, to += part) {
+    const Part<Mode>* half[kShortStep];
+    for (int64_t i = 0; i < kShortStep; i++) half[i] = (const Part<Mode>*)(const void*)(copy + i * bytes);
+    pack_key_pairs(half, depth * kTileDepth, to);
+  }
+}
+template <class Mode>
+static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, Irregular& irregular) {
+  for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
+    UVec first = {}, second = {};
+    for (int64_t d = 0; d < columns; d += kLanes) {
+      const Vec x = load_some(row[i] + d, columns - d), y = load_some(row[i + kTileRows] + d, columns - d);
+      first = larger_sizes(first, x), second = larger_sizes(second, y);
+      Vec pairs[kParts<Mode>];
+      split_pairs<Part<Mode>, kParts<Mode>>(scaled_up<Mode>(x), scaled_up<Mode>(y), pairs);
+      char* at = to + d / kTileDepth * kBelow + d % kTileDepth * 4;
+      for (int p = 0; p < kParts<Mode>; p++) store((float*)(at + p * part), pairs[p]);
+    }
+    irregular.see(first), irregular.see(second);
+  }
+}
+
+// Past the caches.
+INLINE void stream_some(Vec x, float* to) { _mm512_stream_ps(to, (__m512)x); }
+INLINE void stream_some(Vec x, Float16* to) {
+  _mm256_stream_si256((__m256i*)(void*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+INLINE __m512i in_order(__m512i x) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x);
+}
+INLINE __m512i join_columns(Vec low, Vec high, BFloat16) {
+  return in_order((__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+INLINE __m512i join_columns(Vec low, Vec high, Float16) {
+  const __m256i x = _mm512_cvtps_ph((__m512)low, _MM_FROUND_TO_NEAREST_INT);
+  return in_order(_mm512_inserti64x4(_mm512_castsi256_si512(x), _mm512_cvtps_ph((__m512)high, _MM_FROUND_TO_NEAREST_INT), 1));
+}
+
+// ---- products
+
+// The four sums of 32 rows by 32 columns, and where those that lie in the tiles go: stored one by one beside the first
+// multiplications of the next, as four stores in a row would hold these up.
+struct Unstored {
+  char* at = nullptr;
+  int64_t row = kPanelBytes;  // from one row to the next, in bytes
+  int quarters = 0;           // bit 2 * g + h: of the g-th 16 rows and the h-th 16 columns
+
+  template <int N>
+  static inline __attribute__((always_inline)) void quarter(const Unstored& u) {
+    if (u.quarters >> N & 1) tile_store<N>(u.at + N / 2 * kTileRows * u.row + N % 2 * 64, u.row);
+  }
+  void all() const { quarter<0>(*this), quarter<1>(*this), quarter<2>(*this), quarter<3>(*this); }
+};
+
+// 16 rows of A twice, `group` bytes apart, and 32 columns of B; parts of either.
+struct Operands {
+  const char* a;
+  int64_t row, group, a_part;
+  const char* b;
+  int64_t b_part;
+};
+// Those quarters += A * B; a first product stores what the tiles hold and begins at zero.
+template <class T, int N, int Quarters, bool kFirst>
+INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
+  const Operands x = of;
+  auto multiply = [&](auto tile, bool first) {
+    constexpr int C = decltype(tile)::value;
+    if (kFirst && first) Unstored::quarter<C>(before), tile_zero<C>();
+    if constexpr (Quarters >> C & 1) tile_multiply<C, 4 + C / 2, 6 + C % 2>(T());
+  };
+#pragma GCC unroll 6
+  for (int i = 0; i < N; i++) {
+    typedef Products<N> Of;
+    const bool a_new = i == 0 || Of::a[i] != Of::a[i - 1], b_new = i == 0 || Of::b[i] != Of::b[i - 1];
+    const char *a = x.a + Of::a[i] * x.a_part, *b = x.b + Of::b[i] * x.b_part;
+    if (Quarters & 5 && b_new) tile_load<6>(b, kPanelBytes);
+    if (Quarters & 3 && a_new) tile_load<4>(a, x.row);
+    if (Quarters & 10 && b_new) tile_load<7>(b + 64, kPanelBytes);
+    multiply(std::integral_constant<int, 0>(), i == 0), multiply(std::integral_constant<int, 1>(), i == 0);
+    if (Quarters & 12 && a_new) tile_load<5>(a + x.group, x.row);
+    multiply(std::integral_constant<int, 2>(), i == 0), multiply(std::integral_constant<int, 3>(), i == 0);
+  }
+}
+
+// Scores of 32 rows and 32 keys, of such quarters.
+template <class T, int N, int Quarters>
+static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
+  Operands x = of;
+  multiply_quarters<T, N, Quarters, true>(x, before);
+  for (int64_t s = 1; s < steps; s++) {
+    upcoming.step_rows();
+    x.a += kTileBytes, x.b += kBelow;
+    multiply_quarters<T, N, Quarters, false>(x, before);
+  }
+  upcoming.step_rows();
+}
+// Those, or more.
+template <class T, int N>
+static int score_step(int quarters, const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
+  auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, before, upcoming), which.value; };
+  if (quarters == 13) return call(std::integral_constant<int, 13>());  // the diagonal
+  if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
+  if (quarters == 1) return call(std::integral_constant<int, 1>());
+  if (quarters == 4) return call(std::integral_constant<int, 4>());
+  if (!(quarters & 12)) return call(std::integral_constant<int, 3>());
+  if (!(quarters & 3)) return call(std::integral_constant<int, 12>());
+  if (!(quarters & 10)) return call(std::integral_constant<int, 5>());
+  return call(std::integral_constant<int, 15>());
+}
+
+// A stretch of steps and the groups of rows, bit by bit, that take part in it.
+struct GroupRun {
+  int64_t from, to;
+  int groups;
+};
+
+// Those sums += weights * values of the run's steps; v: where each step's values lie.
+template <class Mode, int Groups>
+INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
+                      const Unstored& before, Upcoming& upcoming) {
+  constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0), P = kParts<Mode>, N = kProducts<Mode>;
+  typedef Part<Mode> T;
+  auto operands = [&](int64_t t) {
+    return Operands{weights + t * kStepScores<P>, kScoreRow<P>, kScoreGroup<P>, 64, v[t] + column, v_part};
+  };
+  int64_t t = run.from;
+  if (first) multiply_quarters<T, N, quarters, true>(operands(t), before), t++, upcoming.step_rows();
+  for (; t < run.to; t++) upcoming.step_rows(), multiply_quarters<T, N, quarters, false>(operands(t), before);
+}
+// The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
+template <class Mode>
+static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int count, bool both, const char* weights,
+                                                   const char* const* v, int64_t v_part, int64_t columns, char* sums,
+                                                   Upcoming& upcoming) {
+  Unstored before;
+  for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kBelow) {
+    const int64_t at = d / kTileDepth * kBelow;
+    for (int i = 0; i < count; i++) {
+      if (runs[i].groups == 3) weigh_run<Mode, 3>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else if (runs[i].groups == 1) weigh_run<Mode, 1>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      else weigh_run<Mode, 2>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+    }
+    before.at = sums, before.quarters = both ? 15 : 3;
+  }
+  before.all();
+}
+
+// ---- softmax of 16 rows: scores of steps are kStepScores apart, of rows kScoreRow
+
+// What the rows may see of 16 keys from `key` on is kept, the rest becomes -inf.
+static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores, int64_t pitch) {
+  auto up_to = [&](const int32_t* bound) {  // bits below it
+    const __m512i at = _mm512_sub_epi32(_mm512_loadu_si512(bound), _mm512_set1_epi32((int32_t)key));
+    const __m512i bits = _mm512_min_epi32(_mm512_max_epi32(at, _mm512_setzero_si512()), _mm512_set1_epi32(16));
+    return _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), bits), _mm512_set1_epi32(1));
+  };
+  alignas(64) uint32_t hidden[kTileRows];
+  _mm512_store_si512(hidden, _mm512_or_si512(up_to(start), ~up_to(stop)));
+  for (int64_t r = 0; r < rows; r++, scores += pitch) _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
+}
+
+template <int Step>
+INLINE void larger_stage(Vec (&x)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes / 2 / Step; i++)
+    x[i] = larger(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+}
+
+// A row's scores lose its base.
+template <int P>
+static void lower_scores(char* scores, int64_t first, int64_t last, float base) {
+  for (int64_t j = first; j < last; j++) {
+    float* s = (float*)(scores + j / 2 * kStepScores<P> + j % 2 * 64);
+    store(s, load(s) - base);
+  }
+}
+
+// Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score, in its unit, and the
+// sum of the weights of each row.
+template <class Mode>
+static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
+                                                  float* most, float* total, Upcoming& upcoming) {
+  typedef Part<Mode> T;
+  constexpr int P = kParts<Mode>;
+  Vec high[kLanes];
+  for (int64_t r = 0; r < kLanes; r++) {
+    Vec x = splat(-kInfinity), y = x;
+    const char* row = scores + r * kScoreRow<P>;
+    int64_t j = r < rows ? first : last;
+    if (j % 2 && j < last) x = load((const float*)(row + j / 2 * kStepScores<P> + 64)), j++;
+    for (row += j / 2 * kStepScores<P>; j + 2 <= last; j += 2, row += kStepScores<P>)
+      x = larger(load((const float*)row), x), y = larger(load((const float*)(row + 64)), y);
+    if (j < last) x = larger(load((const float*)row), x);
+    high[r] = larger(x, y);
+  }
+  larger_stage<1>(high), larger_stage<2>(high), larger_stage<4>(high), larger_stage<8>(high);
+  const Vec largest = high[0] == -kInfinity ? Vec{} : high[0], scaled = rounded(largest * factor);
+  const IVec large = is_large(scaled);
+  const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
+  store(most, high[0]);
+  for (int64_t r = 0; r < rows && any(large); r++)
+    if (large[r]) lower_scores<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
+  Vec sum[kLanes] = {};
+  for (int64_t r = 0; r < rows; r++) {
+    const Vec b = splat(base[r]);
+    Vec x = {};
+    upcoming.step_rows();
+    for (int64_t t = first / 2; 2 * t < last; t++) {
+      float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
+      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
+      const Vec even = 2 * t >= first ? weights(s) : Vec{};
+      const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
+      x += even + odd;
+      if constexpr (P == 1) {
+        store(s, pair_weights(even, odd, T()));
+      } else {
+        Vec parts[P];
+        split_pairs<T, P>(even, odd, parts);
+        for (int p = 0; p < P; p++) store(s + p * kLanes, parts[p]);
+      }
+    }
+    sum[r] = x;
+  }
+  store(total, sums(sum));
+}
+
+// The natural logarithm of positive numbers, some 1e-7: a series in (m - 1) / (m + 1), with x = m * 2^e and m around 1.
+INLINE Vec log_of(Vec x) {
+  const Vec y = x * 1.41421356f;
+  const Vec e = (Vec)_mm512_getexp_ps((__m512)y);
+  const Vec m = (Vec)_mm512_scalef_ps((__m512)x, (__m512)-e);  // 2^-1/2 to 2^1/2
+  const Vec s = (m - 1.0f) / (m + 1.0f), q = s * s;
+  Vec p = q * (2.0f / 9) + (2.0f / 7);
+  p = p * q + (2.0f / 5);
+  p = p * q + (2.0f / 3);
+  return (p * q * s + 2.0f * s) + e * kLn2;
+}
+
+}  // namespace
+
+#endif

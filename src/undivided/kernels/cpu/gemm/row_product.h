@@ -1,0 +1,112 @@
+// The second product and the results in rows, for panels that see few keys, in fp32.
+//
+//     R[row][d] += P[key][row] (broadcast) * V[key][d]
+//
+// Lanes are columns of V, where tile.h's are query rows: results need no transposition, and each three or six rows take only the
+// keys that one of them sees. The sums of each entry are added in the same order, so that results are the same bits. All of V
+// is read for every few rows, which pays where it stays in L1.
+#pragma once
+
+#include <math.h>
+
+#include "mask/panel.h"
+#include "gemm/vector.h"
+
+namespace {
+
+// Whether a block is worked on so: on AVX-512, where no row sees more keys than this, and V of as many as its rows see on average
+// stays in L1. (At 64 KiB this takes a quarter more time than columns do.)
+constexpr int64_t kMostRowKeys = 128, kRowValueBytes = 32 << 10;
+INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
+  const int64_t rest = a.v_dim % (4 * kLanes);  // one vector after those that come in fours costs little, two or three do not
+  return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
+         longest_row(a, block) <= kMostRowKeys &&
+         keys_seen(a, block) * a.v_dim * 4 <= block.rows * kRowValueBytes;
+}
+
+// acc[r][c] += weight[r] * value; indices are constants from the start, so that GCC keeps acc in registers.
+template <int c, int R, int C, int... r>
+INLINE void add_column(Vec (&acc)[R][C], const Vec (&weight)[R], Vec value, std::integer_sequence<int, r...>) {
+  ((acc[r][c] += weight[r] * value), ...);
+}
+template <int R, int C, int... r, int... c>
+INLINE void add_key(Vec (&acc)[R][C], const float* weights, const float* values, std::integer_sequence<int, r...> rows,
+                    std::integer_sequence<int, c...>) {
+  const Vec weight[R] = {splat(weights[r])...};
+  (add_column<c>(acc, weight, load(values + c * kLanes), rows), ...);
+}
+// R rows and C vectors of columns.
+template <int R, int C>
+static __attribute__((noinline)) void weigh_row_group(const float* pt, const float* v, int64_t stride, int64_t from, int64_t to,
+                                                      const float* decay, float* sums, int64_t apart) {
+  Vec acc[R][C] = {};
+  for (int64_t j = from; j < to; j++)
+    add_key(acc, pt + j * kPanel, v + j * stride, std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, C>());
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      float* o = sums + r * apart + c * kLanes;
+      store(o, decay ? load(o) * decay[r] + acc[r][c] : acc[r][c]);
+    }
+}
+
+// Call `f` with the constant rows, R at most. (What lies in other lanes may be subnormal, which costs hundreds of cycles.)
+template <int R, class F>
+INLINE void with_rows(int64_t rows, F f) {
+  if constexpr (R > 1)
+    if (rows < R) return with_rows<R - 1>(rows, f);
+  f(std::integral_constant<int, R>());
+}
+
+// R rows from `row` on, as far as the panel has them, C vectors of columns at once.
+template <int R, int C>
+static void weigh_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
+                             int64_t columns, const float* decay, float* sums) {
+  for (int64_t row = 0; row < p.rows; row += R) {
+    int64_t from = start + keys, to = start;
+    for (int64_t r = row; r < row + R && r < p.rows; r++)
+      for (int side = 0; side < 2; side++) {
+        if (p.start[side][r] >= p.stop[side][r]) continue;
+        from = smaller_of(from, p.start[side][r]), to = larger_of(to, p.stop[side][r]);
+      }
+    from = larger_of(from - start, 0), to = larger_of(smaller_of(to - start, keys), from);
+    auto group = [&](auto rows) {
+      const float* scales = decay ? decay + row : nullptr;
+      float* to_sums = sums + row * columns;
+      int64_t d = 0;
+      for (; d + C * kLanes <= columns; d += C * kLanes)
+        weigh_row_group<decltype(rows)::value, C>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
+      for (; d < columns; d += kLanes)
+        weigh_row_group<decltype(rows)::value, 1>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
+    };
+    with_rows<R>(p.rows - row, group);
+  }
+}
+
+// The weights of keys [start, start + keys) at pt; V's first row is that of key `start`. Without decay, sums begin here: kPanel
+// rows of `columns`, a multiple of kLanes.
+static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
+                              int64_t columns, const float* decay, float* sums) {
+  // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
+  if (columns % (8 * kLanes) == 0) weigh_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
+  else weigh_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
+}
+
+// The sums of a panel as results.
+static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
+                                  const float* most, const float* total) {
+  const float natural = score_unit<Direct>(a).natural;
+  for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
+    const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
+    float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
+    const float m = most[r], l = total[r];
+    const bool empty = is_empty(m, l);
+    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
+    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
+    const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivors : 1.0f);
+    for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
+  }
+}
+
+}  // namespace

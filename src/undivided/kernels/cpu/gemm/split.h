@@ -1,0 +1,294 @@
+// fp32 on tiles of 16-bit numbers: each number is a sum of two fp16 or of three bf16, and a product of two numbers three or six
+// products of theirs. And fp16 on tiles of bf16, as sums of two.
+//
+//     fp16   x = x0 + x1,       |x1| <= 2^-11 |x|                           x y = x1 y0 + x0 y0 + x0 y1
+//     bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|, |x2| <= 2^-17 |x|         x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
+//
+// Three bf16 hold the 24 bits of fp32, and what is left out is below 2^-25 |x y|. Two fp16 hold 23 or 24 (what is lost is at most
+// 2^-24 |x|, half of fp32's last bit), and what is left out is below 2^-22 |x y|, 2^-25 on average: less than sums of fp32 lose by
+// rounding. Each product is exact in fp32, where tiles add them up: 32 to one sum first, and that to the sum so far, so that there are
+// fewer roundings than in a chain of multiply-adds. A tile instruction does 8192 products of halves in 16 cycles; six of them are
+// 8192 products of fp32 in 96, three in 48, for which vectors take 256.
+//
+// A number of fp16 is a sum of two bf16 to the last bit. Scores take all four products, so that the log-sum-exp is that of other kernels;
+// the rest three, which lose up to 2^-18, before results are rounded to fp16, 2^-12.
+//
+// Range. fp16 has 40 powers of two, subnormal numbers included. Q, K and V are scaled up by 2^kInputBits, after which one number is
+// lost by 2^-25 at most; that is below 2^-24 of its row's largest as long as that is 2^-9 or more, and it has to stay below 255. Tiles take
+// bf16 below 2^-126 as 0, and infinite numbers have no parts. So `Irregular` watches the largest number of each row: a problem for which
+// fp16 does not do is computed again with bf16, all of it, and one for which bf16 does not do in vectors.
+#pragma once
+
+#include "gemm/amx.h"
+#include "gemm/modes.h"
+
+namespace {
+
+// Splitting numbers has to be shared by so many rows or keys, more where heads are narrower than 64. (Granite Rapids, heads of as many
+// tokens, times as fast as vectors. Two fp16, D = 64 and 128: 16 tokens .8 and .9, 32 tokens 1.1 and 1.4, 64 tokens 1.4 and 1.6; 32 rows
+// and 2048 keys 1.2. Three bf16: 32 tokens .8, 97 tokens .9 to 1.0, 112 tokens 1.0 and 1.1, 128 tokens 1.2 and 1.1; D = 32: 64 to 256
+// tokens .8 to .9, 512 tokens 1.1. fp16 as two bf16: 16 tokens .7, 32 tokens 1.1 and 1.2, 64 tokens 1.3 and 1.5; D = 32: 32 tokens .8, 64
+// tokens 1.1. At D = 16 .7 to .8.)
+struct Fewest {
+  int64_t rows, of_narrow;
+};
+template <class Mode>
+constexpr Fewest kFewestSplitRows = {0, 0};
+#if defined(UNDIVIDED_AMX)
+template <>
+constexpr Fewest kFewestSplitRows<Split<Float16>> = {32, 32};
+template <>
+constexpr Fewest kFewestSplitRows<Split<BFloat16>> = {112, 512};
+template <>
+constexpr Fewest kFewestSplitRows<Split<BFloat16, Float16>> = {32, 64};
+#endif
+constexpr int64_t kFewestSplitColumns = 32;
+INLINE int64_t rows_of_group(const Attention& a) { return a.heads / a.kv_heads * a.q_len; }
+
+// Whether a problem is worth it, or needs no splitting.
+template <class Mode>
+INLINE bool is_split_well(const Attention& a) {
+  const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
+  const Fewest fewest = kFewestSplitRows<Mode>;
+  return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && rows_of_group(a) >= (columns < 64 ? fewest.of_narrow : fewest.rows));
+}
+
+// The part of tiles of 32 rows by 32 keys that a problem fills.
+INLINE double filled_part(const Attention& a) {
+  const int64_t rows = rows_of_group(a), keys = a.kv_len;
+  return (double)rows * (double)keys / ((double)round_up(rows, 32) * (double)round_up(keys, 32));
+}
+// The same of gradients: so many rows and keys, and three bf16 only where these fill their tiles. (Against vectors by way of backward.h. Two
+// fp16: 48 tokens .8, 64 and 65 tokens 1.2 and .9 to 1.1, 100 tokens 1.0 to 1.2, 256 tokens 1.6 and 1.8. Three bf16: 65 tokens .8 to 1.0, 96
+// tokens 1.0 and 1.1, 97 tokens .8 to .9, 112 tokens .9 to 1.0, 128 tokens 1.1 and 1.2, 129 tokens .9, 160 tokens 1.2 and 1.3. fp16: 64
+// tokens 1.5 and 1.2, 65 tokens 1.2, 128 tokens 1.5 and 1.6.)
+constexpr int64_t kFewestSplitGradients = 64;
+template <class Mode>
+INLINE bool gradients_are_split_well(const Attention& a) {
+  const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
+  return kParts<Mode> == 1 || (columns >= kFewestSplitColumns && smaller_of(rows_of_group(a), a.kv_len) >= kFewestSplitGradients &&
+                               (kParts<Mode> == 2 || filled_part(a) >= 0.77));
+}
+// Rows that see no more are left to vectors where they cannot take the short way; of documents, which begin and end within tiles, somewhat
+// longer ones.
+INLINE int64_t most_unsplit_keys(const Attention& a) {
+  if (a.ranges && a.columns != 2) return 0;
+  return a.ranges ? 95 : 63;
+}
+
+// What a number of Q, K and V is scaled to.
+template <class Mode>
+constexpr float unit_input() {
+  return (float)(1 << kInputBits<Mode>);
+}
+
+#if defined(UNDIVIDED_AMX)
+INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u << count) - 1 : 0); }  // of less than kLanes
+INLINE Vec load_some(const float* p, int64_t count) {
+  return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(first_lanes(count), p);
+}
+INLINE Vec load_some(const Float16* p, int64_t count) {
+  return count >= kLanes ? load_as_float(p) : (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
+INLINE void store_some(Vec x, float* p, int64_t count) {
+  if (count >= kLanes) store(p, x);
+  else _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x);
+}
+INLINE void store_some(Vec x, Float16* p, int64_t count) {
+  if (count >= kLanes) store_from_float(p, x);
+  else _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
+INLINE UVec larger_sizes(UVec sizes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)sizes, (__m512i)((UVec)x << 1)); }
+INLINE UVec size_of(float x) { return (UVec)splat(x) << 1; }
+
+// Of a row. (A pass of its own over whole rows is also how they come from memory fastest where they are transposed.)
+template <class T>
+static UVec sizes_of(const T* row, int64_t dim) {
+  UVec sizes = {};
+  for (int64_t d = 0; d < dim; d += kLanes) sizes = larger_sizes(sizes, load_some(row + d, dim - d));
+  return sizes;
+}
+template <class T>
+static float largest_of(const T* row, int64_t dim) {
+  return bits_to_float(_mm512_reduce_max_epu32((__m512i)sizes_of(row, dim)) >> 1);
+}
+#endif
+
+constexpr float kMostFloat16 = 65504;
+
+// Whether some row seen so far has numbers that are not for the parts.
+class Irregular {
+ public:
+  // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
+  template <class Mode>
+  static Irregular of(float low = 0x1p-80f) {
+    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, kMostFloat16, unit_input<Mode>()) : Irregular(low, 0x1p100f, 1);
+  }
+  // Between which the largest number of a row may lie, once scaled by `unit`, if it is not 0.
+#if defined(UNDIVIDED_AMX)
+  Irregular(float low, float high, float unit) : low_(size_of(low / unit)), high_(size_of(high / unit)) {}
+  void see(UVec sizes) {  // of a row
+    found_ |= !_mm512_cmpge_epu32_mask((__m512i)sizes, (__m512i)low_) && _mm512_test_epi32_mask((__m512i)sizes, (__m512i)sizes);
+    largest_ = (UVec)_mm512_max_epu32((__m512i)largest_, (__m512i)sizes);
+  }
+  bool found() const { return found_ || _mm512_cmpge_epu32_mask((__m512i)largest_, (__m512i)high_); }
+
+ private:
+  UVec low_, high_, largest_ = {};
+  bool found_ = false;
+#else
+  Irregular(float, float, float) {}
+  bool found() const { return false; }
+#endif
+};
+
+}  // namespace
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+// How numbers are taken apart: x loses a part; the last part is all of x. Parts of two numbers in each lane side by side, and of two
+// vectors one behind the other.
+template <class Half>
+struct Parts;
+
+template <>
+struct Parts<BFloat16> {  // in the upper halves, with something below them
+  typedef UVec Some;
+  INLINE Some take(Vec& x) {
+    const UVec rounded = (UVec)x + 0x8000;
+    x -= (Vec)(rounded & 0xffff0000u);
+    return rounded;
+  }
+  INLINE Some last(Vec x) { return (UVec)x; }
+  INLINE Vec pairs(Some even, Some odd) {
+    return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(even >> 16), (__m512i)odd);
+  }
+  INLINE __m512i together(Some low, Some high) {
+    alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
+  }
+};
+
+template <>
+struct Parts<Float16> {
+  typedef __m256i Some;
+  INLINE Some take(Vec& x) {
+    const Some part = last(x);
+    x -= (Vec)_mm512_cvtph_ps(part);
+    return part;
+  }
+  INLINE Some last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+  INLINE Vec pairs(Some even, Some odd) {
+    return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+  }
+  INLINE __m512i together(Some low, Some high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+};
+
+template <class Half, int P>
+using SomeParts = typename Parts<Half>::Some[P];
+
+// All parts of x.
+template <class Half, int P>
+INLINE void take_parts(Vec x, SomeParts<Half, P>& parts) {
+#pragma GCC unroll 2
+  for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::take(x);
+  parts[P - 1] = Parts<Half>::last(x);
+}
+// Pairs of the parts of two numbers in each lane.
+template <class Half, int P>
+INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
+  SomeParts<Half, P> e, o;
+  take_parts<Half, P>(even, e), take_parts<Half, P>(odd, o);
+#pragma GCC unroll 3
+  for (int p = 0; p < P; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
+}
+
+template <class Mode>
+INLINE Vec scaled_up(Vec x) {
+  return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
+}
+
+// A row, scaled up, in order: kTileDepth halves of each part, which are `part` bytes apart, then, `step` bytes on, the next.
+template <class Mode>
+INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, Irregular& irregular) {
+  typedef Part<Mode> Half;
+  UVec sizes = {};
+  for (int64_t d = 0; d < columns; d += kTileDepth, to += step) {
+    const Vec x = load_some(row + d, columns - d), y = load_some(row + d + kLanes, columns - d - kLanes);
+    sizes = larger_sizes(larger_sizes(sizes, x), y);
+    constexpr int P = kParts<Mode>;
+    SomeParts<Half, P> low, high;
+    take_parts<Half, P>(scaled_up<Mode>(x), low), take_parts<Half, P>(scaled_up<Mode>(y), high);
+    for (int p = 0; p < P; p++) _mm512_store_si512(to + p * part, Parts<Half>::together(low[p], high[p]));
+  }
+  irregular.see(sizes);
+}
+
+// kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
+template <class Mode>
+static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
+                       float unit = unit_input<Mode>()) {
+  for (int i = 0; i < kLanes; i++)
+    if (row[i]) irregular.see(sizes_of(row[i], dim));
+  for (int64_t d = 0; d < 2 * depth; d += kLanes) {
+    Vec x[kLanes], parts[kParts<Mode>];
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) * unit : Vec{};
+    transpose(x);
+    for (int i = 0; i < kLanes; i += 2) {
+      split_pairs<Part<Mode>, kParts<Mode>>(x[i], x[i + 1], parts);
+      for (int p = 0; p < kParts<Mode>; p++) store(to + (p * depth + (d + i) / 2) * kPanel, parts[p]);
+    }
+  }
+}
+
+// pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
+template <class Mode>
+static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
+                    Irregular& irregular) {
+  const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
+  for (int64_t j = 0; j < padded; j++, k += stride) {
+    char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
+    if (j < keys && seen[j]) {
+      split_row<Mode>(k, columns, row, kTileBytes, part, irregular);
+      continue;
+    }
+    for (int64_t i = 0; i < steps * kParts<Mode>; i++) _mm512_store_si512(row + i * kTileBytes, _mm512_setzero_si512());
+  }
+}
+
+// transpose_v: groups of kTileRows columns, each of all parts of `capacity` steps.
+template <class Mode>
+static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity, char* to,
+                    Irregular& irregular) {
+  const int64_t part = capacity * kTileBytes;
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+    for (int64_t key = 0; key < kTileDepth && j + key < keys; key++)
+      if (seen[key]) irregular.see(sizes_of(v + key * stride, columns));
+    for (int64_t d = 0; d < columns; d += kTileRows) {
+      Vec x[kParts<Mode>][kLanes];
+      for (int i = 0; i < kLanes; i++) {
+        Vec pair[2], parts[kParts<Mode>];
+        for (int odd = 0; odd < 2; odd++) {
+          const int64_t key = 2 * i + odd;
+          pair[odd] = scaled_up<Mode>(j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{});
+        }
+        split_pairs<Part<Mode>, kParts<Mode>>(pair[0], pair[1], parts);
+        for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];
+      }
+      for (int p = 0; p < kParts<Mode>; p++) {
+        transpose(x[p]);
+        char* tile = to + d / kTileRows * kParts<Mode> * part + p * part;
+        for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[p][i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#endif

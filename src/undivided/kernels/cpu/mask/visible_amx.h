@@ -1,0 +1,118 @@
+// Which entries of a panel and a tile's keys are seen: not forbidden by a boolean mask, by ranges or by a bias of -inf. A bit
+// for each, so that a mask costs the softmax no arithmetic.
+//
+// The mask lies row by row, a byte a key, and lanes are rows. 64 keys of a row become 64 bits by one comparison; the bits of 32
+// rows are transposed as bytes, 16 shuffles, then read off one bit of every byte at a time: about a vector instruction for
+// 16 entries.
+#pragma once
+
+#include "simd/dropout.h"
+#include "mask/score_bias.h"
+
+#if defined(UNDIVIDED_AMX)
+
+namespace {
+
+constexpr int64_t kBits = 64;  // keys that are read at once
+static_assert(kPanel == 32 && kTile % kBits == 0, "a key's rows are 32 bits");
+
+enum class Sight { kNothing, kSome, kEverything };
+
+// What row r sees of a boolean mask, from `key` on.
+struct MaskRows {
+  const uint8_t* row[kPanel];
+  int64_t stride, keys;
+
+  MaskRows(const Attention& a, const RowBlock& block, const Panel& p) : stride(a.dense_k), keys(a.kv_len) {
+    int64_t at = (block.row + p.first) % a.q_len, head = block.first_head + (block.row + p.first) / a.q_len;
+    for (int64_t r = 0; r < kPanel; r++) {  // lanes beyond the last row repeat it
+      row[r] = a.dense + block.batch * a.dense_b + head * a.dense_h + at * a.dense_q;
+      if (r + 1 < p.rows && ++at == a.q_len) at = 0, head++;
+    }
+  }
+  // Of kBits keys; 0 beyond the last.
+  uint64_t bits(int64_t r, int64_t key) const {
+    const int64_t left = smaller_of(keys - key, kBits);
+    __m512i x;
+    if (stride == 1 && left == kBits) {
+      x = _mm512_loadu_si512(row[r] + key);
+    } else {
+      alignas(64) uint8_t some[kBits] = {};
+      for (int64_t i = 0; i < left; i++) some[i] = row[r][(key + i) * stride];
+      x = _mm512_load_si512(some);
+    }
+    return _mm512_test_epi8_mask(x, x);
+  }
+};
+
+// kBits keys of a mask as a bit for each row, kKept a key.
+static void read_mask(const MaskRows& rows, int64_t key, Kept* seen) {
+  alignas(64) uint64_t bits[kPanel];
+  // in this order the shuffles below, which work within 128 bits, leave rows in theirs
+  for (int r = 0; r < kPanel; r++) bits[r % 8 / 2 * 8 + r / 8 * 2 + r % 2] = rows.bits(r, key);
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+  __m512i x[4];
+  for (int i = 0; i < 4; i++) x[i] = _mm512_shuffle_epi8(_mm512_load_si512(bits + 8 * i), pairs);
+  const __m512i low[2] = {_mm512_unpacklo_epi16(x[0], x[1]), _mm512_unpacklo_epi16(x[2], x[3])};
+  const __m512i high[2] = {_mm512_unpackhi_epi16(x[0], x[1]), _mm512_unpackhi_epi16(x[2], x[3])};
+  x[0] = _mm512_unpacklo_epi32(low[0], low[1]), x[1] = _mm512_unpackhi_epi32(low[0], low[1]);
+  x[2] = _mm512_unpacklo_epi32(high[0], high[1]), x[3] = _mm512_unpackhi_epi32(high[0], high[1]);
+  const __m512i apart = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {  // bytes of keys 16 i to 16 i + 7, then of the 8 that follow
+    __m512i y = _mm512_permutexvar_epi64(apart, x[i]);
+#pragma GCC unroll 8
+    for (int bit = 7; bit >= 0; bit--) {
+      const uint64_t both = _mm512_movepi8_mask(y);
+      const uint32_t first = (uint32_t)both, second = (uint32_t)(both >> 32);
+      memcpy(seen + (16 * i + bit) * kVectors, &first, 4);
+      memcpy(seen + (16 * i + 8 + bit) * kVectors, &second, 4);
+      y = _mm512_add_epi8(y, y);
+    }
+  }
+}
+
+// Rows whose ranges leave out a key do not see it.
+static void apply_ranges(const Panel& p, int64_t start, int64_t keys, Kept* seen) {
+  for (int v = 0; v < p.vectors(); v++) {
+    UVec first[2], count[2];
+    for (int i = 0; i < 2; i++) {
+      const IVec from = *(const UnalignedIVec*)(p.start[i] + v * kLanes), to = *(const UnalignedIVec*)(p.stop[i] + v * kLanes);
+      first[i] = (UVec)from, count[i] = (UVec)(to > from ? to - from : IVec{});
+    }
+    for (int64_t j = 0; j < keys; j++) {
+      const UVec key = UVec{} + (uint32_t)(start + j);
+      const Kept inside = _mm512_cmplt_epu32_mask((__m512i)(key - first[0]), (__m512i)count[0]) |
+                          _mm512_cmplt_epu32_mask((__m512i)(key - first[1]), (__m512i)count[1]);
+      seen[j * kVectors + v] &= inside;
+    }
+  }
+}
+
+// What the panel's rows see of keys [start, stop): of the mask, if any, and within their ranges.
+static void find_seen(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, Kept* seen) {
+  if (a.dense) {
+    const MaskRows rows(a, block, p);
+    for (int64_t key = start; key < stop; key += kBits) read_mask(rows, key, seen + (key - start) * kVectors);
+  } else {
+    memset(seen, 0xff, (size_t)(stop - start) * kVectors * sizeof(Kept));
+  }
+  if (!p.covers(start, stop)) apply_ranges(p, start, stop - start, seen);
+}
+
+// Whether all of them are seen, and which keys some row sees.
+static Sight sum_up(const Kept* seen, int64_t keys, int vectors, uint8_t* keys_seen) {
+  const uint32_t every = vectors == kVectors ? ~0u : 0xffffu;
+  uint32_t all = every, some = 0;
+  for (int64_t j = 0; j < keys; j++) {
+    uint32_t rows;
+    memcpy(&rows, seen + j * kVectors, 4);
+    rows &= every;
+    all &= rows, some |= rows, keys_seen[j] = rows != 0;
+  }
+  return all == every ? Sight::kEverything : some == 0 ? Sight::kNothing : Sight::kSome;
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,49 @@
+// Cutting a problem into units of work and running them: one file each for prefill, decoding and gradients.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "abi/attention.h"
+#include "abi/level.h"
+#include "schedule/thread_team.h"
+
+namespace undivided {
+
+// Each returns a Status.
+int run_blocks(const Attention& a);  // any problem
+bool is_decoding(const Attention& a);
+int run_chunks(const Attention& a);  // where is_decoding
+int run_backward(const Attention& a, const Gradients& g);
+
+// How many threads a problem is worth: below so many multiply-adds, waking them (2 us and more) costs more than it brings. A head takes
+// some 100 ns besides, however short. (Two threads, 64 heads of 4 tokens and 256 of one: 1.2 times as fast as one, gradients 1.3.)
+inline int64_t threads_for(const Attention& a) {
+  constexpr double kSerialBelow = 1 << 18, kOfHead = 1 << 12;
+  const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kOfHead);
+  return work < kSerialBelow ? 1 : a.threads;
+}
+
+// What a block or chunk leaves of one row: Dv sums, the largest score, the total.
+inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
+
+// From the first key that some row of a sequence sees to the last.
+struct Reach {
+  int64_t start, stop;
+};
+inline Reach reach_of(const Attention& a, int64_t batch) {
+  if (a.band)
+    return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
+  if (!a.ranges) return {0, a.kv_len};
+  Reach reach = {a.kv_len, 0};
+  for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {
+    const int32_t* range = a.ranges + batch * a.ranges_b + i;
+    if (range[0] >= range[1]) continue;
+    reach.start = std::min(reach.start, (int64_t)range[0]);
+    reach.stop = std::max(reach.stop, (int64_t)range[1]);
+  }
+  return reach;
+}
+
+}  // namespace undivided

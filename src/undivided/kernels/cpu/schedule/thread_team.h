@@ -1,0 +1,112 @@
+// Threads, and the memory they keep.
+//
+// Threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, bound by the loader
+// to whatever runtime is there (none of our own, so no two teams fight over the cores), and without one work runs serially.
+// What a unit computes does not depend on who computes it.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "abi/attention.h"
+
+extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+extern "C" int omp_get_thread_num() __attribute__((weak));
+
+namespace undivided {
+
+// Scratch that a thread keeps for its next call, at most: a head of 2048 rows in the backward.
+constexpr int64_t kMostKeptBytes = 8 << 20;
+
+// Memory of a thread, kept for its next call.
+class Scratch {
+ public:
+  ~Scratch() { free(memory_); }
+  char* at_least(int64_t bytes) {
+    if (bytes > size_) {
+      free(memory_);
+      size_ = 0;
+      if (posix_memalign(&memory_, 64, (size_t)bytes) != 0) return memory_ = nullptr, nullptr;
+      size_ = bytes;
+    }
+    return (char*)memory_;
+  }
+  void shrink() {
+    if (size_ <= kMostKeptBytes) return;
+    free(memory_);
+    memory_ = nullptr, size_ = 0;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+inline thread_local Scratch thread_scratch;  // of a unit of work
+inline thread_local Scratch caller_scratch;  // of a call
+
+// body(data) on so many threads, or on fewer. See team.cc for what a fork changes.
+void run_team(void (*body)(void*), void* data, int64_t threads);
+bool is_forked();  // this process, since the library was loaded
+
+// Where shares of the units begin, and where the last one ends. A thread takes the units of its own share one after another, so that
+// what lies side by side in memory is in its caches, from call to call as well, and then helps the others. (Two threads, times as fast as
+// with one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5, of 128 tokens 1.0 to 1.15.)
+typedef std::vector<int64_t> Shares;
+
+// Units that have to begin in their order.
+inline Shares one_share(int64_t units) { return {0, units}; }
+inline Shares even_shares(int64_t units, int64_t threads) {
+  const int64_t shares = std::max(std::min(units, threads), (int64_t)1);
+  Shares starts;
+  for (int64_t i = 0; i <= shares; i++) starts.push_back(i * units / shares);
+  return starts;
+}
+
+// Run body(unit) for every unit of the shares with `bytes` of scratch a thread.
+template <class Body>
+class Team {
+ public:
+  Team(const Shares& starts, int64_t bytes, Body body) : queues_(starts.size() - 1), bytes_(bytes), body_(body) {
+    for (size_t i = 0; i < queues_.size(); i++) queues_[i].next = starts[i], queues_[i].stop = starts[i + 1];
+  }
+
+  int run(int64_t threads) {
+    run_team(&Team::work, this, std::min(threads, queues_.back().stop));
+    for (const Queue& queue : queues_)
+      if (queue.next < queue.stop) return kNoMemory;
+    return kOk;
+  }
+
+ private:
+  struct alignas(64) Queue {
+    std::atomic<int64_t> next{0};
+    int64_t stop = 0;
+  };
+
+  static void work(void* data) {
+    Team& team = *(Team*)data;
+    char* scratch = thread_scratch.at_least(team.bytes_);
+    if (scratch == nullptr) return;  // others do the work, if they can
+    const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
+    for (size_t i = 0; i < count; i++) {
+      Queue& queue = team.queues_[(own + i) % count];
+      for (int64_t unit; queue.next < queue.stop && (unit = queue.next.fetch_add(1)) < queue.stop;) team.body_(unit, scratch);
+    }
+    thread_scratch.shrink();
+  }
+
+  std::vector<Queue> queues_;
+  const int64_t bytes_;
+  Body body_;
+};
+
+template <class Body>
+int run_units(const Shares& starts, int64_t bytes, int64_t threads, Body body) {
+  return Team<Body>(starts, bytes, body).run(threads);
+}
+
+}  // namespace undivided
