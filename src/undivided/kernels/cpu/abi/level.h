@@ -1,7 +1,7 @@
 // The instruction set that this process runs.
 #pragma once
 
-#include "abi/attention.h"
+#include "abi/kernels.h"
 
 namespace undivided {
 

@@ -1,9 +1,8 @@
 // The backward's keys: a unit's scratch, its K and V as the micro-kernels take them, and their gradients' way out.
 #pragma once
 
-#include "backward/dsoftmax.h"
-#include "backward/small.h"
 #include "backward/dsoftmax_amx.h"
+#include "backward/small.h"
 
 namespace {
 

@@ -13,11 +13,11 @@
 // kept. What comes next is prefetched a few lines at a time: the next tile, or the next panel's Q, keys and results.
 #pragma once
 
-#include "gemm/prefetch.h"
+#include "forward/panel_amx.h"
 #include "forward/panel_vector.h"
 #include "forward/short_block.h"
 #include "forward/small.h"
-#include "forward/panel_amx.h"
+#include "gemm/prefetch.h"
 
 namespace {
 

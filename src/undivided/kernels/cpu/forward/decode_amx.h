@@ -10,8 +10,8 @@
 // stride (a cache's small pages, a sequence's end) are copied first.
 #pragma once
 
-#include "gemm/amx.h"
 #include "forward/decode_step.h"
+#include "gemm/amx.h"
 
 #if defined(UNDIVIDED_AMX)
 

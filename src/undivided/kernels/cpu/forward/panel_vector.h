@@ -1,12 +1,12 @@
 // One panel of rows against keys of a tile, in vectors.
 #pragma once
 
-#include "gemm/prefetch.h"
-#include "mask/score_bias.h"
 #include "forward/query_rows.h"
-#include "gemm/row_product.h"
 #include "forward/softmax.h"
 #include "forward/workspace.h"
+#include "gemm/prefetch.h"
+#include "gemm/row_product.h"
+#include "mask/score_bias.h"
 
 namespace {
 

@@ -3,40 +3,13 @@
 
 #include <math.h>
 
-#include "gemm/amx.h"
-#include "gemm/modes.h"
+#include "forward/weights_amx.h"
 #include "gemm/split.h"
+#include "gemm/transpose_rows.h"
+#include "mask/panel.h"
+#include "mask/scores.h"
 
 namespace {
-
-// kLanes fp32 values, or kLanes pairs of bf16, of a row.
-template <class Mode>
-INLINE Vec load_lanes(const typename Mode::T* p) {
-  if constexpr (Mode::Arith::kPairs) return load((const float*)(const void*)p);
-  else return load_as_float(p);
-}
-template <class Mode>
-INLINE float load_lane(const typename Mode::T* p, bool whole) {
-  if constexpr (Mode::Arith::kPairs) return bits_to_float(p[0].bits | (whole ? (uint32_t)p[1].bits << 16 : 0));
-  else return to_float(*p);
-}
-
-// kLanes rows of a tensor, or null pointers for rows of zeros, into lanes: to[d][lane], zeros from `dim` to `depth`.
-template <class Mode>
-static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to) {
-  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
-  const int64_t whole = dim / step;
-  int64_t d = 0;
-  for (; d + kLanes <= whole; d += kLanes) {
-    Vec x[kLanes];
-    for (int i = 0; i < kLanes; i++) x[i] = row[i] ? load_lanes<Mode>(row[i] + d * step) : Vec{};
-    transpose(x);
-    for (int i = 0; i < kLanes; i++) store(to + (d + i) * kPanel, x[i]);
-  }
-  for (; d < depth; d++)
-    for (int i = 0; i < kLanes; i++)
-      to[d * kPanel + i] = row[i] && d * step < dim ? load_lane<Mode>(row[i] + d * step, d < whole) : 0.0f;
-}
 
 template <class Mode>
 static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt,
@@ -122,6 +95,32 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
     for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
   for (int64_t r = 0; r < rows; r++)
     to[r * size + a.v_dim] = most[r] * score_unit<Mode>(a).natural, to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
+}
+
+// Whether a block is worked on so: on AVX-512, where no row sees more keys than this, and V of as many as its rows see on average
+// stays in L1. (At 64 KiB this takes a quarter more time than columns do.)
+constexpr int64_t kMostRowKeys = 128, kRowValueBytes = 32 << 10;
+INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
+  const int64_t rest = a.v_dim % (4 * kLanes);  // one vector after those that come in fours costs little, two or three do not
+  return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
+         longest_row(a, block) <= kMostRowKeys &&
+         keys_seen(a, block) * a.v_dim * 4 <= block.rows * kRowValueBytes;
+}
+
+// The sums of a panel as results.
+static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
+                                  const float* most, const float* total) {
+  const float natural = score_unit<Direct>(a).natural;
+  for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
+    const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
+    float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
+    const float m = most[r], l = total[r];
+    const bool empty = is_empty(m, l);
+    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
+    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
+    const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivors : 1.0f);
+    for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
+  }
 }
 
 }  // namespace

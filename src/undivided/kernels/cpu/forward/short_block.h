@@ -5,8 +5,8 @@
 // Keys are packed as panels come to need them, into a ring, and kept until it comes round.
 #pragma once
 
+#include "forward/short_softmax.h"
 #include "mask/panel.h"
-#include "gemm/amx_short.h"
 
 namespace {
 

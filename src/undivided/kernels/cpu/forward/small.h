@@ -5,6 +5,8 @@
 #pragma once
 
 #include "gemm/small.h"
+#include "mask/scores.h"
+#include "simd/math.h"
 
 namespace {
 

@@ -1,8 +1,11 @@
 // Scores of a tile become weights.
 #pragma once
 
-#include "simd/dropout.h"
+#include "gemm/vector.h"
 #include "mask/panel.h"
+#include "mask/scores.h"
+#include "simd/dropout.h"
+#include "simd/math.h"
 
 namespace {
 

@@ -1,9 +1,9 @@
 // The memory of a block of rows.
 #pragma once
 
-#include "simd/dropout.h"
 #include "gemm/key_block.h"
 #include "mask/panel.h"
+#include "simd/dropout.h"
 
 namespace {
 

@@ -12,8 +12,8 @@
 
 #include "gemm/amx.h"
 #include "gemm/modes.h"
-#include "gemm/split.h"
 #include "gemm/prefetch.h"
+#include "gemm/split.h"
 
 #if defined(UNDIVIDED_AMX)
 
@@ -237,97 +237,6 @@ static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int cou
     before.at = sums, before.quarters = both ? 15 : 3;
   }
   before.all();
-}
-
-// ---- softmax of 16 rows: scores of steps are kStepScores apart, of rows kScoreRow
-
-// What the rows may see of 16 keys from `key` on is kept, the rest becomes -inf.
-static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores, int64_t pitch) {
-  auto up_to = [&](const int32_t* bound) {  // bits below it
-    const __m512i at = _mm512_sub_epi32(_mm512_loadu_si512(bound), _mm512_set1_epi32((int32_t)key));
-    const __m512i bits = _mm512_min_epi32(_mm512_max_epi32(at, _mm512_setzero_si512()), _mm512_set1_epi32(16));
-    return _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), bits), _mm512_set1_epi32(1));
-  };
-  alignas(64) uint32_t hidden[kTileRows];
-  _mm512_store_si512(hidden, _mm512_or_si512(up_to(start), ~up_to(stop)));
-  for (int64_t r = 0; r < rows; r++, scores += pitch) _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
-}
-
-template <int Step>
-INLINE void larger_stage(Vec (&x)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 2 / Step; i++)
-    x[i] = larger(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
-}
-
-// A row's scores lose its base.
-template <int P>
-static void lower_scores(char* scores, int64_t first, int64_t last, float base) {
-  for (int64_t j = first; j < last; j++) {
-    float* s = (float*)(scores + j / 2 * kStepScores<P> + j % 2 * 64);
-    store(s, load(s) - base);
-  }
-}
-
-// Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score, in its unit, and the
-// sum of the weights of each row.
-template <class Mode>
-static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
-                                                  float* most, float* total, Upcoming& upcoming) {
-  typedef Part<Mode> T;
-  constexpr int P = kParts<Mode>;
-  Vec high[kLanes];
-  for (int64_t r = 0; r < kLanes; r++) {
-    Vec x = splat(-kInfinity), y = x;
-    const char* row = scores + r * kScoreRow<P>;
-    int64_t j = r < rows ? first : last;
-    if (j % 2 && j < last) x = load((const float*)(row + j / 2 * kStepScores<P> + 64)), j++;
-    for (row += j / 2 * kStepScores<P>; j + 2 <= last; j += 2, row += kStepScores<P>)
-      x = larger(load((const float*)row), x), y = larger(load((const float*)(row + 64)), y);
-    if (j < last) x = larger(load((const float*)row), x);
-    high[r] = larger(x, y);
-  }
-  larger_stage<1>(high), larger_stage<2>(high), larger_stage<4>(high), larger_stage<8>(high);
-  const Vec largest = high[0] == -kInfinity ? Vec{} : high[0], scaled = rounded(largest * factor);
-  const IVec large = is_large(scaled);
-  const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
-  store(most, high[0]);
-  for (int64_t r = 0; r < rows && any(large); r++)
-    if (large[r]) lower_scores<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
-  Vec sum[kLanes] = {};
-  for (int64_t r = 0; r < rows; r++) {
-    const Vec b = splat(base[r]);
-    Vec x = {};
-    upcoming.step_rows();
-    for (int64_t t = first / 2; 2 * t < last; t++) {
-      float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
-      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
-      const Vec even = 2 * t >= first ? weights(s) : Vec{};
-      const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
-      x += even + odd;
-      if constexpr (P == 1) {
-        store(s, pair_weights(even, odd, T()));
-      } else {
-        Vec parts[P];
-        split_pairs<T, P>(even, odd, parts);
-        for (int p = 0; p < P; p++) store(s + p * kLanes, parts[p]);
-      }
-    }
-    sum[r] = x;
-  }
-  store(total, sums(sum));
-}
-
-// The natural logarithm of positive numbers, some 1e-7: a series in (m - 1) / (m + 1), with x = m * 2^e and m around 1.
-INLINE Vec log_of(Vec x) {
-  const Vec y = x * 1.41421356f;
-  const Vec e = (Vec)_mm512_getexp_ps((__m512)y);
-  const Vec m = (Vec)_mm512_scalef_ps((__m512)x, (__m512)-e);  // 2^-1/2 to 2^1/2
-  const Vec s = (m - 1.0f) / (m + 1.0f), q = s * s;
-  Vec p = q * (2.0f / 9) + (2.0f / 7);
-  p = p * q + (2.0f / 5);
-  p = p * q + (2.0f / 3);
-  return (p * q * s + 2.0f * s) + e * kLn2;
 }
 
 }  // namespace

@@ -3,9 +3,8 @@
 
 #include <type_traits>
 
-#include "gemm/amx.h"
+#include "gemm/amx_pack.h"
 #include "gemm/split.h"
-#include "gemm/modes.h"
 #include "mask/pages.h"
 
 namespace {

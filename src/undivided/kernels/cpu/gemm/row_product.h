@@ -9,20 +9,10 @@
 
 #include <math.h>
 
-#include "mask/panel.h"
 #include "gemm/vector.h"
+#include "mask/panel.h"
 
 namespace {
-
-// Whether a block is worked on so: on AVX-512, where no row sees more keys than this, and V of as many as its rows see on average
-// stays in L1. (At 64 KiB this takes a quarter more time than columns do.)
-constexpr int64_t kMostRowKeys = 128, kRowValueBytes = 32 << 10;
-INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
-  const int64_t rest = a.v_dim % (4 * kLanes);  // one vector after those that come in fours costs little, two or three do not
-  return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
-         longest_row(a, block) <= kMostRowKeys &&
-         keys_seen(a, block) * a.v_dim * 4 <= block.rows * kRowValueBytes;
-}
 
 // acc[r][c] += weight[r] * value; indices are constants from the start, so that GCC keeps acc in registers.
 template <int c, int R, int C, int... r>
@@ -91,22 +81,6 @@ static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
   if (columns % (8 * kLanes) == 0) weigh_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
   else weigh_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
-}
-
-// The sums of a panel as results.
-static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
-                                  const float* most, const float* total) {
-  const float natural = score_unit<Direct>(a).natural;
-  for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
-    const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
-    float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
-    const float m = most[r], l = total[r];
-    const bool empty = is_empty(m, l);
-    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
-    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivors : 1.0f);
-    for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
-  }
 }
 
 }  // namespace

@@ -6,8 +6,9 @@
 // results leave the registers once. Rows of 16 bits are widened first.
 #pragma once
 
-#include "forward/query_rows.h"
 #include "gemm/row_product.h"
+#include "gemm/split_limits.h"
+#include "gemm/transpose_rows.h"
 
 namespace {
 

@@ -5,8 +5,8 @@
 // is 1, 2 or 4 keys of a row, and transposed, so that a mask costs a fourth of the shuffles of an fp32 bias.
 #pragma once
 
-#include "abi/attention.h"
 #include "mask/panel.h"
+#include "simd/transpose.h"
 
 namespace {
 

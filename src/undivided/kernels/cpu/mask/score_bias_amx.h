@@ -3,8 +3,10 @@
 // A step's bias is kept as it is read, transposed words of 32 bits (1 or 2 keys), and becomes fp32 when its block is softened.
 #pragma once
 
-#include "mask/visible_amx.h"
 #include "gemm/prefetch.h"
+#include "mask/scores.h"
+#include "mask/visible_amx.h"
+#include "simd/math.h"
 
 #if defined(UNDIVIDED_AMX)
 
@@ -158,34 +160,6 @@ class TiledExtra {
   Vec slope_[kVectors] = {};
   IVec position_[kVectors] = {};
 };
-
-// tanh: x P(x^2) / Q(x^2), minimax in relative error, 1.3e-7 (4e-7 as rounded), up to 7.9, where it stays: 1 - 2.7e-7. NaN stays
-// NaN. Good for scores of half types; the derivative needs tanh_of, whose limits are exact. Several at once, step by step, because
-// each is one long chain; pairs share a division.
-template <int N>
-INLINE void tanh_each(Vec (&x)[N]) {
-  constexpr float above[] = {1.187728806e+04f, 5.189230084e+05f, 4.011954235e+06f};
-  constexpr float below[] = {9.570151450e+04f, 1.856236984e+06f, 4.011954760e+06f};
-  Vec y[N], p[N], q[N];
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) x[i] = smaller(splat(7.9f), x[i]);
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) x[i] = larger(splat(-7.9f), x[i]);
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) y[i] = x[i] * x[i];
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) p[i] = splat(4.626524977e+01f), q[i] = y[i] + 9.629179337e+02f;
-#pragma GCC unroll 3
-  for (int c = 0; c < 3; c++)
-#pragma GCC unroll 4
-    for (int i = 0; i < N; i++) p[i] = p[i] * y[i] + above[c], q[i] = q[i] * y[i] + below[c];
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) x[i] *= p[i];
-#pragma GCC unroll 2
-  for (int i = 0; i < N; i += 2) y[i] = 1 / (q[i] * q[i + 1]), x[i] *= q[i + 1], x[i + 1] *= q[i];
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) x[i] *= y[i & ~1];
-}
 
 // The same as Scaled, with a bias of type B, ALiBi and softcap.
 template <class B, bool kCapped, bool kRough, bool kLarge>

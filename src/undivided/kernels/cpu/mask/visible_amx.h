@@ -6,8 +6,8 @@
 // 16 entries.
 #pragma once
 
-#include "simd/dropout.h"
 #include "mask/score_bias.h"
+#include "simd/dropout.h"
 
 #if defined(UNDIVIDED_AMX)
 

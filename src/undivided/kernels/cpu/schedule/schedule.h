@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "abi/attention.h"
 #include "abi/level.h"
 #include "schedule/thread_team.h"
 

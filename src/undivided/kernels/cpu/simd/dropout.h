@@ -7,7 +7,7 @@
 // no product reads.
 #pragma once
 
-#include "abi/attention.h"
+#include "abi/kernels.h"
 #include "simd/vec.h"
 
 namespace {

@@ -7,8 +7,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <utility>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -91,6 +89,20 @@ INLINE Vec rounded(Vec x) {
   __asm__("" : "+m"(x));
 #endif
   return x;
+}
+
+INLINE bool any(IVec condition) {  // of comparisons: lanes are 0 or -1
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)condition) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)condition) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)condition) != 0;
+#else
+  int32_t some = 0;
+  for (int i = 0; i < kLanes; i++) some |= condition[i];
+  return some != 0;
+#endif
 }
 
 // ---- conversions
@@ -188,139 +200,5 @@ INLINE Vec pair_halves(Vec even, Vec odd, Float16) {
   return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 #endif
-
-// ---- shuffles
-
-template <int... I>
-INLINE Vec pick(Vec a, Vec b) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, I...);
-#else
-  return __builtin_shuffle(a, b, IVec{I...});
-#endif
-}
-// For lanes with bit `Step` clear a's lane, else b's lane Step lower; and the same one Step further on.
-template <int Step, int... I>
-INLINE Vec near_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return pick<((I & Step) ? kLanes + I - Step : I)...>(a, b);
-}
-template <int Step, int... I>
-INLINE Vec far_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return pick<((I & Step) ? kLanes + I : I + Step)...>(a, b);
-}
-using Lanes = std::make_integer_sequence<int, kLanes>;
-
-template <int Step>
-INLINE void transpose_stage(Vec (&x)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i++) {
-    if (i & Step) continue;
-    Vec a = x[i], b = x[i + Step];
-    x[i] = near_half<Step>(a, b, Lanes{});
-    x[i + Step] = far_half<Step>(a, b, Lanes{});
-  }
-}
-
-INLINE void transpose(Vec (&x)[kLanes]) {
-  transpose_stage<1>(x);
-  transpose_stage<2>(x);
-  if constexpr (kLanes > 4) transpose_stage<4 % kLanes>(x);
-  if constexpr (kLanes > 8) transpose_stage<8 % kLanes>(x);
-}
-
-template <int Step>
-INLINE void sum_stage(Vec (&x)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 2 / Step; i++) {
-    Vec a = x[2 * i], b = x[2 * i + 1];
-    x[i] = near_half<Step>(a, b, Lanes{}) + far_half<Step>(a, b, Lanes{});
-  }
-}
-
-// Lane i of the result is the sum over x[i].
-INLINE Vec sums(Vec (&x)[kLanes]) {
-  sum_stage<1>(x);
-  sum_stage<2>(x);
-  if constexpr (kLanes > 4) sum_stage<4 % kLanes>(x);
-  if constexpr (kLanes > 8) sum_stage<8 % kLanes>(x);
-  return x[0];
-}
-
-template <int Step, int... I>
-INLINE Vec turned(Vec x, std::integer_sequence<int, I...>) {
-  return pick<((I + Step) % kLanes)...>(x, x);
-}
-INLINE float sum(Vec x) {
-  if constexpr (kLanes > 8) x += turned<8 % kLanes>(x, Lanes{});
-  if constexpr (kLanes > 4) x += turned<4 % kLanes>(x, Lanes{});
-  x += turned<2>(x, Lanes{});
-  return (x + turned<1>(x, Lanes{}))[0];
-}
-INLINE float max(Vec x) {
-  if constexpr (kLanes > 8) x = larger(x, turned<8 % kLanes>(x, Lanes{}));
-  if constexpr (kLanes > 4) x = larger(x, turned<4 % kLanes>(x, Lanes{}));
-  x = larger(x, turned<2>(x, Lanes{}));
-  return larger(x, turned<1>(x, Lanes{}))[0];
-}
-
-INLINE bool any(IVec condition) {  // of comparisons: lanes are 0 or -1
-#if defined(__AVX512DQ__)
-  return _mm512_movepi32_mask((__m512i)condition) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)condition) != 0;
-#elif defined(__SSE2__)
-  return _mm_movemask_ps((__m128)condition) != 0;
-#else
-  int32_t some = 0;
-  for (int i = 0; i < kLanes; i++) some |= condition[i];
-  return some != 0;
-#endif
-}
-
-// ---- functions
-
-// 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. The polynomials are minimax, 7.5e-8 in relative error. (Degree 3,
-// 7.5e-5, would do for weights that are rounded to bf16, but not for the log-sum-exp.)
-#if defined(__AVX512DQ__)
-INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {  // 0 elsewhere too
-  Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 for -inf
-  Vec p = 1.8777841277e-03f * f + 8.9891273624e-03f;
-  p = p * f + 5.5826172901e-02f;
-  p = p * f + 2.4015381838e-01f;
-  p = p * f + 6.9315302391e-01f;
-  p = p * f + 9.9999992668e-01f;
-  // masked, because a result that underflows costs 200 cycles
-  return (Vec)_mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(-126), _CMP_NLT_UQ), (__m512)p, (__m512)x);
-}
-#else
-// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-INLINE Vec exp2_or_zero(Vec x) {
-  const float magic = 12582912.0f;
-  Vec shifted = x + magic;
-  Vec f = x - (shifted - magic);
-  Vec p = 1.3276472059e-03f * f + 9.6755413970e-03f;
-  p = p * f + 5.5507132738e-02f;
-  p = p * f + 2.4022119723e-01f;
-  p = p * f + 6.9314696706e-01f;
-  p = p * f + 1.0000000717e+00f;
-  Vec scaled = (Vec)((UVec)p + ((UVec)shifted << 23));
-  return x < -126.0f ? Vec{} : scaled;
-}
-#endif
-
-// Odd polynomial below 0.6 (minimax in relative error, 4e-9), where 1 - e^-2x would cancel; exact in the limits, NaN stays. The
-// derivative, 1 - tanh^2, needs these limits.
-INLINE Vec tanh_of(Vec x) {
-  Vec y = x * x;
-  Vec p = -5.659983170e-03f * y + 2.059098313e-02f;
-  p = p * y + -5.372106641e-02f;
-  p = p * y + 1.333112752e-01f;
-  p = p * y + -3.333326053e-01f;
-  p = p * y + 9.999999961e-01f;
-  Vec size = (Vec)((UVec)x & 0x7fffffffu);
-  Vec e = exp2_or_zero(size * (-2 * kLog2E));
-  Vec far = (Vec)((UVec)((1 - e) / (1 + e)) | ((UVec)x & 0x80000000u));
-  return size < 0.6f ? p * x : far;
-}
 
 }  // namespace

@@ -1,0 +1,129 @@
+// Q and dO of a panel of rows as the products of the backward take them.
+#pragma once
+
+#include <tuple>
+
+#include "backward/scales.h"
+
+namespace {
+
+// Q and dO of a panel: transposed, [part][depth][kPanel], and with lanes along d, [column panel][part][row or pair of rows][kPanel].
+template <class Mode>
+struct PackedRows {
+  static constexpr int64_t kPart = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;  // floats of a column panel, of each part
+  static constexpr int64_t kColumns = kPart * kParts<Mode>;
+  float *qt, *dot, *q, *grad;
+  int64_t bytes;
+  PackedRows(const Attention& a, char* at) {
+    auto take = [&](int64_t floats) {
+      float* start = (float*)at;
+      at += floats * 4;
+      return start;
+    };
+    char* first = at;
+    qt = take(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel), dot = take(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
+    q = take(Columns(a.qk_dim).panels * kColumns), grad = take(Columns(a.v_dim).panels * kColumns);
+    bytes = round_up(at - first, 64);
+  }
+};
+
+// A vector of a row from `column` on, zeros beyond its `left` columns.
+template <class T>
+INLINE Vec load_columns(const T* row, int64_t left) {
+  if (left >= kLanes) return load_as_float(row);
+  Vec x = {};
+  for (int64_t i = 0; i < left; i++) x[i] = to_float(row[i]);
+  return x;
+}
+#if defined(__AVX512BF16__)
+template <class Half>
+INLINE UVec load_bits(const Half* row, int64_t left) {
+  if (left >= kLanes) return __builtin_convertvector(*(const UnalignedHVec*)row, UVec);
+  UVec x = {};
+  for (int64_t i = 0; i < left; i++) x[i] = row[i].bits;
+  return x;
+}
+#endif
+
+// Rows with lanes along d, up to `rows`, scaled by `unit` of each where they are split; a null pointer gives zeros.
+template <class Mode>
+static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit, float* to) {
+  constexpr int step = Mode::Arith::kPairs ? 2 : 1;
+  const int64_t width = Columns(dim).width;
+  for (int64_t r = 0; r < rows; r += step)
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
+#if defined(UNDIVIDED_AMX)
+      if constexpr (kParts<Mode> > 1) {
+        Vec parts[kParts<Mode>];
+        auto scaled = [&](int64_t of) { return row[of] ? load_some(row[of] + d, dim - d) * unit[of] : Vec{}; };
+        split_pairs<Part<Mode>, kParts<Mode>>(scaled(r), scaled(r + 1), parts);
+        for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
+        continue;
+      } else
+#endif
+#if defined(__AVX512BF16__)
+      if constexpr (Mode::Arith::kPairs) {
+        UVec low = row[r] ? load_bits(row[r] + d, dim - d) : UVec{};
+        UVec high = row[r + 1] ? load_bits(row[r + 1] + d, dim - d) : UVec{};
+        store(at, (Vec)(low | high << 16));
+        continue;
+      }
+#endif
+      store(at, row[r] ? load_columns(row[r] + d, dim - d) : Vec{});
+    }
+}
+
+// Rows of a panel that the products read: those that are there, rounded up; on AMX all.
+template <class Mode>
+INLINE int64_t packed_lanes(int64_t rows) {
+  return Mode::kTiled ? kPanel : round_up(rows, kLanes);
+}
+
+// The least number of Q, K and V of which products with dO, and of these with each other, have three parts; see Irregular.
+constexpr float kLeastInput = 0x1p-20f;
+
+// kLanes rows, scaled by `unit` where they are split, into lanes.
+template <class Mode>
+static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
+                     [[maybe_unused]] Irregular& irregular) {
+#if defined(UNDIVIDED_AMX)
+  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, irregular, unit);
+  else
+#endif
+    transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
+}
+
+// A panel's rows; those without a key are not read.
+template <class Mode>
+static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const PackedRows<Mode> to(a, memory);
+  const T *q[kPanel] = {}, *grad[kPanel] = {};
+  const int64_t rows = smaller_of(block.rows - first, kPanel), lanes = packed_lanes<Mode>(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    if (base[r] == kInfinity) continue;
+    std::tie(q[r], grad[r]) = row_pointers<T>(p, block, first + r);
+  }
+  float of_q[kPanel], of_grad[kPanel];
+  for (int r = 0; r < kPanel; r++) of_q[r] = of_grad[r] = 1;
+  if constexpr (kFitted<Mode>) {
+    const int64_t row = block.row + first, row_block = block.row / (p.row_panels * kPanel);
+    const undivided::Fit fit = p.fits[head.index * p.row_blocks + row_block];
+    const float* undo = p.undo + head.index * p.panels * kPanel + row;
+    const float grad = power_of_two(fit.grad), query = power_of_two(kInputBits<Mode> + fit.query + fit.score);
+    for (int r = 0; r < rows; r++) of_grad[r] = grad, of_q[r] = undo[r] * query;
+  }
+  Irregular irregular = Irregular::of<Mode>(kLeastInput);
+  Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16, of_grad[0]) : Irregular::of<Mode>();
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
+    lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);
+  }
+  if (kParts<Mode> > 1 && (irregular.found() || of_grads.found())) exceed(p);
+  pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, of_q, to.q);
+  pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, of_grad, to.grad);
+}
+
+}  // namespace

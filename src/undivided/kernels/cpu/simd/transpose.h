@@ -1,0 +1,82 @@
+// Shuffles of vectors: transpositions, and sums and maxima across lanes.
+#pragma once
+
+#include <utility>
+
+#include "simd/vec.h"
+
+namespace {
+
+template <int... I>
+INLINE Vec pick(Vec a, Vec b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, IVec{I...});
+#endif
+}
+// For lanes with bit `Step` clear a's lane, else b's lane Step lower; and the same one Step further on.
+template <int Step, int... I>
+INLINE Vec near_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return pick<((I & Step) ? kLanes + I - Step : I)...>(a, b);
+}
+template <int Step, int... I>
+INLINE Vec far_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return pick<((I & Step) ? kLanes + I : I + Step)...>(a, b);
+}
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+template <int Step>
+INLINE void transpose_stage(Vec (&x)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    if (i & Step) continue;
+    Vec a = x[i], b = x[i + Step];
+    x[i] = near_half<Step>(a, b, Lanes{});
+    x[i + Step] = far_half<Step>(a, b, Lanes{});
+  }
+}
+
+INLINE void transpose(Vec (&x)[kLanes]) {
+  transpose_stage<1>(x);
+  transpose_stage<2>(x);
+  if constexpr (kLanes > 4) transpose_stage<4 % kLanes>(x);
+  if constexpr (kLanes > 8) transpose_stage<8 % kLanes>(x);
+}
+
+template <int Step>
+INLINE void sum_stage(Vec (&x)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes / 2 / Step; i++) {
+    Vec a = x[2 * i], b = x[2 * i + 1];
+    x[i] = near_half<Step>(a, b, Lanes{}) + far_half<Step>(a, b, Lanes{});
+  }
+}
+
+// Lane i of the result is the sum over x[i].
+INLINE Vec sums(Vec (&x)[kLanes]) {
+  sum_stage<1>(x);
+  sum_stage<2>(x);
+  if constexpr (kLanes > 4) sum_stage<4 % kLanes>(x);
+  if constexpr (kLanes > 8) sum_stage<8 % kLanes>(x);
+  return x[0];
+}
+
+template <int Step, int... I>
+INLINE Vec turned(Vec x, std::integer_sequence<int, I...>) {
+  return pick<((I + Step) % kLanes)...>(x, x);
+}
+INLINE float sum(Vec x) {
+  if constexpr (kLanes > 8) x += turned<8 % kLanes>(x, Lanes{});
+  if constexpr (kLanes > 4) x += turned<4 % kLanes>(x, Lanes{});
+  x += turned<2>(x, Lanes{});
+  return (x + turned<1>(x, Lanes{}))[0];
+}
+INLINE float max(Vec x) {
+  if constexpr (kLanes > 8) x = larger(x, turned<8 % kLanes>(x, Lanes{}));
+  if constexpr (kLanes > 4) x = larger(x, turned<4 % kLanes>(x, Lanes{}));
+  x = larger(x, turned<2>(x, Lanes{}));
+  return larger(x, turned<1>(x, Lanes{}))[0];
+}
+
+}  // namespace
