@@ -51,12 +51,12 @@ struct Attention {
   int64_t key_position_b;
   // dropout: entries whose 16-bit draw is below `dropout` are dropped (0: none are), the others scaled by `survivors`
   int64_t dropout, seed;
-  double survivors;
-  const int32_t* drop_row;  // i' of each row
-  int64_t drop_row_b;
-  const int32_t* drop_sequence;  // b of each row
-  int64_t drop_sequence_b;
-  int64_t drop_head;  // h of the first head
+  double survivor_scale;
+  const int32_t* dropout_row;  // i' of each row
+  int64_t dropout_row_b;
+  const int32_t* dropout_sequence;  // b of each row
+  int64_t dropout_sequence_b;
+  int64_t dropout_head;  // h of the first head
 };
 
 // What the backward takes besides. Null pointers among the results are not computed. Buffers of sums start at zero.
@@ -87,6 +87,6 @@ enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // written is of no use, buffers of sums included, and the problem has to be done again, with the next attempt.
 // kMixed, of the backward alone too: some gradients are not finite, and rows of several documents were worked on together. The same, with
 // the attempt kPairs, which takes each row with its own keys.
-enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kExceeded = 3, kMixed = 4 };
-enum { kPairs = 3 };
+enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kOutOfRange = 3, kNonFinite = 4 };
+enum { kPairwise = 3 };
 }

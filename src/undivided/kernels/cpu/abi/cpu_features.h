@@ -37,8 +37,8 @@ struct CpuFeatures {
     return has_avx2() && has(ebx7, kF | kDq | kBw | kVl) && has(xcr0, kSaved);
   }
   bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5); }
-  bool has_bf16_tiles() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
-  bool has_fp16_tiles() const { return has_bf16_tiles() && has(eax7_1, 1 << 21); }
+  bool has_amx_bf16() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
+  bool has_amx_fp16() const { return has_amx_bf16() && has(eax7_1, 1 << 21); }
 
  private:
   static bool has(uint32_t word, uint32_t bits) { return (word & bits) == bits; }

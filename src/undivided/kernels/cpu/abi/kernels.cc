@@ -42,22 +42,22 @@ template <class Half, class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
   if (dtype == kFloat32) return f(Split<Half>());
-  if (dtype == kBFloat16) return f(Tiled<BFloat16>());
-  return f(std::conditional_t<std::is_same<Half, Float16>::value, Tiled<Float16>, Split<BFloat16, Float16>>());
+  if (dtype == kBFloat16) return f(Amx<BFloat16>());
+  return f(std::conditional_t<std::is_same<Half, Float16>::value, Amx<Float16>, Split<BFloat16, Float16>>());
 #else
   return with_mode(dtype, f);
 #endif
 }
 
 template <class T>
-struct Is {
+struct TypeTag {
   typedef T type;
 };
 
 #if defined(UNDIVIDED_AMX)
 template <class T, class F>
-INLINE auto with_tiles(const Attention& a, F f) {
-  return rows_of_group(a) <= 4 ? f(Is<Tiles<T, 4>>()) : f(Is<Tiles<T, 8>>());
+INLINE auto with_amx_engine(const Attention& a, F f) {
+  return rows_of_group(a) <= 4 ? f(TypeTag<DecodeAmx<T, 4>>()) : f(TypeTag<DecodeAmx<T, 8>>());
 }
 #endif
 
@@ -65,53 +65,53 @@ INLINE auto with_tiles(const Attention& a, F f) {
 template <class Half, class F>
 INLINE auto with_engine(const Attention& a, F f) {
 #if defined(UNDIVIDED_AMX)
-  if (a.dtype == kBFloat16 && Tiles<BFloat16, 4>::fits(a)) return with_tiles<BFloat16>(a, f);
+  if (a.dtype == kBFloat16 && DecodeAmx<BFloat16, 4>::fits(a)) return with_amx_engine<BFloat16>(a, f);
   if constexpr (std::is_same<Half, Float16>::value)
-    if (a.dtype == kFloat16 && Tiles<Float16, 4>::fits(a)) return with_tiles<Float16>(a, f);
+    if (a.dtype == kFloat16 && DecodeAmx<Float16, 4>::fits(a)) return with_amx_engine<Float16>(a, f);
 #endif
-  if (a.dtype == kBFloat16) return f(Is<Vectors<BFloat16>>());
-  if (a.dtype == kFloat16) return f(Is<Vectors<Float16>>());
-  return f(Is<Vectors<float>>());
+  if (a.dtype == kBFloat16) return f(TypeTag<DecodeVectors<BFloat16>>());
+  if (a.dtype == kFloat16) return f(TypeTag<DecodeVectors<Float16>>());
+  return f(TypeTag<DecodeVectors<float>>());
 }
 
 // Whether rows that see few keys are left to vectors.
-bool few_in_vectors(const Attention& a) { return a.dtype == kFloat32 && !most_short_keys(a); }
+bool short_on_vectors(const Attention& a) { return a.dtype == kFloat32 && !max_short_keys(a); }
 template <class Half>
-int64_t block_scratch(const Attention& a, int64_t rows, bool few) {
+int64_t block_scratch(const Attention& a, int64_t rows, bool is_short) {
 #if defined(UNDIVIDED_AMX)
-  if (few && few_in_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
+  if (is_short && short_on_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
 #endif
-  return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, few); });
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, is_short); });
 }
-int64_t few_keys(const Attention& a) {
-  if (!kHasTiles) return 0;
-  return few_in_vectors(a) ? most_unsplit_keys(a) : most_short_keys(a);
+int64_t short_key_limit(const Attention& a) {
+  if (!kHasAmx) return 0;
+  return short_on_vectors(a) ? max_unsplit_keys(a) : max_short_keys(a);
 }
 template <class Half>
 bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #if defined(UNDIVIDED_AMX)
-  if (b.few > 0 && few_in_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
+  if (b.short_keys > 0 && short_on_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
 // Whether heads are so few rows and keys that neither tiles nor decoding pay.
-bool goes_small(const Attention& a) {
-  return is_small_forward(a, kHasTiles && a.dtype != kFloat32 ? kMostSmallForward16 : kMostSmallForward);
+bool use_small_forward(const Attention& a) {
+  return is_small_forward(a, kHasAmx && a.dtype != kFloat32 ? kMaxSmallForward16 : kMaxSmallForward);
 }
 template <class Half>
-bool decodes(const Attention& a) {
-  return rows_of_group(a) <= kFewRows && !goes_small(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+bool can_decode(const Attention& a) {
+  return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
-    return larger_of(carve_few<Engine>(a, kv_heads, nullptr).bytes, carve_few<Vectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+    return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes, layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
   });
 }
 template <class Half>
-void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* following, float* partials, char* scratch) {
-  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, following, partials, scratch); });
+void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* next_chunk, float* partials, char* scratch) {
+  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, next_chunk, partials, scratch); });
 }
 template <class Half>
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
@@ -126,28 +126,28 @@ int64_t row_panels(int64_t dtype) {
 }
 template <class Half>
 int64_t rows_layout(Backward& p, int64_t heads, char* base) {
-  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return lay_out_rows<decltype(mode)>(p, heads, base); });
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_rows<decltype(mode)>(p, heads, base); });
 }
 template <class Half>
 int64_t key_scratch(const Backward& p) {
-  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return carve_backward<decltype(mode)>(p, nullptr).bytes; });
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_backward<decltype(mode)>(p, nullptr).bytes; });
 }
 template <class Half>
-void rows_before(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode<Half>(p.a.dtype, [&](auto mode) { before_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+void begin_rows(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { begin_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 template <class Half>
-void key_block(const Backward& p, const KeyBlock& unit, char* scratch) {
-  with_block_mode<Half>(p.a.dtype, [&](auto mode) { run_key_block<decltype(mode)>(p, unit, scratch); });
+void key_unit(const Backward& p, const KeyUnit& unit, char* scratch) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { run_key_unit<decltype(mode)>(p, unit, scratch); });
 }
 template <class Half>
-void rows_after(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode<Half>(p.a.dtype, [&](auto mode) { after_rows<decltype(mode)>(p, head_of(p, head), row_block); });
+void finish_rows(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { finish_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
-int64_t pairs_scratch(const Attention& a) { return PairSpace(a, nullptr).bytes; }
-void pairs(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
-  with_mode(p.a.dtype, [&](auto mode) { PairedHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
+int64_t pairwise_scratch(const Attention& a) { return PairwiseSpace(a, nullptr).bytes; }
+void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
+  with_mode(p.a.dtype, [&](auto mode) { PairwiseHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
 }
 
 // Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take 384 KiB of an
@@ -171,33 +171,33 @@ constexpr int64_t kPackingRows = 5;
 // twice (1024 rows 4 to 15 % faster than 256 in documents and windows, 2048 up to 6 % faster than 1024). 8192 are 2 % faster where rows
 // of a head are neighbours, but 3 to 10 % slower where all heads of a token are, in fp32: another head comes too late to their pages.
 constexpr int64_t kShortBlockRows = 2048;
-int64_t block_rows(const Attention& a, int64_t few) {
-  if (few > 0 && !few_in_vectors(a)) return kShortBlockRows;
-  const int64_t rows = a.dtype != kFloat32 ? kRows16 : few > 0 ? kVectorRows : kRows32;
+int64_t block_rows(const Attention& a, int64_t short_keys) {
+  if (short_keys > 0 && !short_on_vectors(a)) return kShortBlockRows;
+  const int64_t rows = a.dtype != kFloat32 ? kRows16 : short_keys > 0 ? kVectorRows : kRows32;
   return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
 }
 
 // Who does prefill and gradients: see Kernels.
 #if defined(UNDIVIDED_AMX)
 template <class Half>
-const undivided::Kernels* on_tiles(const Attention& a, bool wanted, int attempt) {
+const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int attempt) {
   constexpr bool fp16 = std::is_same<Half, Float16>::value;
-  if (wanted && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
-  if (wanted && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
+  if (use_amx && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
+  if (use_amx && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
   return &kernels_avx512_bf16;
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (goes_small(a)) return &kernels_avx512_bf16;
-  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_split_well<decltype(mode)>(a); });
-  return on_tiles<Half>(a, wanted, attempt);
+  if (use_small_forward(a)) return &kernels_avx512_bf16;
+  const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
+  return amx_or_vectors<Half>(a, use_amx, attempt);
 }
 template <class Half>
 const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
-  const bool wanted = with_block_mode<Half>(a.dtype, [&](auto mode) {
-    return gradients_are_split_well<decltype(mode)>(a) && !is_better_small<decltype(mode)>(a, g);
+  const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) {
+    return are_gradients_worth_splitting<decltype(mode)>(a) && !is_small_faster<decltype(mode)>(a, g);
   });
-  return on_tiles<Half>(a, wanted, (int)g.attempt);
+  return amx_or_vectors<Half>(a, use_amx, (int)g.attempt);
 }
 #else
 template <class>
@@ -212,9 +212,9 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
-  return {name, prefill<Half>, few_keys, block_rows, kPackingRows, kPanel, kTile, block_scratch<Half>, block<Half>,
-          decodes<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, rows_before<Half>,
-          key_block<Half>, rows_after<Half>, pairs_scratch, pairs, peak<Half>};
+  return {name, prefill<Half>, short_key_limit, block_rows, kPackingRows, kPanel, kBlockKeys, block_scratch<Half>, block<Half>,
+          can_decode<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, begin_rows<Half>,
+          key_unit<Half>, finish_rows<Half>, pairwise_scratch, pairwise, peak<Half>};
 }
 
 }  // namespace

@@ -13,8 +13,8 @@ struct RowBlock {
   int64_t cost;
   int64_t key = 0, key_stop = INT64_MAX;
   float* partials = nullptr;
-  int64_t few = 0;  // no row sees more keys than so many, few enough for `few_keys`; 0: any
-  const RowBlock* following = nullptr;  // what the thread is likely to take next
+  int64_t short_keys = 0;  // no row sees more keys than so many, few enough for `few_keys`; 0: any
+  const RowBlock* next_block = nullptr;  // what the thread is likely to take next
 };
 
 // A slice of the keys against every query row of some key/value heads. Partial results go to `partials`: rows of heads,
@@ -25,7 +25,7 @@ struct KeyChunk {
 
 // The powers of two that a block of rows is scaled by: its dO, Q where it meets gradients of scores, and the least of those of its rows'
 // gradients of scores.
-struct Fit {
+struct RowScales {
   int32_t grad, query, score;
 };
 
@@ -34,27 +34,27 @@ struct Fit {
 struct Backward {
   const Attention& a;
   const Gradients& g;
-  int64_t rows, panels, row_panels, row_blocks, key_block;
-  int64_t key_blocks;
-  bool whole;           // a unit has all keys of its heads; then what follows lies in its scratch, for one head at a time
+  int64_t rows, panels, row_panels, row_blocks, unit_keys;
+  int64_t key_unit_count;
+  bool whole_heads;           // a unit has all keys of its heads; then what follows lies in its scratch, for one head at a time
   // [B, N, panels, panel] of each row: its log-sum-exp in units of log 2 (inf: no key) and in natural ones, what dP loses
   float *base, *lse, *delta;
-  float* share;  // the same: what its weights are multiplied with, where sinks are not in the log-sum-exp (see describe_row); or null
+  float* sink_share;  // the same: what its weights are multiplied with, where sinks are not in the log-sum-exp (see describe_row); or null
   float* dqt;           // [B, N, panels, Dk, panel]
   char* packed;         // [B, N, panels]: Q and dO as the products take them; null: packed for each visit
-  int32_t* hull;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
+  int32_t* key_extent;        // [B, N, panels, 2]: the keys [start, stop) that some row of the panel may see
   int64_t* turn;        // [B, N, row_blocks]: the key block whose turn it is to add to dqt; see backward.h
-  float* norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
-  int64_t *exceeded, *mixed;  // become 1: see kExceeded and kMixed
+  float* max_grad_norm;          // [B, N, panels]: the largest norm of a row of dO, where scores are scaled by it
+  int64_t *out_of_range, *non_finite;  // become 1: see kExceeded and kMixed
   // Where rows have scales of their own (see kFitted): [B, N, panels, panel], from P * (dP - delta) to what dS is taken for, and what
   // undoes it in dQ; [B, N, row_blocks]
-  float *slope, *undo;
-  Fit* fits;
+  float *ds_scale, *dq_scale;
+  RowScales* row_scales;
 };
 
 // A block of the keys of some batch elements and key/value heads, one after another, against every query row; where the
 // problem is cut into whole heads, all their keys.
-struct KeyBlock {
+struct KeyUnit {
   int64_t batch, batches, kv_head, kv_heads, index;
 };
 
@@ -64,28 +64,28 @@ struct Kernels {
   // who does prefill: this one, or a lower one that is faster. It may find that some numbers are not for it; what is tried next takes
   // more of them, and what is tried third takes any
   const Kernels* (*prefill)(const Attention&, int attempt);
-  int64_t (*few_keys)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
-  int64_t (*block_rows)(const Attention&, int64_t few);  // query rows of a block, as a RowBlock has them, at most
+  int64_t (*short_key_limit)(const Attention&);  // documents whose rows see no more are worked on apart; 0: none are
+  int64_t (*block_rows)(const Attention&, int64_t short_keys);  // query rows of a block, as a RowBlock has them, at most
   int64_t packing_rows;  // how many rows' work it takes to pack the keys of a block
   int64_t panel;        // query rows that one micro-kernel call covers
-  int64_t tile;         // keys of a tile
-  int64_t (*block_scratch)(const Attention&, int64_t rows, bool few);  // few: where no row sees more than few_keys
+  int64_t block_keys;         // keys of a tile
+  int64_t (*block_scratch)(const Attention&, int64_t rows, bool is_short);  // few: where no row sees more than few_keys
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are not for it
-  bool (*decodes)(const Attention&);  // few rows a key/value head, head sizes that it takes
+  bool (*can_decode)(const Attention&);  // few rows a key/value head, head sizes that it takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // `following` is the chunk that the thread is likely to take next, or null: its first keys are prefetched
-  void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* following, float* partials, char* scratch);
+  void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* next_chunk, float* partials, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // the same for gradients
   int64_t (*row_panels)(int64_t dtype);        // panels of a block of rows, at most
-  int64_t (*lay_out_rows)(Backward&, int64_t heads, char* base);  // returns the bytes that the description takes; null: only that
+  int64_t (*layout_rows)(Backward&, int64_t heads, char* base);  // returns the bytes that the description takes; null: only that
   int64_t (*key_scratch)(const Backward&);
-  void (*rows_before)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
-  void (*key_block)(const Backward&, const KeyBlock&, char* scratch);
-  void (*rows_after)(const Backward&, int64_t head, int64_t row_block);
-  int64_t (*pairs_scratch)(const Attention&);
-  void (*pairs)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);  // all gradients of a head, pair by pair
+  void (*begin_rows)(const Backward&, int64_t head, int64_t row_block);  // head: of [B, N]
+  void (*key_unit)(const Backward&, const KeyUnit&, char* scratch);
+  void (*finish_rows)(const Backward&, int64_t head, int64_t row_block);
+  int64_t (*pairwise_scratch)(const Attention&);
+  void (*pairwise)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);  // all gradients of a head, pair by pair
   double (*peak)(int64_t dtype, int64_t repeats);  // runs independent multiply-adds, returns how many operations
 };
 
@@ -100,9 +100,9 @@ extern const Kernels kernels_amx_bf16, kernels_amx;
 // Keys of a tile: their scores for one panel take 24 KiB with AVX-512, half of an L1 of 48 KiB, and 12 KiB with AVX2. AMX keeps
 // no scores, only weights in 16 bits: 12 KiB for 192 keys (Granite Rapids: 4 % faster than 128 at D = 128).
 #if defined(UNDIVIDED_AMX)
-constexpr int64_t kTile = 192;
+constexpr int64_t kBlockKeys = 192;
 #else
-constexpr int64_t kTile = 128;
+constexpr int64_t kBlockKeys = 128;
 #endif
 
 }  // namespace undivided

@@ -15,7 +15,7 @@ namespace {
 
 #ifdef UNDIVIDED_AMX
 // Linux lends a process the tiles' registers, and must be asked once.
-bool may_use_tiles() {
+bool request_tile_permission() {
   const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
@@ -31,7 +31,7 @@ const Kernels* const kLevels[] = {
 int find_highest() {
   const CpuFeatures cpu = CpuFeatures::read();
 #ifdef UNDIVIDED_AMX
-  if (cpu.has_bf16_tiles() && may_use_tiles()) return cpu.has_fp16_tiles() ? 5 : 4;
+  if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
 #endif
   return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
 }
@@ -51,9 +51,9 @@ const char* level_name(int level) { return level < 0 || level > highest_level() 
 
 const Kernels& kernels() {
   static const Kernels* const chosen = [] {
-    const char* wanted = getenv("UNDIVIDED_ISA");
-    for (int i = 0; wanted && i < highest_level(); i++)
-      if (strcmp(wanted, kLevels[i]->name) == 0) return kLevels[i];
+    const char* requested = getenv("UNDIVIDED_ISA");
+    for (int i = 0; requested && i < highest_level(); i++)
+      if (strcmp(requested, kLevels[i]->name) == 0) return kLevels[i];
     return kLevels[highest_level()];
   }();
   return *chosen;

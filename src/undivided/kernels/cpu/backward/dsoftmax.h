@@ -10,52 +10,52 @@ template <class Mode>
 using Weight = std::conditional_t<Mode::Arith::kPairs, Part<Mode>, float>;
 // Elements of a panel's P or dS: [part][key of the tile][kPanel].
 template <class Mode>
-constexpr int64_t kSlot = kParts<Mode> * kTile * kPanel;
+constexpr int64_t kSlot = kParts<Mode> * kBlockKeys * kPanel;
 // Floats of each part of dS in pairs of keys.
-constexpr int64_t kPairsPart = kTile / 2 * kPanel;
+constexpr int64_t kPairsPart = kBlockKeys / 2 * kPanel;
 
 // What a panel's entries are worked out from.
-struct Derive {
+struct DSoftmaxInputs {
   const Attention& a;
   const Panel& panel;
-  const float *base, *lse, *delta, *share;  // of its rows, as a Backward has them
+  const float *base, *lse, *delta, *sink_share;  // of its rows, as a Backward has them
   const float *st, *dpt;  // [key of the tile][kPanel]
-  float* extra;           // what is added to the scores; becomes the gradients of what is added to them
-  const Kept* kept;
+  float* score_bias;           // what is added to the scores; becomes the gradients of what is added to them
+  const LaneMask* keep;
   int64_t first;  // key of the tile's row 0
   int vectors;    // of the panel that hold rows
-  bool ranged, added, collects;
-  bool large;  // whether some row's base is, see kLargeBase
+  bool has_ranges, has_bias, writes_bias_gradient;
+  bool has_large_base;  // whether some row's base is, see kLargeBase
   double scale;        // of scores, as they are
-  const float* slope;  // of a score over what P is multiplied with, scales included: of each row
+  const float* ds_scale;  // of a score over what P is multiplied with, scales included: of each row
   float unit;          // what undoes the scales of P and dP
   float bits;          // by how many powers of two P is scaled up
-  int64_t* exceeded;
+  int64_t* out_of_range;
 };
-enum Kind { kCovered, kRanged, kGeneral };
-struct Derived {
+enum Kind { kUnmasked, kRanges, kGeneral };
+struct DSoftmaxResult {
   Vec weight, score;
 };
 
 // What 2 is raised to. A large base is subtracted from the score as the forward rounded it, in natural units, of which none is above it.
 template <Kind kKind>
-INLINE Vec exponent(const Derive& d, Vec product, Vec score, int v) {
+INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
   const Vec base = load(d.base + v * kLanes);
   if (kKind != kGeneral) return product * (float)(d.scale * (double)kLog2E) - base;
-  const bool plain = d.a.softcap == 0 && !d.added;
+  const bool plain = d.a.softcap == 0 && !d.has_bias;
   const Vec x = plain ? product * (float)(d.scale * (double)kLog2E) - base : score * kLog2E - base;
-  if (!d.large) return x;
+  if (!d.has_large_base) return x;
   const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, score - lse) * kLog2E + d.bits;
   return is_large(lse) ? far : x;
 }
 
 template <Kind kKind, bool kDrops>
-INLINE Derived derive(const Derive& d, int64_t j, int v) {
+INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   const float cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), slope = load(d.slope + v * kLanes), score = rounded(s * (float)d.scale);
+  Vec s = load(d.st + at), grad = load(d.dpt + at), ds_scale = load(d.ds_scale + v * kLanes), score = rounded(s * (float)d.scale);
   IVec allowed = isplat(-1);
-  if (kKind == kRanged || (kKind == kGeneral && d.ranged)) {
+  if (kKind == kRanges || (kKind == kGeneral && d.has_ranges)) {
     const Panel& p = d.panel;
     IVec key = isplat((int32_t)(d.first + j));
     auto bound = [&](const int32_t* of) { return *(const UnalignedIVec*)(of + v * kLanes); };
@@ -64,50 +64,50 @@ INLINE Derived derive(const Derive& d, int64_t j, int v) {
   if (kKind == kGeneral) {
     if (cap != 0) {
       Vec t = tanh_of(s * (float)(d.scale / d.a.softcap));
-      score = rounded(t * cap), slope *= 1 - t * t;
+      score = rounded(t * cap), ds_scale *= 1 - t * t;
     }
-    if (d.added) {
-      Vec e = load(d.extra + at);
+    if (d.has_bias) {
+      Vec e = load(d.score_bias + at);
       score += e, allowed = e != -kInfinity;
     }
   }
   Vec x = exponent<kKind>(d, s, score, v);
-  if (kKind != kCovered) x = allowed ? x : splat(-kInfinity);
+  if (kKind != kUnmasked) x = allowed ? x : splat(-kInfinity);
   Vec p = exp2_or_zero(x), weight = p;
-  if (kKind == kGeneral && d.share) {
-    const Vec share = load(d.share + v * kLanes);
-    weight *= share, grad *= share;
+  if (kKind == kGeneral && d.sink_share) {
+    const Vec sink_share = load(d.sink_share + v * kLanes);
+    weight *= sink_share, grad *= sink_share;
   }
   if (kDrops) {
-    const float survivors = (float)d.a.survivors;
-    const Kept kept = d.kept[j * kVectors + v];
-    weight = surviving(kept, weight) * survivors, grad = surviving(kept, grad) * survivors;
+    const float survivor_scale = (float)d.a.survivor_scale;
+    const LaneMask keep = d.keep[j * kVectors + v];
+    weight = zero_unless(keep, weight) * survivor_scale, grad = zero_unless(keep, grad) * survivor_scale;
   }
   Vec u = p * (grad - load(d.delta + v * kLanes));
-  if (kKind != kCovered) u = allowed ? u : Vec{};
-  if (kKind == kGeneral && d.collects) store(d.extra + at, u * d.unit);
-  score = u * slope;
+  if (kKind != kUnmasked) u = allowed ? u : Vec{};
+  if (kKind == kGeneral && d.writes_bias_gradient) store(d.score_bias + at, u * d.unit);
+  score = u * ds_scale;
   if (kKind == kGeneral) score = allowed ? score : Vec{};  // where softcap's slope may be NaN
   return {weight, score};
 }
 
 template <class Mode, Kind kKind, bool kDrops>
-static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start, int64_t stop, Weight<Mode>* weights,
+static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int64_t start, int64_t stop, Weight<Mode>* weights,
                                                   Weight<Mode>* scores, float* pairs) {
   if constexpr (Mode::Arith::kPairs) {
     for (int64_t j = start & ~(int64_t)1; j < stop; j += 2)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         if (v >= d.vectors) break;
-        Derived even = {}, odd = {};
+        DSoftmaxResult even = {}, odd = {};
         const int64_t at = j * kPanel + v * kLanes;
         if (j >= start) {
-          even = derive<kKind, kDrops>(d, j, v);
+          even = dsoftmax<kKind, kDrops>(d, j, v);
           store_from_float(weights + at, even.weight);
           store_from_float(scores + at, even.score);
         }
         if (j + 1 < stop) {
-          odd = derive<kKind, kDrops>(d, j + 1, v);
+          odd = dsoftmax<kKind, kDrops>(d, j + 1, v);
           store_from_float(weights + at + kPanel, odd.weight);
           store_from_float(scores + at + kPanel, odd.score);
         }
@@ -118,7 +118,7 @@ static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         if (v >= d.vectors) break;
-        Derived x = derive<kKind, kDrops>(d, j, v);
+        DSoftmaxResult x = dsoftmax<kKind, kDrops>(d, j, v);
         store(weights + j * kPanel + v * kLanes, x.weight);
         store(scores + j * kPanel + v * kLanes, x.score);
       }
@@ -126,25 +126,25 @@ static __attribute__((noinline)) void derive_tile(const Derive& d, int64_t start
 }
 
 // Whether entries take more than scores as they are and ranges.
-INLINE bool is_general(const Derive& d) { return d.added || d.a.softcap != 0 || d.large || d.share; }
+INLINE bool is_general(const DSoftmaxInputs& d) { return d.has_bias || d.a.softcap != 0 || d.has_large_base || d.sink_share; }
 
 template <class Mode>
-static void derive_any(const Derive& d, int64_t start, int64_t stop, Weight<Mode>* weights,
+static void dsoftmax_any(const DSoftmaxInputs& d, int64_t start, int64_t stop, Weight<Mode>* weights,
                        Weight<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
-  auto with = [&](auto kind) {
+  auto call = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
-    if (drops) derive_tile<Mode, chosen, true>(d, start, stop, weights, scores, pairs);
-    else derive_tile<Mode, chosen, false>(d, start, stop, weights, scores, pairs);
+    if (drops) dsoftmax_keys<Mode, chosen, true>(d, start, stop, weights, scores, pairs);
+    else dsoftmax_keys<Mode, chosen, false>(d, start, stop, weights, scores, pairs);
   };
-  if (is_general(d)) with(std::integral_constant<Kind, kGeneral>());
-  else if (d.ranged) with(std::integral_constant<Kind, kRanged>());
-  else with(std::integral_constant<Kind, kCovered>());
+  if (is_general(d)) call(std::integral_constant<Kind, kGeneral>());
+  else if (d.has_ranges) call(std::integral_constant<Kind, kRanges>());
+  else call(std::integral_constant<Kind, kUnmasked>());
 }
 
 // The gradients of the scores [start, stop) to those of bias and slopes.
-static void add_extras(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel, const float* u,
-                    int64_t tile, int64_t start, int64_t stop) {
+static void add_bias_gradients(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel, const float* u,
+                    int64_t block_key, int64_t start, int64_t stop) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   for (int64_t r = 0; r < panel.rows; r++) {
@@ -153,13 +153,13 @@ static void add_extras(const Backward& p, const RowBlock& block, int64_t first, 
     const float* from = u + r;
     if (g.slopes) {
       const int32_t position = a.row_position[b * a.row_position_b + row];
-      const int32_t* keys = a.key_position + b * a.key_position_b + tile;
+      const int32_t* keys = a.key_position + b * a.key_position_b + block_key;
       float total = 0;
       for (int64_t j = start; j < stop; j++) total -= from[j * kPanel] * fabsf((float)(position - keys[j]));
       g.slopes[b * g.rows_b + head * g.rows_h + row] += total;
     }
     if (!g.bias) continue;
-    float* to = g.bias + b * g.bias_b + head * g.bias_h + row * g.bias_q + tile * g.bias_k;
+    float* to = g.bias + b * g.bias_b + head * g.bias_h + row * g.bias_q + block_key * g.bias_k;
     if (g.bias_k == 0) {
       float total = 0;
       for (int64_t j = start; j < stop; j++) total += from[j * kPanel];

@@ -17,9 +17,9 @@ template <class T, int N>
 INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t depth, float* done) {
   constexpr int P = Products<N>::parts;
   const int64_t steps = depth * 2 / kTileDepth, part = steps * kTileBytes;
-  const TileRows rows = {a + group * P * part, 64, kTileBytes, P * part, part, depth * kPanelBytes};
+  const AmxOperand rows = {a + group * P * part, 64, kTileBytes, P * part, part, depth * kPanelBytes};
   multiply_first<T, true, kVectors, N>(rows.at, rows, (const char*)b, nullptr, (char*)done);
-  for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, N>(rows.at + s * kTileBytes, rows, (const char*)b + s * kBelow);
+  for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, N>(rows.at + s * kTileBytes, rows, (const char*)b + s * kGroupStride);
 }
 
 // 32 halves of a row of A.
@@ -34,14 +34,14 @@ INLINE void store_halves(Float16* to, Vec low, Vec high) {
 
 // The same of numbers in parts.
 template <int P, class Half>
-INLINE void store_parts(Half* to, const SomeParts<Half, P>& low, const SomeParts<Half, P>& high) {
+INLINE void store_parts(Half* to, const Pieces<Half, P>& low, const Pieces<Half, P>& high) {
 #pragma GCC unroll 3
-  for (int p = 0; p < P; p++) *(__m512i_u*)(to + p * kTile * kPanel) = Parts<Half>::together(low[p], high[p]);
+  for (int p = 0; p < P; p++) *(__m512i_u*)(to + p * kBlockKeys * kPanel) = Parts<Half>::join(low[p], high[p]);
 }
 
 // P and dS of two keys: as rows of A, dS as pairs of keys besides.
 template <class Half>
-INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
+INLINE void store_dsoftmax(const DSoftmaxResult (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     store_halves(weights + i * kPanel, x[i][0].weight, x[i][1].weight);
@@ -51,15 +51,15 @@ INLINE void store_derived(const Derived (&x)[2][kVectors], Half* weights, Half* 
   for (int v = 0; v < kVectors; v++) store(pairs + v * kLanes, pair_weights(x[0][v].score, x[1][v].score, Half()));
 }
 template <int P, class Half>
-INLINE void store_derived_parts(const Derived (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
-  SomeParts<Half, P> parts[2][kVectors];
+INLINE void store_dsoftmax_parts(const DSoftmaxResult (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
+  Pieces<Half, P> parts[2][kVectors];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; v++) take_parts<Half, P>(x[i][v].weight, parts[i][v]);
+    for (int v = 0; v < kVectors; v++) split_into<Half, P>(x[i][v].weight, parts[i][v]);
     store_parts<P>(weights + i * kPanel, parts[i][0], parts[i][1]);
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; v++) take_parts<Half, P>(x[i][v].score, parts[i][v]);
+    for (int v = 0; v < kVectors; v++) split_into<Half, P>(x[i][v].score, parts[i][v]);
     store_parts<P>(scores + i * kPanel, parts[i][0], parts[i][1]);
   }
 #pragma GCC unroll 2
@@ -71,39 +71,39 @@ INLINE void store_derived_parts(const Derived (&x)[2][kVectors], Half* weights, 
 
 // The largest gradient of a score that halves, or sums of bf16, have.
 template <class Half>
-constexpr float kMostScore = std::is_same<Half, Float16>::value ? kMostFloat16 : 0x1p100f;
+constexpr float kMaxScoreGradient = std::is_same<Half, Float16>::value ? kMaxFloat16 : 0x1p100f;
 
 // Weights and gradients of scores of kKeyBlock keys from j on.
 template <class Mode, Kind kKind, bool kDrops>
-static __attribute__((noinline)) void derive_block(const Derive& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
+static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
   constexpr bool checked = !std::is_same<typename Mode::T, BFloat16>::value;
-  UVec most = {};
-  for (int64_t j = first; j < first + kKeyBlock; j += 2) {
-    Derived x[2][kVectors];
+  UVec largest = {};
+  for (int64_t j = first; j < first + kSoftmaxKeys; j += 2) {
+    DSoftmaxResult x[2][kVectors];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; v++) x[i][v] = derive<kKind, kDrops>(d, j + i, v);
-    if constexpr (kParts<Mode> == 1) store_derived(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
-    else store_derived_parts<kParts<Mode>>(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
+      for (int v = 0; v < kVectors; v++) x[i][v] = dsoftmax<kKind, kDrops>(d, j + i, v);
+    if constexpr (kParts<Mode> == 1) store_dsoftmax(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
+    else store_dsoftmax_parts<kParts<Mode>>(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
     for (int i = 0; checked && i < 2; i++)  // NaN, as a number without a sign, is larger than all others
-      for (int v = 0; v < kVectors; v++) most = (UVec)_mm512_max_epu32((__m512i)most, (__m512i)((UVec)x[i][v].score << 1));
+      for (int v = 0; v < kVectors; v++) largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x[i][v].score << 1));
   }
-  const UVec limit = (UVec)splat(kMostScore<Part<Mode>>) << 1;
-  if (checked && _mm512_cmpgt_epu32_mask((__m512i)most, (__m512i)limit)) __atomic_store_n(d.exceeded, 1, __ATOMIC_RELAXED);
+  const UVec limit = (UVec)splat(kMaxScoreGradient<Part<Mode>>) << 1;
+  if (checked && _mm512_cmpgt_epu32_mask((__m512i)largest, (__m512i)limit)) __atomic_store_n(d.out_of_range, 1, __ATOMIC_RELAXED);
 }
 
 template <class Mode>
-static void derive_blocks(const Derive& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
+static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
-  auto with = [&](auto kind) {
+  auto call = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
-    if (drops) derive_block<Mode, chosen, true>(d, first, weights, scores, pairs);
-    else derive_block<Mode, chosen, false>(d, first, weights, scores, pairs);
+    if (drops) dsoftmax_block<Mode, chosen, true>(d, first, weights, scores, pairs);
+    else dsoftmax_block<Mode, chosen, false>(d, first, weights, scores, pairs);
   };
-  if (is_general(d)) with(std::integral_constant<Kind, kGeneral>());
-  else if (d.ranged) with(std::integral_constant<Kind, kRanged>());
-  else with(std::integral_constant<Kind, kCovered>());
+  if (is_general(d)) call(std::integral_constant<Kind, kGeneral>());
+  else if (d.has_ranges) call(std::integral_constant<Kind, kRanges>());
+  else call(std::integral_constant<Kind, kUnmasked>());
 }
 
 // to[i][lanes] += sums[i][lanes] * unit[lanes] for i < count.
@@ -115,17 +115,17 @@ static void add_scaled(const float* sums, int64_t count, const Vec (&unit)[kVect
 // add_tile's sums, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], keys in blocks of kKeyBlock; in fp32 by way of
 // `sums`, and times `unit`.
 template <class Mode>
-static __attribute__((noinline)) void add_tile_blocks(const Weight<Mode>* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
+static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mode>* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
                                                       const Slots& slots, int64_t keys, int64_t columns, float* out,
                                                       int64_t out_column, float unit, float* sums) {
   typedef Part<Mode> Half;
-  constexpr bool apart = kIsFloat32<Mode>;
+  constexpr bool separate_sums = kIsFloat32<Mode>;
   constexpr int N = kProducts<Mode>;
   const Vec units[kVectors] = {splat(unit), splat(unit)};
-  const TileRows rows = {nullptr, 64, 0, kTileBytes, kTile * kPanel * 2, b_column / kParts<Mode> * 4};
+  const AmxOperand rows = {nullptr, 64, 0, kTileBytes, kBlockKeys * kPanel * 2, b_column / kParts<Mode> * 4};
   char* done = nullptr;
-  for (int64_t j = 0; j < keys; j += kKeyBlock) {
-    const char *from[kMostSlots], *with[kMostSlots];
+  for (int64_t j = 0; j < keys; j += kSoftmaxKeys) {
+    const char *from[kMaxSlots], *with[kMaxSlots];
     int count = 0;
     for (int n = 0; n < slots.count; n++)
       if (slots.start[n] <= j && slots.stop[n] > j) {
@@ -134,15 +134,15 @@ static __attribute__((noinline)) void add_tile_blocks(const Weight<Mode>* a, int
       }
     for (int64_t c = 0; count && c < columns; c++) {
       char* to = (char*)(out + c * out_column + j * kPanel);
-      multiply_first<Half, apart, kVectors, N>(from[0], rows, with[0] + c * b_column * 4, to, apart && done ? (char*)sums : done);
-      if (apart && done) add_scaled(sums, kKeyBlock, units, (float*)done);
+      multiply_first<Half, separate_sums, kVectors, N>(from[0], rows, with[0] + c * b_column * 4, to, separate_sums && done ? (char*)sums : done);
+      if (separate_sums && done) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
       for (int n = 1; n < count; n++) multiply_step<Half, kVectors, N>(from[n], rows, with[n] + c * b_column * 4);
       done = to;
     }
   }
   if (!done) return;
-  store_sums(apart ? (char*)sums : done);
-  if (apart) add_scaled(sums, kKeyBlock, units, (float*)done);
+  store_sums(separate_sums ? (char*)sums : done);
+  if (separate_sums) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
 }
 
 }  // namespace

@@ -8,16 +8,16 @@ namespace {
 
 struct BackwardSpace {
   Panel* panels;
-  DropRows* drops;
-  Kept* kept;
+  DropoutRows* dropout_rows;
+  LaneMask* keep;
   char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows where they are not read in place; k_pairs for dQ
   char* rows;                     // PackedRows of the block's panels, where not packed beforehand
   float *st, *dpt;                // where they are not turned into weights in place
   char *weights, *scores;         // P and dS: [slot][key][kPanel]
-  float *pairs, *extra, *sums;    // sums: of dQt or of dK and dV, where they are added up before they are added
+  float *pairs, *score_bias, *sums;    // sums: of dQt or of dK and dV, where they are added up before they are added
   float *dk, *dv;  // [column panel][key][kPanel]
   char* head;      // what is kept of a head's rows, where the unit has all of its keys: see lay_out_rows, or SmallSpace
-  uint8_t* seen;   // which keys of the block
+  uint8_t* visible;   // which keys of the block
   bool is_small;
   int64_t bytes;
 };
@@ -29,63 +29,63 @@ INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
 // Bytes of the copies of K, V and K for dQ.
 template <class Mode>
 INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
-  if (Mode::kTiled) return p.key_block * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
-  if (!Mode::Arith::kPairs) return p.key_block * padded_row(dim) * 4;
-  return Mode::Arith::kPairs && dim % 2 ? p.key_block * (dim + 1) * 2 : 0;
+  if (Mode::kAmx) return p.unit_keys * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
+  if (!Mode::Arith::kPairs) return p.unit_keys * padded_row(dim) * 4;
+  return Mode::Arith::kPairs && dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
 }
 
 // Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
 // of its time at 256 keys in fp32, and more than the products on AMX.
-constexpr int64_t kMostPackedBytes = 1 << 30;
+constexpr int64_t kMaxPackedBytes = 1 << 30;
 
 // Where p describes the rows of so many heads, from `base` on. Returns the bytes that it takes.
 template <class Mode>
-static int64_t lay_out_rows(Backward& p, int64_t heads, char* base) {
+static int64_t layout_rows(Backward& p, int64_t heads, char* base) {
   const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
   const int64_t packed = panels * PackedRows<Mode>(p.a, nullptr).bytes;
-  Carving at{base};
-  p.base = (float*)at.take(lanes * 4), p.lse = (float*)at.take(lanes * 4), p.delta = (float*)at.take(lanes * 4);
-  p.share = leaves_sinks_out(p) ? (float*)at.take(lanes * 4) : nullptr;
-  p.dqt = p.g.dq ? (float*)at.take(lanes * dq_depth<Mode>(p) * 4) : nullptr;
-  p.hull = (int32_t*)at.take(panels * 8), p.turn = (int64_t*)at.take(blocks * 8);
-  p.norm = (float*)at.take(kScaled<Mode> ? panels * 4 : 0);
-  p.slope = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0), p.undo = (float*)at.take(kFitted<Mode> ? lanes * 4 : 0);
-  p.fits = (undivided::Fit*)at.take(kFitted<Mode> ? blocks * (int64_t)sizeof(undivided::Fit) : 0);
-  p.packed = packed <= kMostPackedBytes ? at.take(packed) : nullptr;
-  return at.bytes;
+  Arena arena{base};
+  p.base = (float*)arena.allocate(lanes * 4), p.lse = (float*)arena.allocate(lanes * 4), p.delta = (float*)arena.allocate(lanes * 4);
+  p.sink_share = excludes_sinks(p) ? (float*)arena.allocate(lanes * 4) : nullptr;
+  p.dqt = p.g.dq ? (float*)arena.allocate(lanes * dq_depth<Mode>(p) * 4) : nullptr;
+  p.key_extent = (int32_t*)arena.allocate(panels * 8), p.turn = (int64_t*)arena.allocate(blocks * 8);
+  p.max_grad_norm = (float*)arena.allocate(kHeadScaled<Mode> ? panels * 4 : 0);
+  p.ds_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0), p.dq_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0);
+  p.row_scales = (undivided::RowScales*)arena.allocate(kRowScaled<Mode> ? blocks * (int64_t)sizeof(undivided::RowScales) : 0);
+  p.packed = packed <= kMaxPackedBytes ? arena.allocate(packed) : nullptr;
+  return arena.bytes;
 }
 
 template <class Mode>
-static BackwardSpace carve_backward(const Backward& p, char* base) {
+static BackwardSpace layout_backward(const Backward& p, char* base) {
   const Attention& a = p.a;
   BackwardSpace w;
-  Carving at{base};
+  Arena arena{base};
   constexpr bool pairs = Mode::Arith::kPairs;
-  constexpr int64_t tile = kTile * kPanel;
-  const int64_t st = Mode::kTiled ? kKeyStep<Mode> * kPanel * 4 : pairs ? tile * 4 : 0;
+  constexpr int64_t block_floats = kBlockKeys * kPanel;
+  const int64_t st = Mode::kAmx ? kKeyStep<Mode> * kPanel * 4 : pairs ? block_floats * 4 : 0;
   constexpr int64_t panels = kRowPanels<Mode>, slots = panels * kSlot<Mode> * (int64_t)sizeof(Weight<Mode>);
-  const bool extras = a.bias || a.dense || a.slopes;
-  w.panels = (Panel*)at.take(panels * (int64_t)sizeof(Panel));
-  w.drops = (DropRows*)at.take(a.dropout ? panels * (int64_t)sizeof(DropRows) : 0);
-  w.kept = (Kept*)at.take(a.dropout ? kTile * kVectors * (int64_t)sizeof(Kept) : 0);
-  w.st = (float*)at.take(st), w.dpt = (float*)at.take(st);
-  w.pairs = (float*)at.take(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
-  w.sums = (float*)at.take(Mode::kTiled && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
-  w.k = at.take(copy_bytes<Mode>(p, a.qk_dim)), w.v = at.take(copy_bytes<Mode>(p, a.v_dim));
-  w.k_pairs = at.take(pairs ? p.key_block * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
-  w.k_own = at.take(extras && !pairs ? kTile * a.qk_dim * 4 : 0);
-  w.rows = at.take(p.packed || p.whole ? 0 : panels * PackedRows<Mode>(a, nullptr).bytes);
-  w.weights = at.take(slots), w.scores = at.take(slots);
-  w.seen = (uint8_t*)at.take(kParts<Mode> > 1 ? p.key_block : 0);
-  w.extra = (float*)at.take(extras ? tile * 4 : 0);
-  w.dk = (float*)at.take(Columns(a.qk_dim).panels * p.key_block * kPanel * 4);
-  w.dv = (float*)at.take(Columns(a.v_dim).panels * p.key_block * kPanel * 4);
+  const bool has_score_bias = a.bias || a.dense || a.slopes;
+  w.panels = (Panel*)arena.allocate(panels * (int64_t)sizeof(Panel));
+  w.dropout_rows = (DropoutRows*)arena.allocate(a.dropout ? panels * (int64_t)sizeof(DropoutRows) : 0);
+  w.keep = (LaneMask*)arena.allocate(a.dropout ? kBlockKeys * kVectors * (int64_t)sizeof(LaneMask) : 0);
+  w.st = (float*)arena.allocate(st), w.dpt = (float*)arena.allocate(st);
+  w.pairs = (float*)arena.allocate(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
+  w.sums = (float*)arena.allocate(Mode::kAmx && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
+  w.k = arena.allocate(copy_bytes<Mode>(p, a.qk_dim)), w.v = arena.allocate(copy_bytes<Mode>(p, a.v_dim));
+  w.k_pairs = arena.allocate(pairs ? p.unit_keys * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
+  w.k_own = arena.allocate(has_score_bias && !pairs ? kBlockKeys * a.qk_dim * 4 : 0);
+  w.rows = arena.allocate(p.packed || p.whole_heads ? 0 : panels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = arena.allocate(slots), w.scores = arena.allocate(slots);
+  w.visible = (uint8_t*)arena.allocate(kParts<Mode> > 1 ? p.unit_keys : 0);
+  w.score_bias = (float*)arena.allocate(has_score_bias ? block_floats * 4 : 0);
+  w.dk = (float*)arena.allocate(ColumnPanels(a.qk_dim).panels * p.unit_keys * kPanel * 4);
+  w.dv = (float*)arena.allocate(ColumnPanels(a.v_dim).panels * p.unit_keys * kPanel * 4);
   Backward own = p;
-  int64_t of_head = p.whole ? lay_out_rows<Mode>(own, 1, nullptr) : 0;
-  w.is_small = !Mode::kTiled && p.whole && is_small(a, p.g);
-  if (w.is_small) of_head = larger_of(of_head, SmallSpace(a, nullptr).bytes);
-  w.head = at.take(of_head);
-  w.bytes = at.bytes;
+  int64_t head_bytes = p.whole_heads ? layout_rows<Mode>(own, 1, nullptr) : 0;
+  w.is_small = !Mode::kAmx && p.whole_heads && is_small(a, p.g);
+  if (w.is_small) head_bytes = larger_of(head_bytes, SmallSpace(a, nullptr).bytes);
+  w.head = arena.allocate(head_bytes);
+  w.bytes = arena.bytes;
   return w;
 }
 
@@ -127,8 +127,8 @@ template <class F>
 INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
   Panel panel;
   for (int64_t i = 0; i < p.panels; i++) {
-    const int32_t* hull = p.hull + 2 * (head.index * p.panels + i);
-    if (hull[1] <= key || hull[0] >= key + count) continue;
+    const int32_t* key_extent = p.key_extent + 2 * (head.index * p.panels + i);
+    if (key_extent[1] <= key || key_extent[0] >= key + count) continue;
     const RowBlock block = rows_of(p, head, i / p.row_panels);
     const int64_t first = i % p.row_panels * kPanel;
     read_ranges(p.a, block, first, panel);
@@ -136,25 +136,25 @@ INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_
   }
 }
 // Which of the keys [key, key + count) some row's ranges have.
-static void find_seen_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* seen) {
-  memset(seen, 0, (size_t)count);
+static void find_visible_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* visible) {
+  memset(visible, 0, (size_t)count);
   with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
     for (int s = 0; s < panel.segments; s++) {
       const int64_t start = larger_of(panel.segment[s].start - key, 0), stop = smaller_of(panel.segment[s].stop - key, count);
-      if (start < stop) memset(seen + start, 1, (size_t)(stop - start));
+      if (start < stop) memset(visible + start, 1, (size_t)(stop - start));
     }
   });
 }
 // Those that a dense mask or a bias hides from every row are taken from `seen`; extra: kTile x kPanel.
-static void hide_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* extra, uint8_t* seen) {
-  for (int64_t t = 0; t < count; t += kTile) {
-    const int64_t keys = smaller_of(kTile, count - t);
-    uint8_t by_some[kTile] = {}, by_panel[kTile];
+static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* score_bias, uint8_t* visible) {
+  for (int64_t t = 0; t < count; t += kBlockKeys) {
+    const int64_t keys = smaller_of(kBlockKeys, count - t);
+    uint8_t by_some[kBlockKeys] = {}, by_panel[kBlockKeys];
     with_panels(p, head, key + t, keys, [&](const Panel& panel, const RowBlock& block, int64_t first) {
-      fill_extra(p.a, block, first, panel, key + t, key + t + keys, extra, by_panel);
+      fill_score_bias(p.a, block, first, panel, key + t, key + t + keys, score_bias, by_panel);
       for (int64_t j = 0; j < keys; j++) by_some[j] |= by_panel[j];
     });
-    for (int64_t j = 0; j < keys; j++) seen[t + j] &= by_some[j];
+    for (int64_t j = 0; j < keys; j++) visible[t + j] &= by_some[j];
   }
 }
 #endif
@@ -163,35 +163,35 @@ template <class Mode>
 static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
-  const int64_t count = smaller_of(p.key_block, a.kv_len - key);
+  const int64_t count = smaller_of(p.unit_keys, a.kv_len - key);
   const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
   const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
 #if defined(UNDIVIDED_AMX)
   if constexpr (kParts<Mode> > 1) {
-    uint8_t* const seen = w.seen;
-    const int64_t padded = round_up(count, kKeyBlock);
+    uint8_t* const visible = w.visible;
+    const int64_t padded = round_up(count, kSoftmaxKeys);
     auto split = [&] {
-      Irregular irregular = Irregular::of<Mode>(kLeastInput);
-      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, seen, w.k, irregular);
-      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, seen, w.v, irregular);
-      split_v<Mode>(k, a.k_s, count, a.qk_dim, seen, p.key_block / kTileDepth, w.k_pairs, irregular);
-      return !irregular.found();
+      RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
+      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, visible, w.k, range_check);
+      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, visible, w.v, range_check);
+      split_v<Mode>(k, a.k_s, count, a.qk_dim, visible, p.unit_keys / kTileDepth, w.k_pairs, range_check);
+      return !range_check.out_of_range();
     };
-    find_seen_keys(p, head, key, count, seen);
-    bool fits = split();
-    if (!fits && (a.dense || a.bias)) hide_keys(p, head, key, count, w.extra, seen), fits = split();
-    if (!fits) exceed(p);
+    find_visible_keys(p, head, key, count, visible);
+    bool row_scales = split();
+    if (!row_scales && (a.dense || a.bias)) clear_masked_keys(p, head, key, count, w.score_bias, visible), row_scales = split();
+    if (!row_scales) report_out_of_range(p);
     return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
-  } else if constexpr (Mode::kTiled) {
-    uint8_t every[kTile];
-    memset(every, 1, kTile);
-    const int64_t padded = round_up(count, kKeyBlock);
+  } else if constexpr (Mode::kAmx) {
+    uint8_t every[kBlockKeys];
+    memset(every, 1, kBlockKeys);
+    const int64_t padded = round_up(count, kSoftmaxKeys);
     pack_k(k, a.k_s, count, padded, a.qk_dim, w.k);
     pack_k(v, a.v_s, count, padded, a.v_dim, w.v);
-    for (int64_t j = 0; j < count; j += kTile)
-      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kTile, count - j), a.qk_dim, every, p.key_block / kTileDepth,
+    for (int64_t j = 0; j < count; j += kBlockKeys)
+      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, count - j), a.qk_dim, every, p.unit_keys / kTileDepth,
                   w.k_pairs + j / kTileDepth * kTileBytes);
-    zero_what_is_not_finite((T*)w.k_pairs, p.key_block * dq_depth<Mode>(p));
+    zero_what_is_not_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p));
     return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
   } else
 #endif
@@ -217,26 +217,26 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 // Sums of `count` keys, and of those that the micro-kernels take besides, start at zero.
 template <class Mode>
 INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
-  const int64_t keys = smaller_of(round_up(count, Mode::kTiled ? kKeyStep<Mode> : kBroadcasts), p.key_block);
-  for (int64_t c = 0; c < Columns(dim).panels; c++) memset(sums + c * p.key_block * kPanel, 0, (size_t)(keys * kPanel) * 4);
+  const int64_t keys = smaller_of(round_up(count, Mode::kAmx ? kKeyStep<Mode> : kBroadcasts), p.unit_keys);
+  for (int64_t c = 0; c < ColumnPanels(dim).panels; c++) memset(sums + c * p.unit_keys * kPanel, 0, (size_t)(keys * kPanel) * 4);
 }
 
 template <class Mode>
 static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride, int64_t dim,
                        const float* sums, int bits) {
   typedef typename Mode::T T;
-  const int64_t width = Columns(dim).width;
+  const int64_t width = ColumnPanels(dim).width;
   const float unit = ldexpf(1, -bits);
-  Vec nothing = {};
+  Vec zero_or_nan = {};
   for (int64_t j = 0; j < keys.count; j++) {
     const int64_t row = at + (keys.first + j) * stride;
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec x = load(sums + (d / width * p.key_block + j) * kPanel + d % width);
+      const Vec x = load(sums + (d / width * p.unit_keys + j) * kPanel + d % width);
       put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
-      nothing += x * 0;
+      zero_or_nan += x * 0;
     }
   }
-  mark_mixed(p, nothing);
+  mark_non_finite(p, zero_or_nan);
 }
 
 }  // namespace

@@ -10,22 +10,22 @@
 namespace {
 
 // Rows in fp32, padded with zeros to whole vectors.
-struct PairSpace {
+struct PairwiseSpace {
   Panel* panel;
-  DropRows* drops;
-  Kept* kept;
-  float *extra, *q, *grad, *dq;  // of a panel
+  DropoutRows* dropout_rows;
+  LaneMask* keep;
+  float *score_bias, *q, *grad, *dq;  // of a panel
   float *k, *v, *dk, *dv;        // of a head
   int64_t bytes;
-  PairSpace(const Attention& a, char* base) {
-    Carving at{base};
-    const int64_t of_qk = round_up(a.qk_dim, kLanes) * 4, of_v = round_up(a.v_dim, kLanes) * 4;
-    panel = (Panel*)at.take((int64_t)sizeof(Panel)), drops = (DropRows*)at.take((int64_t)sizeof(DropRows));
-    kept = (Kept*)at.take(kTile * kVectors * (int64_t)sizeof(Kept)), extra = (float*)at.take(kTile * kPanel * 4);
-    q = (float*)at.take(kPanel * of_qk), dq = (float*)at.take(kPanel * of_qk), grad = (float*)at.take(kPanel * of_v);
-    k = (float*)at.take(a.kv_len * of_qk), dk = (float*)at.take(a.kv_len * of_qk);
-    v = (float*)at.take(a.kv_len * of_v), dv = (float*)at.take(a.kv_len * of_v);
-    bytes = at.bytes;
+  PairwiseSpace(const Attention& a, char* base) {
+    Arena arena{base};
+    const int64_t qk_bytes = round_up(a.qk_dim, kLanes) * 4, v_bytes = round_up(a.v_dim, kLanes) * 4;
+    panel = (Panel*)arena.allocate((int64_t)sizeof(Panel)), dropout_rows = (DropoutRows*)arena.allocate((int64_t)sizeof(DropoutRows));
+    keep = (LaneMask*)arena.allocate(kBlockKeys * kVectors * (int64_t)sizeof(LaneMask)), score_bias = (float*)arena.allocate(kBlockKeys * kPanel * 4);
+    q = (float*)arena.allocate(kPanel * qk_bytes), dq = (float*)arena.allocate(kPanel * qk_bytes), grad = (float*)arena.allocate(kPanel * v_bytes);
+    k = (float*)arena.allocate(a.kv_len * qk_bytes), dk = (float*)arena.allocate(a.kv_len * qk_bytes);
+    v = (float*)arena.allocate(a.kv_len * v_bytes), dv = (float*)arena.allocate(a.kv_len * v_bytes);
+    bytes = arena.bytes;
   }
 };
 
@@ -38,9 +38,9 @@ INLINE void add_row_times(float x, const float* row, int64_t dim, float* to) {
 }
 
 template <class T>
-class PairedHead {
+class PairwiseHead {
  public:
-  PairedHead(const Backward& p, int64_t batch, int64_t kv_head, char* scratch)
+  PairwiseHead(const Backward& p, int64_t batch, int64_t kv_head, char* scratch)
       : p_(p), a_(p.a), g_(p.g), w_(p.a, scratch), dk_(round_up(p.a.qk_dim, kLanes)), dv_(round_up(p.a.v_dim, kLanes)),
         block_{batch, kv_head * (p.a.heads / p.a.kv_heads), kv_head, 0, p.rows, 0} {}
 
@@ -67,17 +67,17 @@ class PairedHead {
   void run_panel(int64_t first) {
     Panel& panel = *w_.panel;
     read_ranges(a_, block_, first, panel);
-    if (a_.dropout) read_drop_rows(a_, block_, first, panel.rows, *w_.drops);
+    if (a_.dropout) read_dropout_rows(a_, block_, first, panel.rows, *w_.dropout_rows);
     memset(w_.dq, 0, (size_t)(panel.rows * dk_) * 4);
     for (int64_t r = 0; r < panel.rows; r++) {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
-      of_row_[r] = describe_row<T>(p_, block_.batch, head, row);
+      row_terms_[r] = row_terms<T>(p_, block_.batch, head, row);
       const auto [q, grad] = row_pointers<T>(p_, block_, first + r);
       put_floats(q, a_.qk_dim, w_.q + r * dk_), put_floats(grad, a_.v_dim, w_.grad + r * dv_);
     }
     for (int s = 0; s < panel.segments; s++)
-      for (int64_t key = panel.segment[s].start; key < panel.segment[s].stop; key += kTile)
-        run_keys(first, key, smaller_of(key + kTile, panel.segment[s].stop));
+      for (int64_t key = panel.segment[s].start; key < panel.segment[s].stop; key += kBlockKeys)
+        run_keys(first, key, smaller_of(key + kBlockKeys, panel.segment[s].stop));
     for (int64_t r = 0; g_.dq && r < panel.rows; r++) {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
       put(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * dk_, a_.qk_dim, false);
@@ -86,50 +86,50 @@ class PairedHead {
 
   // A panel's rows against keys [start, stop), at most a tile.
   void run_keys(int64_t first, int64_t start, int64_t stop) {
-    const bool extras = a_.bias || a_.dense || a_.slopes;
-    uint8_t seen[kTile];
-    if (extras && !fill_extra(a_, block_, first, *w_.panel, start, stop, w_.extra, seen)) return;
-    if (a_.dropout) draw_tile(a_, block_.batch, *w_.drops, start, stop, w_.kept);
+    const bool has_score_bias = a_.bias || a_.dense || a_.slopes;
+    uint8_t visible[kBlockKeys];
+    if (has_score_bias && !fill_score_bias(a_, block_, first, *w_.panel, start, stop, w_.score_bias, visible)) return;
+    if (a_.dropout) draw_keep_masks(a_, block_.batch, *w_.dropout_rows, start, stop, w_.keep);
     const Panel& panel = *w_.panel;
     for (int64_t r = 0; r < panel.rows; r++)
       for (int64_t j = start; j < stop; j++) {
-        float& extra = w_.extra[(j - start) * kPanel + r];
+        float& score_bias = w_.score_bias[(j - start) * kPanel + r];
         const bool inside = (j >= panel.start[0][r] && j < panel.stop[0][r]) || (j >= panel.start[1][r] && j < panel.stop[1][r]);
-        const bool sees = of_row_[r].base != kInfinity && inside && !(extras && extra == -kInfinity);
-        const float change = sees ? run_pair(r, j, start, extras ? extra : 0) : 0;
-        if (extras) extra = change;
+        const bool sees = row_terms_[r].base != kInfinity && inside && !(has_score_bias && score_bias == -kInfinity);
+        const float d_score = sees ? run_pair(r, j, start, has_score_bias ? score_bias : 0) : 0;
+        if (has_score_bias) score_bias = d_score;
       }
-    if (g_.bias || g_.slopes) add_extras(p_, block_, first, panel, w_.extra, start, 0, stop - start);
+    if (g_.bias || g_.slopes) add_bias_gradients(p_, block_, first, panel, w_.score_bias, start, 0, stop - start);
   }
 
   // The gradient of what is added to the score.
-  float run_pair(int64_t r, int64_t j, int64_t start, float extra) {
-    const RowNumbers& row = of_row_[r];
+  float run_pair(int64_t r, int64_t j, int64_t start, float score_bias) {
+    const RowTerms& row = row_terms_[r];
     const float *q = w_.q + r * dk_, *grad = w_.grad + r * dv_, *k = w_.k + j * dk_, *v = w_.v + j * dv_;
     const float scale = (float)a_.scale, cap = (float)a_.softcap, product = dot_of(q, k, dk_);
     const float capped = cap != 0 ? tanhf(product * (float)(a_.scale / a_.softcap)) : 0;
-    const float above = (cap != 0 ? capped * cap : product * scale) + extra - row.lse;
+    const float above = (cap != 0 ? capped * cap : product * scale) + score_bias - row.lse;
     const float weight = expf(above > 0 ? 0 : above);
-    float used = weight * row.share, of_weight = dot_of(grad, v, dv_) * row.share;
+    float used = weight * row.sink_share, d_weight = dot_of(grad, v, dv_) * row.sink_share;
     if (a_.dropout) {
-      const Vec kept = surviving(w_.kept[(j - start) * kVectors + r / kLanes], splat((float)a_.survivors));
-      const float survivor = kept[r % kLanes];
-      used = survivor != 0 ? used * survivor : 0, of_weight = survivor != 0 ? of_weight * survivor : 0;
+      const Vec keep = zero_unless(w_.keep[(j - start) * kVectors + r / kLanes], splat((float)a_.survivor_scale));
+      const float survivor = keep[r % kLanes];
+      used = survivor != 0 ? used * survivor : 0, d_weight = survivor != 0 ? d_weight * survivor : 0;
     }
-    const float change = weight * (of_weight - row.delta), of_product = change * (cap != 0 ? scale * (1 - capped * capped) : scale);
-    add_row_times(of_product, k, dk_, w_.dq + r * dk_);
-    add_row_times(of_product, q, dk_, w_.dk + j * dk_);
+    const float d_score = weight * (d_weight - row.delta), d_product = d_score * (cap != 0 ? scale * (1 - capped * capped) : scale);
+    add_row_times(d_product, k, dk_, w_.dq + r * dk_);
+    add_row_times(d_product, q, dk_, w_.dk + j * dk_);
     add_row_times(used, grad, dv_, w_.dv + j * dv_);
-    return change;
+    return d_score;
   }
 
   const Backward& p_;
   const Attention& a_;
   const Gradients& g_;
-  const PairSpace w_;
+  const PairwiseSpace w_;
   const int64_t dk_, dv_;  // floats from row to row
   const RowBlock block_;
-  RowNumbers of_row_[kPanel];
+  RowTerms row_terms_[kPanel];
 };
 
 }  // namespace

@@ -15,14 +15,14 @@ struct PackedRows {
   float *qt, *dot, *q, *grad;
   int64_t bytes;
   PackedRows(const Attention& a, char* at) {
-    auto take = [&](int64_t floats) {
+    auto allocate = [&](int64_t floats) {
       float* start = (float*)at;
       at += floats * 4;
       return start;
     };
     char* first = at;
-    qt = take(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel), dot = take(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
-    q = take(Columns(a.qk_dim).panels * kColumns), grad = take(Columns(a.v_dim).panels * kColumns);
+    qt = allocate(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel), dot = allocate(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
+    q = allocate(ColumnPanels(a.qk_dim).panels * kColumns), grad = allocate(ColumnPanels(a.v_dim).panels * kColumns);
     bytes = round_up(at - first, 64);
   }
 };
@@ -49,14 +49,14 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 template <class Mode>
 static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
-  const int64_t width = Columns(dim).width;
+  const int64_t width = ColumnPanels(dim).width;
   for (int64_t r = 0; r < rows; r += step)
     for (int64_t d = 0; d < dim; d += kLanes) {
       float* at = to + d / width * PackedRows<Mode>::kColumns + r / step * kPanel + d % width;
 #if defined(UNDIVIDED_AMX)
       if constexpr (kParts<Mode> > 1) {
         Vec parts[kParts<Mode>];
-        auto scaled = [&](int64_t of) { return row[of] ? load_some(row[of] + d, dim - d) * unit[of] : Vec{}; };
+        auto scaled = [&](int64_t of) { return row[of] ? load_partial(row[of] + d, dim - d) * unit[of] : Vec{}; };
         split_pairs<Part<Mode>, kParts<Mode>>(scaled(r), scaled(r + 1), parts);
         for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;
@@ -77,18 +77,18 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
 // Rows of a panel that the products read: those that are there, rounded up; on AMX all.
 template <class Mode>
 INLINE int64_t packed_lanes(int64_t rows) {
-  return Mode::kTiled ? kPanel : round_up(rows, kLanes);
+  return Mode::kAmx ? kPanel : round_up(rows, kLanes);
 }
 
 // The least number of Q, K and V of which products with dO, and of these with each other, have three parts; see Irregular.
-constexpr float kLeastInput = 0x1p-20f;
+constexpr float kMinInput = 0x1p-20f;
 
 // kLanes rows, scaled by `unit` where they are split, into lanes.
 template <class Mode>
-static void lay_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
-                     [[maybe_unused]] Irregular& irregular) {
+static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
+                     [[maybe_unused]] RangeCheck& range_check) {
 #if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, irregular, unit);
+  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, range_check, unit);
   else
 #endif
     transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
@@ -106,24 +106,24 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     if (base[r] == kInfinity) continue;
     std::tie(q[r], grad[r]) = row_pointers<T>(p, block, first + r);
   }
-  float of_q[kPanel], of_grad[kPanel];
-  for (int r = 0; r < kPanel; r++) of_q[r] = of_grad[r] = 1;
-  if constexpr (kFitted<Mode>) {
+  float q_scale[kPanel], grad_scale[kPanel];
+  for (int r = 0; r < kPanel; r++) q_scale[r] = grad_scale[r] = 1;
+  if constexpr (kRowScaled<Mode>) {
     const int64_t row = block.row + first, row_block = block.row / (p.row_panels * kPanel);
-    const undivided::Fit fit = p.fits[head.index * p.row_blocks + row_block];
-    const float* undo = p.undo + head.index * p.panels * kPanel + row;
-    const float grad = power_of_two(fit.grad), query = power_of_two(kInputBits<Mode> + fit.query + fit.score);
-    for (int r = 0; r < rows; r++) of_grad[r] = grad, of_q[r] = undo[r] * query;
+    const undivided::RowScales scales = p.row_scales[head.index * p.row_blocks + row_block];
+    const float* dq_scale = p.dq_scale + head.index * p.panels * kPanel + row;
+    const float grad = power_of_two(scales.grad), query = power_of_two(kInputBits<Mode> + scales.query + scales.score);
+    for (int r = 0; r < rows; r++) grad_scale[r] = grad, q_scale[r] = dq_scale[r] * query;
   }
-  Irregular irregular = Irregular::of<Mode>(kLeastInput);
-  Irregular of_grads = kFitted<Mode> ? Irregular(kLeastFitted, kMostFloat16, of_grad[0]) : Irregular::of<Mode>();
+  RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
+  RangeCheck grad_check = kRowScaled<Mode> ? RangeCheck(kMinScaledGrad, kMaxFloat16, grad_scale[0]) : RangeCheck::of_mode<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    lay_rows<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, irregular);
-    lay_rows<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, of_grad[0], to.dot + lane, of_grads);
+    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, range_check);
+    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, grad_scale[0], to.dot + lane, grad_check);
   }
-  if (kParts<Mode> > 1 && (irregular.found() || of_grads.found())) exceed(p);
-  pack_rows<Mode>(q, Mode::kTiled ? kPanel : rows, a.qk_dim, of_q, to.q);
-  pack_rows<Mode>(grad, Mode::kTiled ? kPanel : rows, a.v_dim, of_grad, to.grad);
+  if (kParts<Mode> > 1 && (range_check.out_of_range() || grad_check.out_of_range())) report_out_of_range(p);
+  pack_rows<Mode>(q, Mode::kAmx ? kPanel : rows, a.qk_dim, q_scale, to.q);
+  pack_rows<Mode>(grad, Mode::kAmx ? kPanel : rows, a.v_dim, grad_scale, to.grad);
 }
 
 }  // namespace

@@ -11,15 +11,15 @@ using undivided::Backward;
 
 // Whether weights P are those without sinks, and a row's share makes of them what they were: where the log-sum-exp has a gradient, whose
 // weights are P, and the others may have become 0 beside a sink.
-INLINE bool leaves_sinks_out(const Backward& p) { return p.a.sinks && p.g.grad_lse; }
+INLINE bool excludes_sinks(const Backward& p) { return p.a.sinks && p.g.grad_lse; }
 
 // What is one number a row; see Backward. length: |dO|.
-struct RowNumbers {
-  float base, lse, delta, share, length;
+struct RowTerms {
+  float base, lse, delta, sink_share, grad_norm;
 };
 // Rows without a key may hold anything and are not read.
 template <class T>
-static RowNumbers describe_row(const Backward& p, int64_t batch, int64_t head, int64_t row, bool length_wanted = false) {
+static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_t row, bool needs_norm = false) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
@@ -28,12 +28,12 @@ static RowNumbers describe_row(const Backward& p, int64_t batch, int64_t head, i
   const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   const float lost = dot_of(out, grad, a.v_dim);
-  RowNumbers x = {0, lse, lost, 1, length_wanted ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
+  RowTerms x = {0, lse, lost, 1, needs_norm ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
   if (a.sinks) {
     const float sink = a.sinks[head];
     const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
     if (g.sinks) g.sinks[at] = -lost * expf(sink - total);
-    if (leaves_sinks_out(p)) x.share = expf(lse - total), x.delta *= x.share;
+    if (excludes_sinks(p)) x.sink_share = expf(lse - total), x.delta *= x.sink_share;
     else x.lse = total;
   }
   if (g.grad_lse) x.delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row];

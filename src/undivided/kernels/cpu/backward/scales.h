@@ -9,16 +9,16 @@
 
 namespace {
 
-constexpr bool kHasTiles = kTile != 128;
+constexpr bool kHasAmx = kBlockKeys != 128;
 // Of a block: 128 query rows, or 256 where there is memory for it near by.
 template <class Mode>
-constexpr int kRowPanels = ((kHasTiles && kParts<Mode> < 3 ? 256 : 128) + kPanel - 1) / kPanel;
-static_assert(((kHasTiles ? 256 : 128) + kPanel - 1) / kPanel <= kMostSlots);
+constexpr int kRowPanels = ((kHasAmx && kParts<Mode> < 3 ? 256 : 128) + kPanel - 1) / kPanel;
+static_assert(((kHasAmx ? 256 : 128) + kPanel - 1) / kPanel <= kMaxSlots);
 
 // Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.
-struct Columns {
+struct ColumnPanels {
   int64_t vectors, panels, width;
-  explicit Columns(int64_t dim)
+  explicit ColumnPanels(int64_t dim)
       : vectors((dim + kLanes - 1) / kLanes), panels((vectors + kVectors - 1) / kVectors),
         width((vectors + panels - 1) / panels * kLanes) {}
   int used(int64_t panel) const { return (int)smaller_of(vectors - panel * (width / kLanes), width / kLanes); }
@@ -40,35 +40,35 @@ INLINE int64_t dq_depth(const Backward& p) {
 // of the fp32 sums. Weights then reach 2^14. Gradients of scores are scaled by what makes the largest |dO| * |scale| of a head
 // 2^8 to 2^9: they fit where rows of V have norms below some 2^7. Where they do not the problem is computed in fp32 instead.
 template <class Mode>
-constexpr bool kScaled = Mode::kTiled && kParts<Mode> == 1 && std::is_same<typename Mode::T, Float16>::value;
+constexpr bool kHeadScaled = Mode::kAmx && kParts<Mode> == 1 && std::is_same<typename Mode::T, Float16>::value;
 
 // The same where fp32 is two fp16 (see split.h), whose range is that of one, but for scales: by what a block of rows has, so that
 // documents do not count for each other, and nothing can exceed. dO of a block is scaled to 2^15 and less. Gradients of a row's scores are
 // by what they can be at most, |scale| (|dO| |V| + |delta|), so that what is lost is a question of that row; Q, where it meets several
 // rows' gradients at once, is scaled apart and undoes the differences.
 template <class Mode>
-constexpr bool kFitted = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
-constexpr int kFittedBits = 15, kMostFittedBits = 80;  // more: all powers of two that follow from it would not be in fp32
+constexpr bool kRowScaled = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
+constexpr int kScaleBits = 15, kMaxScaleBits = 80;  // more: all powers of two that follow from it would not be in fp32
 // Of the largest number of a row's dO as it is scaled, where that of the block is 2^15: tokens that a model is sure of have gradients of
 // 2^-20 of others'. Theirs keep 18 bits then.
-constexpr float kLeastFitted = 0x1p-7f;
+constexpr float kMinScaledGrad = 0x1p-7f;
 
 INLINE float power_of_two(int bits) { return bits_to_float((uint32_t)(127 + bits) << 23); }  // -126 to 127
 // The power of two that makes `most` 2^14 to 2^15; 0 where it is 0 or not finite.
-INLINE int fitted_bits(float most) { return most > 0 && most < kInfinity ? kFittedBits - 1 - ilogbf(most) : 0; }
-INLINE bool is_fitted(int bits) { return -kMostFittedBits <= bits && bits <= kMostFittedBits; }
+INLINE int scale_bits(float largest) { return largest > 0 && largest < kInfinity ? kScaleBits - 1 - ilogbf(largest) : 0; }
+INLINE bool is_scale_valid(int bits) { return -kMaxScaleBits <= bits && bits <= kMaxScaleBits; }
 
 template <class Mode>
 INLINE int weight_bits(const Attention& a) {
-  return kScaled<Mode> || kFitted<Mode> ? 14 - (a.dropout && a.survivors > 0 ? ilogbf((float)a.survivors * 1.9999f) : 0) : 0;
+  return kHeadScaled<Mode> || kRowScaled<Mode> ? 14 - (a.dropout && a.survivor_scale > 0 ? ilogbf((float)a.survivor_scale * 1.9999f) : 0) : 0;
 }
 template <class Mode>
 INLINE int score_bits(const Backward& p, int64_t head) {
-  if (!kScaled<Mode>) return 0;
-  float most = 0;
-  for (int64_t i = 0; i < p.panels; i++) most = most > p.norm[head * p.panels + i] ? most : p.norm[head * p.panels + i];
-  most *= fabsf((float)p.a.scale);
-  return most > 0 ? 8 - (ilogbf(most) < -100 ? -100 : ilogbf(most)) : 0;
+  if (!kHeadScaled<Mode>) return 0;
+  float largest = 0;
+  for (int64_t i = 0; i < p.panels; i++) largest = largest > p.max_grad_norm[head * p.panels + i] ? largest : p.max_grad_norm[head * p.panels + i];
+  largest *= fabsf((float)p.a.scale);
+  return largest > 0 ? 8 - (ilogbf(largest) < -100 ? -100 : ilogbf(largest)) : 0;
 }
 
 // One key/value head of one batch element, and a block of its virtual rows.
@@ -82,12 +82,12 @@ INLINE RowBlock rows_of(const Backward& p, const Head& head, int64_t row_block) 
 INLINE Head head_of(const Backward& p, int64_t index) { return {index / p.a.kv_heads, index % p.a.kv_heads, index}; }
 
 // The problem has to be done again, see kExceeded.
-INLINE void exceed(const Backward& p) { __atomic_store_n(p.exceeded, 1, __ATOMIC_RELAXED); }
+INLINE void report_out_of_range(const Backward& p) { __atomic_store_n(p.out_of_range, 1, __ATOMIC_RELAXED); }
 // Some gradients are not finite, see kMixed.
-INLINE void mark_mixed(const Backward& p, Vec nothing) {
-  if (any(nothing != nothing)) __atomic_store_n(p.mixed, 1, __ATOMIC_RELAXED);
+INLINE void mark_non_finite(const Backward& p, Vec zero_or_nan) {
+  if (any(zero_or_nan != zero_or_nan)) __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED);
 }
-INLINE bool was_exceeded(const Backward& p) { return __atomic_load_n(p.exceeded, __ATOMIC_RELAXED) != 0; }
+INLINE bool is_out_of_range(const Backward& p) { return __atomic_load_n(p.out_of_range, __ATOMIC_RELAXED) != 0; }
 
 // Where row r of a block has its Q and dO.
 template <class T>

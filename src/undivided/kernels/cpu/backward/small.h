@@ -16,14 +16,14 @@ namespace {
 // Up to so many rows and keys. (AVX-512, times as fast as by way of backward.h, heads of 64, 100, 128 and 256 tokens: fp32 1.2 to 1.3, 1.2
 // to 1.3, 1.1 to 1.2, 1.04 to 1.1. With more than a tile of keys the number of threads would decide which way is taken.) Of bf16 where there
 // are dot products less: Intel's are no faster than multiply-adds (128 tokens 1.6 times as fast this way), but others' are twice as fast.
-constexpr int64_t kMostSmall = 128, kMostSmallPairs = 32;
-static_assert(kMostSmall <= kTile);
-constexpr int64_t kSmallWidth = (kMostSmall + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
-INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMostSmall) {
+constexpr int64_t kMaxSmallBackward = 128, kMaxSmallBackwardDot = 32;
+static_assert(kMaxSmallBackward <= kBlockKeys);
+constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
+INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
 #if defined(__AVX512BF16__)
-  if (a.dtype == kBFloat16) most = smaller_of(most, kMostSmallPairs);
+  if (a.dtype == kBFloat16) limit = smaller_of(limit, kMaxSmallBackwardDot);
 #endif
-  return is_small(a, most) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
+  return is_small(a, limit) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
 }
 
 #if defined(UNDIVIDED_AMX)
@@ -32,7 +32,7 @@ INLINE bool is_small(const Attention& a, const Gradients& g, int64_t most = kMos
 // tokens 1.0 to 1.1, 128 tokens 1.2 to 1.3; as three bf16: 64 tokens .8 to 1.0, 100 tokens .4 to .8, 128 tokens .6 to 1.1. fp16 as two bf16:
 // 48 tokens 1.0, 64 to 128 tokens 1.1 to 1.6.)
 template <class Mode>
-INLINE bool is_better_small(const Attention& a, const Gradients& g) {
+INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
   if (kParts<Mode> == 1) return is_small(a, g, 24);
   if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
   return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < 96 || filled_part(a) < 0.76;
@@ -45,14 +45,14 @@ struct SmallSpace {
   float *q, *grad, *k, *v;   // rows of 16 bits, widened, one after another
   int64_t bytes;
   SmallSpace(const Attention& a, char* base) {
-    Carving at{base};
+    Arena arena{base};
     const int64_t rows = rows_of_group(a), widened = a.dtype == kFloat32 ? 0 : 4;
-    kt = (float*)at.take(a.qk_dim * kPanel * 4), vt = (float*)at.take(a.v_dim * kPanel * 4);
-    s = (float*)at.take(rows * kPanel * 4), dp = (float*)at.take(rows * kPanel * 4);
-    weights = (float*)at.take(rows * kSmallWidth * 4), scores = (float*)at.take(rows * kSmallWidth * 4);
-    q = (float*)at.take(rows * a.qk_dim * widened), k = (float*)at.take(a.kv_len * a.qk_dim * widened);
-    grad = (float*)at.take(rows * a.v_dim * widened), v = (float*)at.take(a.kv_len * a.v_dim * widened);
-    bytes = at.bytes;
+    kt = (float*)arena.allocate(a.qk_dim * kPanel * 4), vt = (float*)arena.allocate(a.v_dim * kPanel * 4);
+    s = (float*)arena.allocate(rows * kPanel * 4), dp = (float*)arena.allocate(rows * kPanel * 4);
+    weights = (float*)arena.allocate(rows * kSmallWidth * 4), scores = (float*)arena.allocate(rows * kSmallWidth * 4);
+    q = (float*)arena.allocate(rows * a.qk_dim * widened), k = (float*)arena.allocate(a.kv_len * a.qk_dim * widened);
+    grad = (float*)arena.allocate(rows * a.v_dim * widened), v = (float*)arena.allocate(a.kv_len * a.v_dim * widened);
+    bytes = arena.bytes;
   }
 };
 
@@ -60,11 +60,11 @@ struct SmallSpace {
 template <class T>
 struct SmallHead {
   int64_t rows = 0, keys = 0, first_key = 0;
-  int32_t start[2][kMostSmall], stop[2][kMostSmall];  // of each row
-  Segment seen[kMostSmall], by[kMostSmall];           // the keys of each row, from first_key on, and the rows of each key, or more
-  const float *q[kMostSmall], *grad[kMostSmall], *k[kMostSmall], *v[kMostSmall];
-  T *dq[kMostSmall], *dk[kMostSmall], *dv[kMostSmall];
-  float base[kMostSmall], lse[kMostSmall], delta[kMostSmall];
+  int32_t start[2][kMaxSmallBackward], stop[2][kMaxSmallBackward];  // of each row
+  Segment visible[kMaxSmallBackward], by[kMaxSmallBackward];           // the keys of each row, from first_key on, and the rows of each key, or more
+  const float *q[kMaxSmallBackward], *grad[kMaxSmallBackward], *k[kMaxSmallBackward], *v[kMaxSmallBackward];
+  T *dq[kMaxSmallBackward], *dk[kMaxSmallBackward], *dv[kMaxSmallBackward];
+  float base[kMaxSmallBackward], lse[kMaxSmallBackward], delta[kMaxSmallBackward];
 };
 
 template <class T>
@@ -74,20 +74,20 @@ INLINE void clear_row(T* row, int64_t dim) {
 
 // What each row of the block sees, and `seen`, what some row does; false where that has a gap, in which anything may stand.
 template <class T>
-static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& seen) {
+static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& visible) {
   Panel panel;
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
     for (int64_t r = 0; r < panel.rows; r++) {
       for (int side = 0; side < 2; side++)
         h.start[side][first + r] = panel.start[side][r], h.stop[side][first + r] = panel.stop[side][r];
-      h.seen[first + r] = keys_of_row(panel, r);
+      h.visible[first + r] = keys_of_row(panel, r);
     }
     if (panel.segments == 0) continue;
     const Segment own = panel.segment[0];
-    if (seen.start >= seen.stop) seen = own;
-    if (panel.segments > 1 || own.start > seen.stop || own.stop < seen.start) return false;
-    seen = {smaller_of(seen.start, own.start), larger_of(seen.stop, own.stop)};
+    if (visible.start >= visible.stop) visible = own;
+    if (panel.segments > 1 || own.start > visible.stop || own.stop < visible.start) return false;
+    visible = {smaller_of(visible.start, own.start), larger_of(visible.stop, own.stop)};
   }
   return true;
 }
@@ -100,16 +100,16 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
   for (int64_t r = 0; r < block.rows; r++) {
     const int64_t b = block.batch, head = block.first_head + r / a.q_len, row = r % a.q_len, n = h.rows;
     h.dq[n] = g.dq ? (T*)g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_s : nullptr;
-    const RowNumbers x = describe_row<T>(p, b, head, row);
+    const RowTerms x = row_terms<T>(p, b, head, row);
     h.base[n] = x.base, h.lse[n] = x.lse, h.delta[n] = x.delta;
     if (h.base[n] == kInfinity) {
       clear_row(h.dq[n], a.qk_dim);
       continue;
     }
     const auto [q, grad] = row_pointers<T>(p, block, r);
-    h.q[n] = in_floats(q, a.qk_dim, n, w.q), h.grad[n] = in_floats(grad, a.v_dim, n, w.grad);
+    h.q[n] = as_floats(q, a.qk_dim, n, w.q), h.grad[n] = as_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
-    h.seen[n] = {h.seen[r].start - h.first_key, h.seen[r].stop - h.first_key};
+    h.visible[n] = {h.visible[r].start - h.first_key, h.visible[r].stop - h.first_key};
     h.rows++;
   }
 }
@@ -127,17 +127,17 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
       clear_row(dk, a.qk_dim), clear_row(dv, a.v_dim);
       continue;
     }
-    h.k[h.keys] = in_floats((const T*)a.k + b * a.k_b + n * a.k_h + j * a.k_s, a.qk_dim, h.keys, w.k);
-    h.v[h.keys] = in_floats((const T*)a.v + b * a.v_b + n * a.v_h + j * a.v_s, a.v_dim, h.keys, w.v);
+    h.k[h.keys] = as_floats((const T*)a.k + b * a.k_b + n * a.k_h + j * a.k_s, a.qk_dim, h.keys, w.k);
+    h.v[h.keys] = as_floats((const T*)a.v + b * a.v_b + n * a.v_h + j * a.v_s, a.v_dim, h.keys, w.v);
     h.dk[h.keys] = dk, h.dv[h.keys++] = dv;
   }
 }
 
 // The rows from the first that sees some of the keys [first, stop) to the last.
 template <class T>
-static Segment rows_seeing(const SmallHead<T>& h, int64_t first, int64_t stop) {
+static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop) {
   Segment rows = {0, h.rows};
-  auto sees = [&](int64_t n) { return h.seen[n].start < stop && h.seen[n].stop > first; };
+  auto sees = [&](int64_t n) { return h.visible[n].start < stop && h.visible[n].stop > first; };
   while (rows.start < rows.stop && !sees(rows.start)) rows.start++;
   while (rows.start < rows.stop && !sees(rows.stop - 1)) rows.stop--;
   return rows;
@@ -145,7 +145,7 @@ static Segment rows_seeing(const SmallHead<T>& h, int64_t first, int64_t stop) {
 
 // S and dP of the panel of keys from `first` on become P and dS. Lanes beyond the keys, and keys that a row does not see, become 0.
 template <class T>
-static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
+static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
   const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
   IVec lane = {};
   for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)(h.first_key + first) + i;
@@ -169,14 +169,14 @@ static void derive_rows(const Backward& p, const SmallHead<T>& h, int64_t first,
 }
 
 template <class T>
-static void find_mixed(const Backward& p, const SmallHead<T>& h) {
-  Vec nothing = {};
-  auto look = [&](const T* row, int64_t dim) {
-    for (int64_t d = 0; row && d < dim; d += kLanes) nothing += load_as_float(row + d) * 0;
+static void find_non_finite(const Backward& p, const SmallHead<T>& h) {
+  Vec zero_or_nan = {};
+  auto check = [&](const T* row, int64_t dim) {
+    for (int64_t d = 0; row && d < dim; d += kLanes) zero_or_nan += load_as_float(row + d) * 0;
   };
-  for (int64_t n = 0; n < h.rows; n++) look(h.dq[n], p.a.qk_dim);
-  for (int64_t j = 0; j < h.keys; j++) look(h.dk[j], p.a.qk_dim), look(h.dv[j], p.a.v_dim);
-  mark_mixed(p, nothing);
+  for (int64_t n = 0; n < h.rows; n++) check(h.dq[n], p.a.qk_dim);
+  for (int64_t j = 0; j < h.keys; j++) check(h.dk[j], p.a.qk_dim), check(h.dv[j], p.a.v_dim);
+  mark_non_finite(p, zero_or_nan);
 }
 
 // False where the keys have a gap, in which anything may stand: nothing was written then.
@@ -184,27 +184,27 @@ template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Attention& a = p.a;
   const RowBlock block = {head.batch, head.kv_head * (a.heads / a.kv_heads), head.kv_head, 0, p.rows, 0};
-  Segment seen = {0, 0};
+  Segment visible = {0, 0};
   SmallHead<T> h;
-  if (!find_keys(a, block, h, seen)) return false;
+  if (!find_keys(a, block, h, visible)) return false;
   const SmallSpace w(a, scratch);
-  h.first_key = seen.start;
+  h.first_key = visible.start;
   gather_rows(p, block, w, h);
-  gather_keys(p, head, seen.start, h.rows ? seen.stop : seen.start, w, h);
+  gather_keys(p, head, visible.start, h.rows ? visible.stop : visible.start, w, h);
   if (h.rows == 0) return true;
   for (int64_t first = 0; first < h.keys; first += kPanel) {
     const int64_t keys = smaller_of(h.keys - first, kPanel);
-    const Segment rows = rows_seeing(h, first, first + keys);
+    const Segment rows = rows_that_see(h, first, first + keys);
     const int64_t at = rows.start, count = rows.stop - at;
     score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
     score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);
-    derive_rows(p, h, first, rows, w);
+    dsoftmax_rows(p, h, first, rows, w);
     for (int64_t j = first; j < first + keys; j++) h.by[j] = rows;
   }
-  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.seen, a.qk_dim, h.rows, h.dq);
+  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.visible, a.qk_dim, h.rows, h.dq);
   if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk);
   if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv);
-  if (a.ranges) find_mixed(p, h);
+  if (a.ranges) find_non_finite(p, h);
   return true;
 }
 

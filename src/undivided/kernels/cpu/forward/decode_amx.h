@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t kGroup = kTileRows;  // keys of a tile
-static_assert(kGroup == kAligned);
+static_assert(kGroup == kStepAlignment);
 
 // A pair whose lower, whose upper half is the weight.
 INLINE void split_weights(Vec w, UVec& lower, UVec& upper, BFloat16) {
@@ -32,7 +32,7 @@ INLINE void split_weights(Vec w, UVec& lower, UVec& upper, Float16) {
 
 // Scores of 16 keys [key][Rows] as scores[row][key], for four rows.
 template <int Rows>
-INLINE void turn_scores(const float* raw, float* scores) {
+INLINE void transpose_scores(const float* raw, float* scores) {
   Vec x[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {  // keys i, i + 4, i + 8, i + 12
@@ -44,21 +44,21 @@ INLINE void turn_scores(const float* raw, float* scores) {
   __m512 a = _mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]), b = _mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]);
   __m512 c = _mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]), d = _mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]);
   store(scores, (Vec)_mm512_unpacklo_pd((__m512d)a, (__m512d)c));
-  store(scores + kStep, (Vec)_mm512_unpackhi_pd((__m512d)a, (__m512d)c));
-  store(scores + 2 * kStep, (Vec)_mm512_unpacklo_pd((__m512d)b, (__m512d)d));
-  store(scores + 3 * kStep, (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d));
+  store(scores + kDecodeStepKeys, (Vec)_mm512_unpackhi_pd((__m512d)a, (__m512d)c));
+  store(scores + 2 * kDecodeStepKeys, (Vec)_mm512_unpacklo_pd((__m512d)b, (__m512d)d));
+  store(scores + 3 * kDecodeStepKeys, (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d));
 }
 
 // For up to `Rows` rows, 4 or 8. Queries are [d block][d pair][row] pairs, sums are [d block][2 x Rows][16]: the rows' even
 // columns, then their odd ones. Tiles of four rows are as fast as those of eight, but all of this has to stay in L1 while K and
 // V pass through it.
 template <class Half, int Rows>
-class Tiles {
+class DecodeAmx {
  public:
   typedef Half T;
   // weights of fp16 reach 2^15: small ones keep their bits
   static constexpr int kBits = kWeightBits<Half> == 0 ? 0 : 15;
-  static constexpr int64_t kScores = kStep * Rows;  // floats of a step's raw scores
+  static constexpr int64_t kScores = kDecodeStepKeys * Rows;  // floats of a step's raw scores
 
   // A cache of less than a tile of keys would be copied, and vectors are faster at it.
   static bool fits(const Attention& a) {
@@ -78,53 +78,53 @@ class Tiles {
     }
   }
 
-  static void clear_sums(const Attention& a, const FewRows& few) { memset(few.sums, 0, (size_t)sum_floats(a) * 4); }
+  static void clear_sums(const Attention& a, const HeadState& state) { memset(state.sums, 0, (size_t)sum_floats(a) * 4); }
 
   // Turns at prefetching in the products of a step: one a tile.
-  static int64_t score_turns(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.qk_dim / kTileDepth); }
-  static int64_t weigh_turns(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.v_dim / kTileDepth); }
+  static int64_t score_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.qk_dim / kTileDepth); }
+  static int64_t value_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.v_dim / kTileDepth); }
 
   // Into `raw` [key][Rows], which `turned` makes scores.
-  void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* raw, Ahead& ahead) {
+  void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* raw, StepPrefetch& prefetch) {
     const Operand k = {step.k.row, step.keys, a.k_s, n * a.k_h};
-    const float* q = few.q;
-    in_blocks(a.qk_dim, step.k.apart, [&](int64_t d, auto count, auto in_place) {
-      score_blocks<decltype(count)::value, decltype(in_place)::value>(q, k, d, raw, ahead);
+    const float* q = state.q;
+    for_each_block(a.qk_dim, step.k.split_groups, [&](int64_t d, auto count, auto in_place) {
+      score_blocks<decltype(count)::value, decltype(in_place)::value>(q, k, d, raw, prefetch);
       q += count * kQueryBlock;
     });
   }
-  float* turned(const FewRows& few, const float* raw, int64_t keys) {
+  float* to_scores(const HeadState& state, const float* raw, int64_t keys) {
     for (int64_t g = 0; g < groups_of(keys); g++)
-      for (int64_t r = 0; r < few.rows; r += 4)
-        turn_scores<Rows>(raw + g * kGroup * Rows + r, scores_ + r * kStep + g * kGroup);
+      for (int64_t r = 0; r < state.rows; r += 4)
+        transpose_scores<Rows>(raw + g * kGroup * Rows + r, scores_ + r * kDecodeStepKeys + g * kGroup);
     return scores_;
   }
 
-  void weigh(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, const float* weights,
-             const float* decay, Ahead& ahead) {
-    for (int64_t r = 0; r < few.rows; r++) {
+  void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, const float* weights,
+             const float* decay, StepPrefetch& prefetch) {
+    for (int64_t r = 0; r < state.rows; r++) {
       for (int64_t g = 0; g < groups_of(step.keys); g++) {
         UVec lower, upper;
-        split_weights(load(weights + r * kStep + g * kGroup), lower, upper, T());
+        split_weights(load(weights + r * kDecodeStepKeys + g * kGroup), lower, upper, T());
         store(pairs_ + g * kSumBlock + r * kLanes, (Vec)lower);
         store(pairs_ + g * kSumBlock + (r + Rows) * kLanes, (Vec)upper);
       }
       if (decay[r] == 1.0f) continue;
       for (int64_t at = r * kLanes; at < sum_floats(a); at += Rows * kLanes)
-        store(few.sums + at, load(few.sums + at) * decay[r]);
+        store(state.sums + at, load(state.sums + at) * decay[r]);
     }
     const Operand v = {step.v.row, step.keys, a.v_s, n * a.v_h};
-    float* sums = few.sums;
-    in_blocks(a.v_dim, step.v.apart, [&](int64_t d, auto count, auto in_place) {
-      weigh_blocks<decltype(count)::value, decltype(in_place)::value>(v, d, sums, ahead);
+    float* sums = state.sums;
+    for_each_block(a.v_dim, step.v.split_groups, [&](int64_t d, auto count, auto in_place) {
+      value_blocks<decltype(count)::value, decltype(in_place)::value>(v, d, sums, prefetch);
       sums += count * kSumBlock;
     });
   }
 
-  static void store_sums(const Attention& a, const FewRows& few, int64_t r, float* to) {
+  static void store_sums(const Attention& a, const HeadState& state, int64_t r, float* to) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const float* from = few.sums + r * kLanes;
+    const float* from = state.sums + r * kLanes;
     for (int64_t d = 0; d < a.v_dim; d += kTileDepth, from += kSumBlock) {
       const __m512 even = (__m512)load(from), odd = (__m512)load(from + Rows * kLanes);
       store(to + d, (Vec)_mm512_permutex2var_ps(even, low, odd));
@@ -161,49 +161,49 @@ class Tiles {
   // Call f with a first column and how many blocks are computed together from there, and whether rows are read in place. Two
   // blocks of a group's rows, then the next group's: L1 is filled from L2 half as fast again as by single ones.
   template <class F>
-  static void in_blocks(int64_t columns, uint32_t apart, F f) {
-    if (apart) in_blocks(columns, f, std::false_type());
-    else in_blocks(columns, f, std::true_type());
+  static void for_each_block(int64_t columns, uint32_t split_groups, F f) {
+    if (split_groups) for_each_block(columns, f, std::false_type());
+    else for_each_block(columns, f, std::true_type());
   }
   template <class F, class InPlace>
-  static void in_blocks(int64_t columns, F f, InPlace in_place) {
+  static void for_each_block(int64_t columns, F f, InPlace in_place) {
     int64_t d = 0;
     for (; d + 2 * kTileDepth <= columns; d += 2 * kTileDepth) f(d, std::integral_constant<int, 2>(), in_place);
     if (d < columns) f(d, std::integral_constant<int, 1>(), in_place);
   }
 
   template <int Blocks, bool InPlace>
-  void score_blocks(const float* q, const Operand& k, int64_t d, float* raw, Ahead& shared) {
-    Ahead ahead = shared;
+  void score_blocks(const float* q, const Operand& k, int64_t d, float* raw, StepPrefetch& shared) {
+    StepPrefetch prefetch = shared;
     tile_load<5>((const char*)q, 4 * Rows);
     if constexpr (Blocks > 1) tile_load<6>((const char*)(q + kQueryBlock), 4 * Rows);
     for (int64_t g = 0; g < groups_of(k.keys); g++, raw += kGroup * Rows) {
       if (d == 0) tile_zero<7>();
       else tile_load<7>((const char*)raw, 4 * Rows);
-      load_group<3, InPlace>(k, g, d), tile_multiply<7, 3, 5>(T()), ahead.take();
-      if constexpr (Blocks > 1) load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(T()), ahead.take();
+      load_group<3, InPlace>(k, g, d), tile_multiply<7, 3, 5>(T()), prefetch.step();
+      if constexpr (Blocks > 1) load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(T()), prefetch.step();
       tile_store<7>((char*)raw, 4 * Rows);
     }
-    shared = ahead;
+    shared = prefetch;
   }
 
   template <int Blocks, bool InPlace>
-  void weigh_blocks(const Operand& v, int64_t d, float* sums, Ahead& shared) {
-    Ahead ahead = shared;
+  void value_blocks(const Operand& v, int64_t d, float* sums, StepPrefetch& shared) {
+    StepPrefetch prefetch = shared;
     tile_load<0>((const char*)sums, 64);
     if constexpr (Blocks > 1) tile_load<1>((const char*)(sums + kSumBlock), 64);
     for (int64_t g = 0; g < groups_of(v.keys); g++) {
       tile_load<2>((const char*)(pairs_ + g * kSumBlock), 64);
-      load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(T()), ahead.take();
-      if constexpr (Blocks > 1) load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(T()), ahead.take();
+      load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(T()), prefetch.step();
+      if constexpr (Blocks > 1) load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(T()), prefetch.step();
     }
     tile_store<0>((char*)sums, 64);
     if constexpr (Blocks > 1) tile_store<1>((char*)(sums + kSumBlock), 64);
-    shared = ahead;
+    shared = prefetch;
   }
 
-  alignas(64) float scores_[Rows * kStep];
-  alignas(64) float pairs_[kStep / kGroup * kSumBlock] = {};  // rows beyond the real ones stay 0
+  alignas(64) float scores_[Rows * kDecodeStepKeys];
+  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kSumBlock] = {};  // rows beyond the real ones stay 0
   alignas(64) char copies_[2 * kTileBytes];
   TileSetup setup_{kShapes};
 };

@@ -6,23 +6,23 @@
 
 namespace {
 
-constexpr int64_t kFewRows = 8;
-constexpr int64_t kRowSlots = kLanes > kFewRows ? kLanes : kFewRows;  // what there is one of for each row, in whole vectors
-constexpr int64_t kStep = 64;              // keys a step at most: scores of 8 rows 2 KiB
-constexpr int64_t kAligned = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
-constexpr int64_t kStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
+constexpr int64_t kMaxDecodeRows = 8;
+constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;  // what there is one of for each row, in whole vectors
+constexpr int64_t kDecodeStepKeys = 64;              // keys a step at most: scores of 8 rows 2 KiB
+constexpr int64_t kStepAlignment = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
+constexpr int64_t kDecodeStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
 // score, in its unit, and the sum of the weights.
-struct FewRows {
+struct HeadState {
   const float* q;
   float* sums;
-  float *most, *total;  // [kRowSlots]
+  float *max_score, *total;  // [kRowSlots]
   int64_t rows;
 };
 
 // Lines of memory one after another.
-struct Stretch {
+struct Region {
   const char* at;
   int64_t lines;
 };
@@ -31,20 +31,20 @@ struct Stretch {
 // memory of all heads' rows, in order.
 template <class T>
 struct StepRows {
-  const T* row[kStep];
-  Stretch stretch[kStep];
-  int64_t stretches, lines;
-  uint32_t apart;  // bit g: rows [kAligned g, kAligned (g + 1)) are not all there, or not at one stride
+  const T* row[kDecodeStepKeys];
+  Region region[kDecodeStepKeys];
+  int64_t regions, lines;
+  uint32_t split_groups;  // bit g: rows [kAligned g, kAligned (g + 1)) are not all there, or not at one stride
 
   // `span`: elements from where the first head's row starts to where the last one's ends.
   void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
-    stretches = lines = 0;
-    apart = keys % kAligned ? 1u << keys / kAligned : 0;
+    regions = lines = 0;
+    split_groups = keys % kStepAlignment ? 1u << keys / kStepAlignment : 0;
     int64_t j = 0;
     while (j < keys) {
       const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys, count = smaller_of(left, keys - j);
       const T* at = rows(key + j);
-      if (j % kAligned) apart |= 1u << j / kAligned;
+      if (j % kStepAlignment) split_groups |= 1u << j / kStepAlignment;
       if (rows.stride == span) add(at, count * span);
       else
         for (int64_t i = 0; i < count; i++) add(at + i * rows.stride, span);
@@ -56,10 +56,10 @@ struct StepRows {
 
  private:
   void add(const T* at, int64_t count) {
-    const Stretch added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
+    const Region added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
     // one line of each page of memory at once: their translations are looked up side by side, before they are waited for
     for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
-    stretch[stretches++] = added;
+    region[regions++] = added;
     lines += added.lines;
   }
 };
@@ -70,42 +70,42 @@ struct Step {
 };
 
 // What is read next, in the order of memory: so many lines at a time while something else is computed.
-class Ahead {
+class StepPrefetch {
  public:
-  Ahead() : next_(nullptr), end_(nullptr) {}
+  StepPrefetch() : next_(nullptr), end_(nullptr) {}
   // Rows of a step, none where it has no keys. `times`: how often lines will be taken.
   template <class T>
-  Ahead(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.stretch), end_(rows.stretch) {
+  StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region) {
     if (step.keys == 0) return;
-    end_ += rows.stretches, lines_ = round_up((rows.lines + times - 1) / times, kTogether);
+    end_ += rows.regions, lines_ = round_up((rows.lines + times - 1) / times, kLinesAtOnce);
     begin();
   }
 
-  inline __attribute__((always_inline)) void take() {
-    if (left_ < lines_) return take_pieces();
-    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kTogether * 64) {
+  inline __attribute__((always_inline)) void step() {
+    if (left_ < lines_) return step_across();
+    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kTogether; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
     }
     left_ -= lines_;
   }
 
  private:
-  static constexpr int64_t kTogether = 4;
-  const Stretch *next_, *end_;
+  static constexpr int64_t kLinesAtOnce = 4;
+  const Region *next_, *end_;
   int64_t lines_ = 0, left_ = 0;
   const char* at_ = nullptr;
 
   void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
-  void __attribute__((noinline)) take_pieces() {
-    for (int64_t wanted = lines_; wanted > 0;) {
+  void __attribute__((noinline)) step_across() {
+    for (int64_t lines_wanted = lines_; lines_wanted > 0;) {
       if (left_ == 0) {
         if (next_ == end_) return;
         begin();
       }
-      const int64_t count = smaller_of(wanted, left_);
+      const int64_t count = smaller_of(lines_wanted, left_);
       for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
-      at_ += count * 64, left_ -= count, wanted -= count;
+      at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }
 };
@@ -119,7 +119,7 @@ INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
     Vec half[R / 2];
 #pragma GCC unroll 4
     for (int i = 0; i < R / 2; i++)
-      half[i] = f(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+      half[i] = f(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
     return fold_pairs<2 * Step>(half, f);
   }
 }
@@ -127,17 +127,17 @@ INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
 template <int R, class F>
 INLINE Vec fold(const Vec (&x)[R], F f) {
   Vec all = fold_pairs<1>(x, f);
-  if constexpr (R <= 1) all = f(all, turned<1>(all, Lanes{}));
-  if constexpr (R <= 2) all = f(all, turned<2>(all, Lanes{}));
-  if constexpr (R <= 4 && kLanes > 4) all = f(all, turned<4 % kLanes>(all, Lanes{}));
-  if constexpr (kLanes > 8) all = f(all, turned<8 % kLanes>(all, Lanes{}));
+  if constexpr (R <= 1) all = f(all, rotate<1>(all, Lanes{}));
+  if constexpr (R <= 2) all = f(all, rotate<2>(all, Lanes{}));
+  if constexpr (R <= 4 && kLanes > 4) all = f(all, rotate<4 % kLanes>(all, Lanes{}));
+  if constexpr (kLanes > 8) all = f(all, rotate<8 % kLanes>(all, Lanes{}));
   return all;
 }
 
 // Scores [row][key] of R rows from `first` on become weights, which `bits` scales up by a power of two; decay is what a row's
 // sums shrink by.
 template <int R>
-static void few_soften(const Attention& a, const Panel& p, const FewRows& few, int64_t first, int64_t key, int64_t keys, int bits,
+static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key, int64_t keys, int bits,
                        float* scores, float* decay) {
   const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
   const bool as_they_are = keeps_products(a);
@@ -147,7 +147,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
   Vec high[R], total[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    float* s = scores + r * kStep;
+    float* s = scores + r * kDecodeStepKeys;
     high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec x = load(s + j);
@@ -163,14 +163,14 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
       high[r] = larger(x, high[r]);
     }
   }
-  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), most = load(few.most + first);
-  const Vec grown = now > most ? now : most, base = grown == -kInfinity ? Vec{} : grown;
-  const Vec shrink = most == base ? splat(1) : exp2_or_zero((most - base) * factor);  // 2^0 is not quite 1 there
-  store(few.most + first, grown);
+  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), max_score = load(state.max_score + first);
+  const Vec grown = now > max_score ? now : max_score, base = grown == -kInfinity ? Vec{} : grown;
+  const Vec shrink = max_score == base ? splat(1) : exp2_or_zero((max_score - base) * factor);  // 2^0 is not quite 1 there
+  store(state.max_score + first, grown);
   store(decay + first, shrink);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    float* s = scores + r * kStep;
+    float* s = scores + r * kDecodeStepKeys;
     total[r] = Vec{};
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec w = exp2_or_zero((load(s + j) - base[r]) * factor + (float)bits);
@@ -179,7 +179,7 @@ static void few_soften(const Attention& a, const Panel& p, const FewRows& few, i
     }
   }
   const Vec added = fold(total, [](Vec x, Vec y) { return x + y; });
-  store(few.total + first, load(few.total + first) * shrink + added);
+  store(state.total + first, load(state.total + first) * shrink + added);
 }
 
 }  // namespace

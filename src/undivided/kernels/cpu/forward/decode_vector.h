@@ -5,12 +5,12 @@
 
 namespace {
 
-constexpr int kRowsAPass = kLanes < 8 ? kLanes : 8;
-constexpr int kSums = kLanes < 16 ? 8 : 16;  // accumulators of the second product
-constexpr int64_t kTogether = 4;             // keys between two looks at what to prefetch
+constexpr int kRowsPerPass = kLanes < 8 ? kLanes : 8;
+constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the second product
+constexpr int64_t kKeysPerPrefetch = 4;             // keys between two looks at what to prefetch
 
 // Rows are computed 1, 2, 4 or 8 at a time; those beyond the real ones are zeros.
-INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+INLINE int64_t round_up_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 
 // One load, as kVecs vectors of fp32. Of bf16 these are the even elements and the odd ones: two operations, where widening
 // in order takes four. Queries are put into this order before, sums out of it afterwards; a last single vector keeps its own.
@@ -30,7 +30,7 @@ struct Load<BFloat16> {
 
 // Scores of R query rows and kLanes / R keys.
 template <int R, class T>
-INLINE Vec few_scores(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim) {
+INLINE Vec decode_scores(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim) {
   constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
   Vec acc[kLanes] = {};
   int64_t d = 0;
@@ -52,37 +52,37 @@ INLINE Vec few_scores(const float* q, int64_t q_stride, const T* const* k, int64
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
     }
-  return sums(acc);
+  return lane_sums(acc);
 }
 
 // Scores of R rows and all keys of a step, scores[row][key]; the table of keys is filled up to a multiple of kLanes.
 template <int R, class T>
-static void few_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
-                           float* scores, Ahead& shared) {
+static void decode_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
+                           float* scores, StepPrefetch& shared) {
   constexpr int group = kLanes / R;
-  Ahead ahead = shared;
+  StepPrefetch prefetch = shared;
   for (int64_t j = 0; j < keys; j += group) {
-    ahead.take();
+    prefetch.step();
     float found[kLanes];
-    store(found, few_scores<R>(q, q_stride, k + j, offset, dim));
-    for (int r = 0; r < R; r++) memcpy(scores + r * kStep + j, found + r * group, group * 4);
+    store(found, decode_scores<R>(q, q_stride, k + j, offset, dim));
+    for (int r = 0; r < R; r++) memcpy(scores + r * kDecodeStepKeys + j, found + r * group, group * 4);
   }
-  shared = ahead;
+  shared = prefetch;
 }
 
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
 template <int R, int Loads, class T>
-INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
-                              int64_t stride, Ahead& shared) {
+INLINE void decode_value_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
+                              int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
-  Ahead ahead = shared;
+  StepPrefetch prefetch = shared;
   Vec acc[R][columns];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
-    if (j % kTogether == 0) ahead.take();
+    if (j % kKeysPerPrefetch == 0) prefetch.step();
     const T* row = v[j] + offset;
 #pragma GCC unroll 8
     for (int l = 0; l < Loads; l++) {
@@ -91,46 +91,46 @@ INLINE void few_weigh_columns(const float* weights, const T* const* v, int64_t o
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * kStep + j] * y[u];
+        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * kDecodeStepKeys + j] * y[u];
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) store(sums_of + r * stride + c * kLanes, acc[r][c]);
-  shared = ahead;
+  shared = prefetch;
 }
 
 // Columns of so many rows that are computed together.
 template <int R, class T>
-constexpr int weigh_loads() {
-  constexpr int vecs = Load<T>::kVecs, most = kSums / R / vecs;
-  return most < 1 ? 1 : most > 8 / vecs ? 8 / vecs : most;
+constexpr int value_loads() {
+  constexpr int vecs = Load<T>::kVecs, limit = kAccumulators / R / vecs;
+  return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
 template <int R, class T>
-static void few_weigh_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
-                           float* sums_of, int64_t stride, Ahead& ahead) {
-  constexpr int vecs = Load<T>::kVecs, loads = weigh_loads<R, T>();
+static void decode_value_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
+                           float* sums_of, int64_t stride, StepPrefetch& prefetch) {
+  constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
   for (; d + wide <= dim; d += wide)
-    few_weigh_columns<R, loads>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+    decode_value_columns<R, loads>(weights, v, offset + d, keys, sums_of + d, stride, prefetch);
   for (; d + narrow <= dim; d += narrow)
-    few_weigh_columns<R, 1>(weights, v, offset + d, keys, sums_of + d, stride, ahead);
+    decode_value_columns<R, 1>(weights, v, offset + d, keys, sums_of + d, stride, prefetch);
   for (; d < dim; d += kLanes)
     for (int r = 0; r < R; r++) {
       Vec acc = load(sums_of + r * stride + d);
-      for (int64_t j = 0; j < keys; j++) acc += weights[r * kStep + j] * load_as_float(v[j] + offset + d);
+      for (int64_t j = 0; j < keys; j++) acc += weights[r * kDecodeStepKeys + j] * load_as_float(v[j] + offset + d);
       store(sums_of + r * stride + d, acc);
     }
 }
 
 // Call f(integral_constant R, row) so that every row from 0 to `rows`, which is 1, 2, 4 or 8, is in a pass.
 template <class F>
-INLINE void in_passes(int64_t rows, F f) {
+INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
     int64_t left = rows - r;
-    if constexpr (kRowsAPass == 8)
+    if constexpr (kRowsPerPass == 8)
       if (left >= 8) {
         f(std::integral_constant<int, 8>(), r), r += 8;
         continue;
@@ -167,55 +167,55 @@ INLINE void restore_order(const float* from, int64_t dim, float* to) {
 
 // Queries and sums are rows in fp32, in the order of Load.
 template <class Half>
-struct Vectors {
+struct DecodeVectors {
   typedef Half T;
   static constexpr int kBits = 0;
-  static constexpr int64_t kScores = kFewRows * kStep;
+  static constexpr int64_t kScores = kMaxDecodeRows * kDecodeStepKeys;
   static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
-  static int64_t q_floats(const Attention& a) { return kFewRows * a.qk_dim; }
-  static int64_t sum_floats(const Attention& a) { return kFewRows * a.v_dim; }
+  static int64_t q_floats(const Attention& a) { return kMaxDecodeRows * a.qk_dim; }
+  static int64_t sum_floats(const Attention& a) { return kMaxDecodeRows * a.v_dim; }
 
   static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
     for (int64_t r = 0; r < rows; r++) load_row(from[r], a.qk_dim, q + r * a.qk_dim);
-    memset(q + rows * a.qk_dim, 0, (size_t)((padded_rows(rows) - rows) * a.qk_dim) * 4);
+    memset(q + rows * a.qk_dim, 0, (size_t)((round_up_rows(rows) - rows) * a.qk_dim) * 4);
   }
-  static void clear_sums(const Attention& a, const FewRows& few) {
-    memset(few.sums, 0, (size_t)(padded_rows(few.rows) * a.v_dim) * 4);
+  static void clear_sums(const Attention& a, const HeadState& state) {
+    memset(state.sums, 0, (size_t)(round_up_rows(state.rows) * a.v_dim) * 4);
   }
   // Turns at prefetching in the products of a step: one for the keys of a vector of scores, one every kTogether keys.
-  static int64_t score_turns(const Attention&, int64_t rows, int64_t keys) {
-    int64_t turns = 0;
-    in_passes(padded_rows(rows), [&](auto count, int64_t) { turns += (keys * count + kLanes - 1) / kLanes; });
-    return turns;
+  static int64_t score_steps(const Attention&, int64_t rows, int64_t keys) {
+    int64_t steps = 0;
+    for_each_pass(round_up_rows(rows), [&](auto count, int64_t) { steps += (keys * count + kLanes - 1) / kLanes; });
+    return steps;
   }
-  static int64_t weigh_turns(const Attention& a, int64_t rows, int64_t keys) {
-    int64_t turns = 0;
-    in_passes(padded_rows(rows), [&](auto count, int64_t) {
-      constexpr int64_t narrow = Load<T>::kVecs * kLanes, wide = weigh_loads<decltype(count)::value, T>() * narrow;
-      turns += (a.v_dim / wide + a.v_dim % wide / narrow) * ((keys + kTogether - 1) / kTogether);
+  static int64_t value_steps(const Attention& a, int64_t rows, int64_t keys) {
+    int64_t steps = 0;
+    for_each_pass(round_up_rows(rows), [&](auto count, int64_t) {
+      constexpr int64_t narrow = Load<T>::kVecs * kLanes, wide = value_loads<decltype(count)::value, T>() * narrow;
+      steps += (a.v_dim / wide + a.v_dim % wide / narrow) * ((keys + kKeysPerPrefetch - 1) / kKeysPerPrefetch);
     });
-    return larger_of(turns, 1);
+    return larger_of(steps, 1);
   }
 
-  static float* turned(const FewRows&, float* scores, int64_t) { return scores; }
-  static void score(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, float* scores, Ahead& ahead) {
-    in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
-      few_score_step<decltype(count)::value>(few.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim, step.keys,
-                                             scores + r * kStep, ahead);
+  static float* to_scores(const HeadState&, float* scores, int64_t) { return scores; }
+  static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores, StepPrefetch& prefetch) {
+    for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
+      decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim, step.keys,
+                                             scores + r * kDecodeStepKeys, prefetch);
     });
   }
-  static void weigh(const Attention& a, const FewRows& few, const Step<T>& step, int64_t n, const float* weights,
-                    const float* decay, Ahead& ahead) {
-    for (int64_t r = 0; r < few.rows; r++)
+  static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, const float* weights,
+                    const float* decay, StepPrefetch& prefetch) {
+    for (int64_t r = 0; r < state.rows; r++)
       if (decay[r] != 1.0f)
-        for (float *x = few.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes) store(x, load(x) * decay[r]);
-    in_passes(padded_rows(few.rows), [&](auto count, int64_t r) {
-      few_weigh_step<decltype(count)::value>(weights + r * kStep, step.v.row, n * a.v_h, a.v_dim, step.keys,
-                                             few.sums + r * a.v_dim, a.v_dim, ahead);
+        for (float *x = state.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes) store(x, load(x) * decay[r]);
+    for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
+      decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, step.v.row, n * a.v_h, a.v_dim, step.keys,
+                                             state.sums + r * a.v_dim, a.v_dim, prefetch);
     });
   }
-  static void store_sums(const Attention& a, const FewRows& few, int64_t r, float* to) {
-    restore_order<T>(few.sums + r * a.v_dim, a.v_dim, to);
+  static void store_sums(const Attention& a, const HeadState& state, int64_t r, float* to) {
+    restore_order<T>(state.sums + r * a.v_dim, a.v_dim, to);
   }
 };
 

@@ -16,8 +16,8 @@
 namespace {
 
 template <class Mode>
-static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
-                       int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming, Irregular& irregular);
+static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block,
+                       int64_t start, int64_t stop, const Workspace& w, Prefetch& prefetch, RangeCheck& range_check);
 
 }
 
@@ -34,8 +34,8 @@ static void add_sums(const float* sums, int64_t count, float* to) {
 
 // What the blocks to come need, and the extras of the next step, so many lines at a time: none beside the softmax, which would
 // take twice as long.
-struct BothUpcoming {
-  Upcoming &shared, own;
+struct PrefetchPair {
+  Prefetch &shared, own;
   int times;
   inline __attribute__((always_inline)) void step() {
     shared.step();
@@ -45,19 +45,19 @@ struct BothUpcoming {
 
 // One panel against keys [start, stop) of a tile.
 template <class Mode>
-class TiledStep {
+class AmxStep {
  public:
   typedef Part<Mode> Half;
   static constexpr int P = kParts<Mode>;
-  TiledStep(const Attention& a, int64_t batch, Panel& panel, const Sums& sums, const Tile<Mode>& tile, int64_t start,
-            int64_t stop, const char* v, const TiledExtra& extra, const Kept* seen, const Workspace& w, BothUpcoming& upcoming)
-      : a_(a), start_(start), blocks_((stop - start) / kKeyBlock), factor_(score_unit<Mode>(a).log2), extra_(extra), seen_(seen),
-        steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), most_(sums.most), total_(sums.total),
-        scores_(w.scores), pairs_(w.scores + 2 * kKeyBlock * kPanel), batch_(batch), drops_(sums.drops),
-        kept_(w.kept), tile_sums_(w.tile_sums), vectors_(panel.vectors()), summed_(panel.summed), upcoming_(upcoming),
-        apart_(kIsFloat32<Mode> && summed_), begun_(summed_ && !apart_) {
-    const int64_t k_part = steps_ * kTileBytes, v_part = kTile / kTileDepth * kTileBytes, group = k_part * P;
-    k_ = {(const char*)tile.k + (start - tile.start) / kTileRows * group, 64, kTileBytes, group, k_part, steps_ * kBelow};
+  AmxStep(const Attention& a, int64_t batch, Panel& panel, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t start,
+            int64_t stop, const char* v, const AmxScoreBias& score_bias, const LaneMask* visible, const Workspace& w, PrefetchPair& prefetch)
+      : a_(a), start_(start), blocks_((stop - start) / kSoftmaxKeys), factor_(score_unit<Mode>(a).log2), score_bias_(score_bias), visible_(visible),
+        steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), max_score_(sums.max_score), total_(sums.total),
+        scores_(w.scores), pairs_(w.scores + 2 * kSoftmaxKeys * kPanel), batch_(batch), dropout_rows_(sums.dropout_rows),
+        keep_(w.keep), block_sums_(w.block_sums), vectors_(panel.vectors()), has_sums_(panel.has_sums), prefetch_(prefetch),
+        separate_sums_(kIsFloat32<Mode> && has_sums_), has_block_sums_(has_sums_ && !separate_sums_) {
+    const int64_t k_part = steps_ * kTileBytes, v_part = kBlockKeys / kTileDepth * kTileBytes, group = k_part * P;
+    k_ = {(const char*)key_block.k + (start - key_block.start) / kTileRows * group, 64, kTileBytes, group, k_part, steps_ * kGroupStride};
     v_ = {v, 64, kTileBytes, v_part * P, v_part, kWeightsPart * 4};
   }
 
@@ -65,146 +65,146 @@ class TiledStep {
     multiply(0, nullptr);
     for (int64_t i = 0; i < blocks_; i++) {
       float* scores = scores_of(i);
-      if (i + 1 < blocks_) multiply(i + 1, landed_ > i ? nullptr : (char*)scores);
-      else land(i);
-      soften(i, scores);
-      if (i + 1 - weighed_ < kMostBlocks<P>) continue;
-      if (i + 1 < blocks_) land(i + 1);
-      weigh(i + 1);
+      if (i + 1 < blocks_) multiply(i + 1, stored_ > i ? nullptr : (char*)scores);
+      else store_scores(i);
+      softmax(i, scores);
+      if (i + 1 - multiplied_ < kMaxWeightBlocks<P>) continue;
+      if (i + 1 < blocks_) store_scores(i + 1);
+      multiply_v(i + 1);
     }
-    weigh(blocks_);
-    if (apart_) with_vectors(vectors_, [&](auto v) { add_sums<v.value>(tile_sums_, o_depth<Mode>(a_), ot_); });
-    summed_ = true;
+    multiply_v(blocks_);
+    if (separate_sums_) with_vectors(vectors_, [&](auto v) { add_sums<v.value>(block_sums_, o_depth<Mode>(a_), ot_); });
+    has_sums_ = true;
   }
 
  private:
-  float* scores_of(int64_t i) { return scores_ + i % 2 * kKeyBlock * kPanel; }
-  float* pairs_of(int64_t i) { return pairs_ + (i - weighed_) * kKeyBlock / 2 * kPanel; }
+  float* scores_of(int64_t i) { return scores_ + i % 2 * kSoftmaxKeys * kPanel; }
+  float* pairs_of(int64_t i) { return pairs_ + (i - multiplied_) * kSoftmaxKeys / 2 * kPanel; }
 
   // Scores of block i, which stay in tiles; those of the block before go to `done`.
   void multiply(int64_t i, char* done) {
-    upcoming_.times = 5;
+    prefetch_.times = 5;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
     with_vectors(vectors_, [&](auto v) {
       multiply_first<Half, true, v.value, kScoreProducts<Mode>>(k, k_, q, nullptr, done);
       for (int64_t s = 1; s < steps_; s++) {
-        upcoming_.step();
-        multiply_step<Half, v.value, kScoreProducts<Mode>>(k + s * k_.step, k_, q + s * kBelow);
+        prefetch_.step();
+        multiply_step<Half, v.value, kScoreProducts<Mode>>(k + s * k_.step, k_, q + s * kGroupStride);
       }
     });
   }
   // Scores of block i leave the tiles, if they have not yet.
-  void land(int64_t i) {
-    if (landed_ > i) return;
+  void store_scores(int64_t i) {
+    if (stored_ > i) return;
     with_vectors(vectors_, [&](auto v) { store_sums<v.value>((char*)scores_of(i)); });
-    landed_ = i + 1;
+    stored_ = i + 1;
   }
 
-  void soften(int64_t i, const float* scores) {
-    const Kept* seen = seen_ ? seen_ + i * kKeyBlock * kVectors : nullptr;
+  void softmax(int64_t i, const float* scores) {
+    const LaneMask* visible = visible_ ? visible_ + i * kSoftmaxKeys * kVectors : nullptr;
     if (a_.dropout) {
-      const int64_t key = start_ + i * kKeyBlock;
-      draw_tile(a_, batch_, *drops_, key, smaller_of(key + kKeyBlock, a_.kv_len), kept_);
+      const int64_t key = start_ + i * kSoftmaxKeys;
+      draw_keep_masks(a_, batch_, *dropout_rows_, key, smaller_of(key + kSoftmaxKeys, a_.kv_len), keep_);
     }
-    uint16_t wanted[kVectors] = {0xffff, 0xffff};
+    uint16_t rebase_rows[kVectors] = {0xffff, 0xffff};
     with_vectors(vectors_, [&](auto v) {
-      if (lack_base(most_, vectors_, wanted)) rebase<v.value>(i, scores, seen, wanted);
-      if (weights<v.value>(i, scores, seen, wanted)) return;
-      rebase<v.value>(i, scores, seen, wanted);
-      weights<v.value>(i, scores, seen, nullptr);
+      if (lack_base(max_score_, vectors_, rebase_rows)) rebase<v.value>(i, scores, visible, rebase_rows);
+      if (weights<v.value>(i, scores, visible, rebase_rows)) return;
+      rebase<v.value>(i, scores, visible, rebase_rows);
+      weights<v.value>(i, scores, visible, nullptr);
     });
   }
   template <int V>
-  bool weights(int64_t i, const float* scores, const Kept* seen, uint16_t* large) {
+  bool weights(int64_t i, const float* scores, const LaneMask* visible, uint16_t* large) {
     bool done = false;
-    auto soften = [&](const auto& extra) { done = weights_of<V>(i, scores, extra, seen, large); };
-    if (has_large(most_, factor_, vectors_)) extra_.template with_block<P == 1, true>(i, soften);
-    else extra_.template with_block<P == 1, false>(i, soften);
+    auto softmax = [&](const auto& score_bias) { done = weights_of<V>(i, scores, score_bias, visible, large); };
+    if (has_large(max_score_, factor_, vectors_)) score_bias_.template with_block<P == 1, true>(i, softmax);
+    else score_bias_.template with_block<P == 1, false>(i, softmax);
     return done;
   }
   template <int V, class Extra>
-  bool weights_of(int64_t i, const float* scores, const Extra& extra, const Kept* seen, uint16_t* large) {
-    auto drops = seen ? soften_block<Mode, true, true, V, Extra, BothUpcoming> : soften_block<Mode, false, true, V, Extra, BothUpcoming>;
-    auto keeps = seen ? soften_block<Mode, true, false, V, Extra, BothUpcoming> : soften_block<Mode, false, false, V, Extra, BothUpcoming>;
-    upcoming_.times = 0;
-    return (a_.dropout ? drops : keeps)(scores, extra, seen, most_, factor_, total_, kept_, pairs_of(i), large, &upcoming_);
+  bool weights_of(int64_t i, const float* scores, const Extra& score_bias, const LaneMask* visible, uint16_t* large) {
+    auto drops = visible ? softmax_block<Mode, true, true, V, Extra, PrefetchPair> : softmax_block<Mode, false, true, V, Extra, PrefetchPair>;
+    auto keeps = visible ? softmax_block<Mode, true, false, V, Extra, PrefetchPair> : softmax_block<Mode, false, false, V, Extra, PrefetchPair>;
+    prefetch_.times = 0;
+    return (a_.dropout ? drops : keeps)(scores, score_bias, visible, max_score_, factor_, total_, keep_, pairs_of(i), large, &prefetch_);
   }
 
   template <int V>
-  void rebase(int64_t i, const float* scores, const Kept* seen, const uint16_t* wanted) {
+  void rebase(int64_t i, const float* scores, const LaneMask* visible, const uint16_t* rebase_rows) {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
-    for (int v = 0; v < kVectors; v++) rise[v] = extra_.rise(i, v, kMostRise<Half>);
+    for (int v = 0; v < kVectors; v++) rise[v] = score_bias_.rise(i, v, kMaxBaseRise<Half>);
     bool shrinks = false;
-    extra_.template with_block<P == 1, false>(
-        i, [&](const auto& extra) { shrinks = find_base<V>(scores, extra, seen, wanted, rise, factor_, most_, decay); });
+    score_bias_.template with_block<P == 1, false>(
+        i, [&](const auto& score_bias) { shrinks = find_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay); });
     if (!shrinks) return;
-    if (i + 1 < blocks_) land(i + 1);
-    weigh(i);
-    if (begun_ && apart_) shrink(decay, o_depth<Mode>(a_), tile_sums_);
-    if (summed_ || begun_) shrink(decay, o_depth<Mode>(a_), ot_);
+    if (i + 1 < blocks_) store_scores(i + 1);
+    multiply_v(i);
+    if (has_block_sums_ && separate_sums_) shrink(decay, o_depth<Mode>(a_), block_sums_);
+    if (has_sums_ || has_block_sums_) shrink(decay, o_depth<Mode>(a_), ot_);
     for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
   }
 
   // The second product, for the blocks up to `to` that it has not seen.
-  void weigh(int64_t to) {
-    if (weighed_ == to) return;
-    upcoming_.times = 5;
-    TileRows v = v_;
-    v.at += weighed_ * kTileBytes;
+  void multiply_v(int64_t to) {
+    if (multiplied_ == to) return;
+    prefetch_.times = 5;
+    AmxOperand v = v_;
+    v.at += multiplied_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
       constexpr int N = kProducts<Mode>;
-      auto multiply = begun_ ? multiply_tiles<Half, n.value, false, BothUpcoming, N> : multiply_tiles<Half, n.value, true, BothUpcoming, N>;
-      multiply(v, pairs_of(weighed_), to - weighed_, o_depth<Mode>(a_) / kTileRows, apart_ ? tile_sums_ : ot_, &upcoming_);
+      auto multiply = has_block_sums_ ? multiply_amx<Half, n.value, false, PrefetchPair, N> : multiply_amx<Half, n.value, true, PrefetchPair, N>;
+      multiply(v, pairs_of(multiplied_), to - multiplied_, o_depth<Mode>(a_) / kTileRows, separate_sums_ ? block_sums_ : ot_, &prefetch_);
     });
-    begun_ = true;
-    weighed_ = to;
+    has_block_sums_ = true;
+    multiplied_ = to;
   }
 
   const Attention& a_;
   const int64_t start_, blocks_;
   const float factor_;
-  const TiledExtra& extra_;
-  const Kept* seen_;  // null: all are seen
+  const AmxScoreBias& score_bias_;
+  const LaneMask* visible_;  // null: all are seen
   const int64_t steps_;
   const float* q_;
-  float *ot_, *most_, *total_, *scores_, *pairs_;
+  float *ot_, *max_score_, *total_, *scores_, *pairs_;
   const int64_t batch_;
-  const DropRows* drops_;
-  Kept* kept_;
-  float* tile_sums_;
+  const DropoutRows* dropout_rows_;
+  LaneMask* keep_;
+  float* block_sums_;
   const int vectors_;
-  bool& summed_;
-  BothUpcoming& upcoming_;
+  bool& has_sums_;
+  PrefetchPair& prefetch_;
   // In fp32 a tile is summed from zero before it is added: one chain over all keys would let the error grow with their number.
-  const bool apart_;
-  bool begun_;  // whether the sums that the second product adds to hold something
-  TileRows k_, v_;
-  int64_t landed_ = 0, weighed_ = 0;
+  const bool separate_sums_;
+  bool has_block_sums_;  // whether the sums that the second product adds to hold something
+  AmxOperand k_, v_;
+  int64_t stored_ = 0, multiplied_ = 0;
 };
 
 template <class Mode>
-static void tiled_step(const Attention& a, const RowBlock& block, Panel& p, const Sums& sums, const Tile<Mode>& tile,
-                       int64_t start, int64_t stop, const Workspace& w, Upcoming& upcoming, Irregular& irregular) {
-  const char* v = tile.v + (start - tile.start) / kTileDepth * kTileBytes;
-  TiledExtra extra(a, block, p, start, ldexp(a.scale, -2 * kInputBits<Mode>), w.extra);
-  const Kept* seen = nullptr;
+static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block,
+                       int64_t start, int64_t stop, const Workspace& w, Prefetch& prefetch, RangeCheck& range_check) {
+  const char* v = key_block.v + (start - key_block.start) / kTileDepth * kTileBytes;
+  AmxScoreBias score_bias(a, block, p, start, ldexp(a.scale, -2 * kInputBits<Mode>), w.score_bias);
+  const LaneMask* visible = nullptr;
   if (a.dense || a.bias || !p.covers(start, stop)) {
-    uint8_t keys_seen[kTile];
-    find_seen(a, block, p, start, stop, w.seen);
-    const bool forbids = extra.read_bias(stop, p.vectors(), w.seen);
-    const Sight sight = sum_up(w.seen, stop - start, p.vectors(), keys_seen);
-    if (sight == Sight::kNothing) return;
-    if (sight == Sight::kSome) seen = w.seen;
+    uint8_t visible_keys[kBlockKeys];
+    find_visible(a, block, p, start, stop, w.visible);
+    const bool forbids = score_bias.read_bias(stop, p.vectors(), w.visible);
+    const Visibility visibility = summarize(w.visible, stop - start, p.vectors(), visible_keys);
+    if (visibility == Visibility::kNone) return;
+    if (visibility == Visibility::kSome) visible = w.visible;
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
-    if ((a.dense || forbids) && memchr(keys_seen, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
-      put_v<Mode>(tile.own_v + (start - tile.start) * tile.own_v_stride, tile.own_v_stride, keys, a.v_dim, keys_seen, w.v_own,
-                  irregular);
+    if ((a.dense || forbids) && memchr(visible_keys, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
+      put_v<Mode>(key_block.own_v + (start - key_block.start) * key_block.own_v_stride, key_block.own_v_stride, keys, a.v_dim, visible_keys, w.v_own,
+                  range_check);
       v = w.v_own;
     }
   }
-  const int64_t steps = (stop - start) / kKeyBlock * 5 * (a.qk_dim / 32 + a.v_dim / 32);
-  BothUpcoming both = {upcoming, a.dense || a.bias ? next_extras(a, block, p, start, stop, steps) : Upcoming(), 1};
-  TiledStep<Mode>(a, block.batch, p, sums, tile, start, stop, v, extra, seen, w, both).run();
+  const int64_t steps = (stop - start) / kSoftmaxKeys * 5 * (a.qk_dim / 32 + a.v_dim / 32);
+  PrefetchPair both = {prefetch, a.dense || a.bias ? prefetch_score_bias(a, block, p, start, stop, steps) : Prefetch(), 1};
+  AmxStep<Mode>(a, block.batch, p, sums, key_block, start, stop, v, score_bias, visible, w, both).run();
 }
 
 }  // namespace

@@ -13,12 +13,12 @@ namespace {
 // Rows that see no more keys than so many take the short way: the scores of a panel stay near L1. (Granite Rapids, 640 and 768 keys,
 // times as fast as tile by tile: causal sequences 1.1 to 1.2 and 1.0 to 1.15, windows 1.0 to 1.3; 1024 keys .9 to 1.1.) Where all rows
 // see all keys tile by tile has less to lose: fp32 1.0 at 512 keys, 16-bit types .9 to 1.1 from 320 on.
-constexpr int64_t kMostShortKeys = 768, kMostShortKeysOfAll = 256, kMostShortKeysOfAll32 = 512;
-INLINE int64_t most_short_keys(const Attention& a) {
+constexpr int64_t kMaxShortKeys = 768, kMaxShortKeysUnmasked = 256, kMaxShortKeysUnmasked32 = 512;
+INLINE int64_t max_short_keys(const Attention& a) {
   const bool plain = keeps_products(a) && !a.dense && !a.dropout;
   if (!plain || (a.ranges && a.columns != 2)) return 0;
-  if (a.ranges || a.band) return kMostShortKeys;
-  return a.dtype == kFloat32 ? kMostShortKeysOfAll32 : kMostShortKeysOfAll;
+  if (a.ranges || a.band) return kMaxShortKeys;
+  return a.dtype == kFloat32 ? kMaxShortKeysUnmasked32 : kMaxShortKeysUnmasked;
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ INLINE int64_t most_short_keys(const Attention& a) {
 namespace {
 
 constexpr int64_t kShortRows = 2 * kTileRows;
-constexpr int64_t kMostSteps = kMostShortKeys / kShortStep + 4;  // of a ring
+constexpr int64_t kMaxShortSteps = kMaxShortKeys / kShortStep + 4;  // of a ring
 // Steps of the ring: what a panel sees of keys that begin anywhere in a step, its rows one key further each.
 INLINE int64_t ring_steps(int64_t longest) { return longest / kShortStep + 4; }
 
@@ -42,7 +42,7 @@ struct ShortPanel {
 };
 
 struct ShortSpace {
-  uint8_t* mixed;  // of each row, if there are several: see is_mixed
+  uint8_t* non_finite;  // of each row, if there are several: see is_mixed
   char* rest;      // free once all are known
   char *q, *scores, *sums, *k, *v;
   char* zeros;   // a row of K or V
@@ -50,19 +50,19 @@ struct ShortSpace {
   int64_t bytes;
 };
 template <class Mode>
-static ShortSpace carve_short(const Attention& a, int64_t rows, char* base) {
+static ShortSpace layout_short(const Attention& a, int64_t rows, char* base) {
   constexpr int P = kParts<Mode>;
   const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
-  Carving at{base};
-  w.mixed = (uint8_t*)at.take(rows > 1 ? rows : 0), w.rest = base + at.bytes;  // room for a row by itself
-  w.q = at.take(k_bytes);
-  w.scores = at.take(kMostSteps * kStepScores<P>);
-  w.sums = at.take(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
-  w.k = at.take(kMostSteps * k_bytes), w.v = at.take(kMostSteps * v_bytes);
-  w.zeros = at.take(larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(typename Mode::T));
-  w.halves = at.take(P > 1 ? k_bytes : 0);
-  w.bytes = at.bytes;
+  Arena arena{base};
+  w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for a row by itself
+  w.q = arena.allocate(k_bytes);
+  w.scores = arena.allocate(kMaxShortSteps * kStepScores<P>);
+  w.sums = arena.allocate(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
+  w.k = arena.allocate(kMaxShortSteps * k_bytes), w.v = arena.allocate(kMaxShortSteps * v_bytes);
+  w.zeros = arena.allocate(larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(typename Mode::T));
+  w.halves = arena.allocate(P > 1 ? k_bytes : 0);
+  w.bytes = arena.bytes;
   return w;
 }
 
@@ -74,10 +74,10 @@ class ShortBlock {
   static constexpr int P = kParts<Mode>;
 
   ShortBlock(const Attention& a, const RowBlock& block, char* scratch)
-      : a_(a), block_(block), w_(carve_short<Mode>(a, block.rows, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
+      : a_(a), block_(block), w_(layout_short<Mode>(a, block.rows, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
-        k_part_(depth_ * kBelow), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
-        ring_(ring_steps(block.few)), most_hull_((ring_ - 1) * kShortStep), streams_(are_streamed(a)), looks_(block.rows > 1 && a.ranges) {
+        k_part_(depth_ * kGroupStride), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
+        ring_(ring_steps(block.short_keys)), max_extent_((ring_ - 1) * kShortStep), streams_(are_streamed(a)), checks_finite_(block.rows > 1 && a.ranges) {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
@@ -85,8 +85,8 @@ class ShortBlock {
   bool run() {
     ShortPanel panels[2], *p = &panels[0], *next = &panels[1];
     find_panel(0, *p);
-    Upcoming cold;
-    ask_for(cold, *p);
+    Prefetch cold;
+    prefetch_panel(cold, *p);
     cold.pace_rows(1), cold.step_rows();
     while (true) {
       const int64_t then = p->first + p->rows;
@@ -97,17 +97,17 @@ class ShortBlock {
       std::swap(p, next);
     }
     if (streams_) _mm_sfence();
-    if (P > 1 && irregular_.found()) return false;
-    for (int64_t r = 0; some_mixed_ && r < block_.rows; r++)
-      if (w_.mixed[r]) run_alone(r);
+    if (P > 1 && range_check_.out_of_range()) return false;
+    for (int64_t r = 0; any_non_finite_ && r < block_.rows; r++)
+      if (w_.non_finite[r]) recompute_row(r);
     return true;
   }
 
  private:
   // A row by itself, in memory that nobody needs any more.
-  void run_alone(int64_t r) const {
+  void recompute_row(int64_t r) const {
     RowBlock alone = block_;
-    alone.row += r, alone.rows = 1, alone.following = nullptr;
+    alone.row += r, alone.rows = 1, alone.next_block = nullptr;
     ShortBlock(a_, alone, w_.rest).run();
   }
 
@@ -125,34 +125,34 @@ class ShortBlock {
   int64_t phase_of(int64_t at) {
     if (!a_.ranges) return 0;
     const int32_t* range = a_.ranges + block_.batch * a_.ranges_b + at * 2;
-    if (at == 0 || at != before_ + 1 || range[0] != range[-2]) {
+    if (at == 0 || at != previous_ + 1 || range[0] != range[-2]) {
       int64_t alike = 1;
-      while (alike < kFewestAlike && at + alike < a_.q_len && range[2 * alike] == range[0]) alike++;
-      for (int64_t i = 1; alike < kFewestAlike && i <= at && range[-2 * i] == range[0]; i++) alike++;
-      phase_ = alike >= kFewestAlike ? range[0] % kShortStep : 0;
+      while (alike < kMinEqualStarts && at + alike < a_.q_len && range[2 * alike] == range[0]) alike++;
+      for (int64_t i = 1; alike < kMinEqualStarts && i <= at && range[-2 * i] == range[0]; i++) alike++;
+      phase_ = alike >= kMinEqualStarts ? range[0] % kShortStep : 0;
     }
-    before_ = at;
+    previous_ = at;
     return phase_;
   }
 
   // Rows from `first` on whose steps of keys are the same; a panel ends where a document ends, but for very short ones, and
   // where a key lies between that no row sees, which may be anything.
   void find_panel(int64_t first, ShortPanel& p) {
-    const int64_t most = smaller_of(kShortRows, block_.rows - first);
+    const int64_t limit = smaller_of(kShortRows, block_.rows - first);
     int64_t phase = 0, head = block_.first_head + (block_.row + first) / a_.q_len, at = (block_.row + first) % a_.q_len;
     p.first = first, p.from = p.to = p.key = 0;
-    for (p.rows = 0; p.rows < most; p.rows++) {
+    for (p.rows = 0; p.rows < limit; p.rows++) {
       Segment s = range_of(at);
-      const Segment before = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
-      const bool follows = before.start == s.start && before.start < before.stop && before.stop <= s.stop && at > 0 && a_.ranges;
+      const Segment previous = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
+      const bool follows = previous.start == s.start && previous.start < previous.stop && previous.stop <= s.stop && at > 0 && a_.ranges;
       const int64_t own = follows ? phase : phase_of(at);
-      if (follows && s.stop - p.from <= most_hull_) p.to = larger_of(p.to, s.stop), before_ = at;
+      if (follows && s.stop - p.from <= max_extent_) p.to = larger_of(p.to, s.stop), previous_ = at;
       else if (s.start >= s.stop) s = {0, 0};
       else if (p.from >= p.to) phase = own, p.from = s.start, p.to = s.stop;
       else {
         const int64_t from = smaller_of(p.from, s.start), to = larger_of(p.to, s.stop);
-        if (own != phase || s.start > p.to || s.stop < p.from || to - from > most_hull_) {
-          before_ = -1;  // the row is looked at again
+        if (own != phase || s.start > p.to || s.stop < p.from || to - from > max_extent_) {
+          previous_ = -1;  // the row is looked at again
           break;
         }
         p.from = from, p.to = to;
@@ -169,19 +169,19 @@ class ShortBlock {
   // ---- what will be needed
 
   // Rows of Q, or of the results.
-  void ask_for_rows(Upcoming& upcoming, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns, const ShortPanel& p) const {
+  void prefetch_rows(Prefetch& prefetch, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns, const ShortPanel& p) const {
     for (int64_t r = 0; r < p.rows;) {
       const int64_t some = smaller_of(p.rows - r, a_.q_len - p.at[r]);
-      upcoming.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * (int64_t)sizeof(T), some,
+      prefetch.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * (int64_t)sizeof(T), some,
                    columns * (int64_t)sizeof(T));
       r += some;
     }
   }
-  void ask_for(Upcoming& upcoming, const ShortPanel& p) const {
-    ask_for_rows(upcoming, a_.q, a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, p);
+  void prefetch_panel(Prefetch& prefetch, const ShortPanel& p) const {
+    prefetch_rows(prefetch, a_.q, a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, p);
     const int64_t from = larger_of(p.from, smaller_of(packed_to_, p.to));
-    upcoming.add(k_, from, p.to, a_.qk_dim);
-    upcoming.add(v_, from, p.to, a_.v_dim);
+    prefetch.add(k_, from, p.to, a_.qk_dim);
+    prefetch.add(v_, from, p.to, a_.v_dim);
   }
 
   // ---- keys
@@ -207,8 +207,8 @@ class ShortBlock {
       }
       char *to_k = w_.k + slot(step) * k_bytes_, *to_v = w_.v + slot(step) * v_bytes_;
       if constexpr (P > 1) {
-        split_key_pairs<Mode>(k, a_.qk_dim, w_.halves, to_k, k_part_, irregular_);
-        split_value_pairs<Mode>(v, a_.v_dim, to_v, v_part_, irregular_);
+        split_key_pairs<Mode>(k, a_.qk_dim, w_.halves, to_k, k_part_, range_check_);
+        split_value_pairs<Mode>(v, a_.v_dim, to_v, v_part_, range_check_);
       } else {
         pack_key_pairs(k, a_.qk_dim, to_k);
         pack_value_pairs(v, a_.v_dim, to_v);
@@ -240,7 +240,7 @@ class ShortBlock {
       const T* from = p.start[r] < p.stop[r] ? row : (const T*)w_.zeros;  // one without keys may hold anything
       char* to = w_.q + r / kTileRows * P * depth_ * kTileBytes + r % kTileRows * 64;
       if constexpr (P > 1) {
-        split_row<Mode>(from, a_.qk_dim, to, kTileBytes, depth_ * kTileBytes, irregular_);
+        split_row<Mode>(from, a_.qk_dim, to, kTileBytes, depth_ * kTileBytes, range_check_);
       } else {
         for (int64_t d = 0; d < a_.qk_dim; d += kTileDepth, to += kTileBytes) _mm512_store_si512(to, load_halves(from, d, a_.qk_dim));
       }
@@ -248,36 +248,36 @@ class ShortBlock {
   }
 
   void compute(const ShortPanel& p, const ShortPanel* next) {
-    alignas(64) float most[kShortRows], total[kShortRows];
+    alignas(64) float max_score[kShortRows], total[kShortRows];
     if (p.from >= p.to) {
-      for (int64_t r = 0; r < kShortRows; r++) most[r] = -kInfinity, total[r] = 0;
-      return write(p, most, total);
+      for (int64_t r = 0; r < kShortRows; r++) max_score[r] = -kInfinity, total[r] = 0;
+      return write(p, max_score, total);
     }
     pack(p);
     copy_queries(p);
     const Reach group[2] = {reach_of_group(p, 0), reach_of_group(p, 1)};
     const int64_t first = step_of(p.key), steps = p.steps();
-    Upcoming upcoming;
-    if (!streams_) ask_for_rows(upcoming, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
-    if (next) ask_for(upcoming, *next);
-    else if (block_.following) ask_for_first<T>(upcoming, a_, *block_.following);
-    upcoming.pace_rows(p.rows + steps * (depth_ + (a_.v_dim + kTileDepth - 1) / kTileDepth));
-    Unstored before;
+    Prefetch prefetch;
+    if (!streams_) prefetch_rows(prefetch, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+    if (next) prefetch_panel(prefetch, *next);
+    else if (block_.next_block) prefetch_next_block<T>(prefetch, a_, *block_.next_block);
+    prefetch.pace_rows(p.rows + steps * (depth_ + (a_.v_dim + kTileDepth - 1) / kTileDepth));
+    PendingTiles previous;
     for (int64_t t = 0; t < steps; t++) {
       int quarters = 0;
       for (int i = 0; i < 4; i++) quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
       const Operands of = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
-      before.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, of, depth_, before, upcoming);
-      before.at = w_.scores + t * kStepScores<P>, before.row = kScoreRow<P>;
+      previous.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, of, depth_, previous, prefetch);
+      previous.at = w_.scores + t * kStepScores<P>, previous.row = kScoreRow<P>;
     }
-    before.all();
+    previous.all();
     for (int64_t g = 0; g < 2; g++)
-      if (group[g].rows) soften(p, g, group[g], most + g * kTileRows, total + g * kTileRows, upcoming);
-    weigh(first, steps, group, upcoming);
-    write(p, most, total);
+      if (group[g].rows) softmax(p, g, group[g], max_score + g * kTileRows, total + g * kTileRows, prefetch);
+    multiply_v(first, steps, group, prefetch);
+    write(p, max_score, total);
   }
 
-  void soften(const ShortPanel& p, int64_t g, const Reach& reach, float* most, float* total, Upcoming& upcoming) const {
+  void softmax(const ShortPanel& p, int64_t g, const Reach& reach, float* max_score, float* total, Prefetch& prefetch) const {
     char* scores = w_.scores + g * kScoreGroup<P>;
     for (int64_t j = reach.first; j < reach.last; j++) {
       const int64_t key = p.key + j * kTileRows;
@@ -285,12 +285,12 @@ class ShortBlock {
       mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, reach.rows, key,
                   scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
-    soften_rows<Mode>(scores, reach.first, reach.last, reach.rows, score_unit<Mode>(a_).log2, most, total, upcoming);
+    softmax_rows<Mode>(scores, reach.first, reach.last, reach.rows, score_unit<Mode>(a_).log2, max_score, total, prefetch);
   }
 
-  void weigh(int64_t first, int64_t steps, const Reach (&group)[2], Upcoming& upcoming) const {
-    const char* v[kMostSteps];
-    GroupRun runs[kMostSteps];
+  void multiply_v(int64_t first, int64_t steps, const Reach (&group)[2], Prefetch& prefetch) const {
+    const char* v[kMaxShortSteps];
+    GroupRun runs[kMaxShortSteps];
     int count = 0;
     for (int64_t t = 0; t < steps; t++) {
       int groups = 0;
@@ -299,7 +299,7 @@ class ShortBlock {
       if (count > 0 && runs[count - 1].groups == groups) runs[count - 1].to++;
       else if (groups) runs[count++] = {t, t + 1, groups};
     }
-    weigh_values<Mode>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, upcoming);
+    multiply_values_short<Mode>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, prefetch);
   }
 
   // ---- results
@@ -308,16 +308,16 @@ class ShortBlock {
   // faster, documents of 16-128 and of 64-512 tokens.)
   static bool are_streamed(const Attention& a) {
     const int64_t bytes = a.batch * a.heads * a.q_len * a.v_dim * (int64_t)sizeof(T);
-    return bytes >= kFewestStreamed && a.v_dim % kTileDepth == 0 && (uintptr_t)a.out % 64 == 0 &&
+    return bytes >= kMinStreamedBytes && a.v_dim % kTileDepth == 0 && (uintptr_t)a.out % 64 == 0 &&
            (a.out_b | a.out_h | a.out_s) % (64 / (int64_t)sizeof(T)) == 0;
   }
 
-  void write(const ShortPanel& p, const float* most, const float* total) {
+  void write(const ShortPanel& p, const float* max_score, const float* total) {
     constexpr float unit = (float)(1 << kWeightBits<Half>);
     const float natural = score_unit<Mode>(a_).natural;
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
-      const Vec high = load(most + r), l = load(total + r) / unit;
+      const Vec high = load(max_score + r), l = load(total + r) / unit;
       store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * natural + log_of(l));
       Vec sink = {};
       for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);
@@ -326,22 +326,22 @@ class ShortBlock {
     for (int64_t r = 0; r < p.rows; r++) {
       const int64_t head = p.head[r], at = p.at[r];
       T* to = (T*)a_.out + block_.batch * a_.out_b + head * a_.out_h + at * a_.out_s;
-      const bool empty = is_empty(most[r], total[r]);
+      const bool empty = is_empty(max_score[r], total[r]);
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;
-      Vec nothing = {};
-      for (int64_t d = 0; !empty && looks_ && d < a_.v_dim; d += kTileDepth) {
-        const float* x = (const float*)(from + d / kTileDepth * 2 * kBelow);
-        nothing += load(x) * 0 + load(x + kLanes) * 0;
+      Vec zero_or_nan = {};
+      for (int64_t d = 0; !empty && checks_finite_ && d < a_.v_dim; d += kTileDepth) {
+        const float* x = (const float*)(from + d / kTileDepth * 2 * kGroupStride);
+        zero_or_nan += load(x) * 0 + load(x + kLanes) * 0;
       }
-      const bool mixed = total[r] == total[r] && any(nothing != nothing);
-      if (looks_) w_.mixed[p.first + r] = mixed, some_mixed_ |= mixed;
-      for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kBelow) {
+      const bool non_finite = total[r] == total[r] && any(zero_or_nan != zero_or_nan);
+      if (checks_finite_) w_.non_finite[p.first + r] = non_finite, any_non_finite_ |= non_finite;
+      for (int64_t d = 0; d < a_.v_dim; d += kTileDepth, from += 2 * kGroupStride) {
         const Vec low = empty ? Vec{} : load((const float*)from) * inverse[r];
         const Vec high = empty ? Vec{} : load((const float*)(from + 64)) * inverse[r];
         if constexpr (P > 1) {
-          if (streams_) stream_some(low, to + d), stream_some(high, to + d + kLanes);
-          else store_some(low, to + d, a_.v_dim - d), store_some(high, to + d + kLanes, a_.v_dim - d - kLanes);
+          if (streams_) stream_partial(low, to + d), stream_partial(high, to + d + kLanes);
+          else store_partial(low, to + d, a_.v_dim - d), store_partial(high, to + d + kLanes, a_.v_dim - d - kLanes);
         } else {
           const __m512i x = join_columns(low, high, T());
           if (streams_) _mm512_stream_si512((__m512i*)(void*)(to + d), x);
@@ -352,17 +352,17 @@ class ShortBlock {
     }
   }
 
-  static constexpr int64_t kFewestAlike = kTileRows / 2, kFewestStreamed = 16 << 20;
+  static constexpr int64_t kMinEqualStarts = kTileRows / 2, kMinStreamedBytes = 16 << 20;
   const Attention& a_;
   const RowBlock& block_;
   const ShortSpace w_;
   const Rows<T> k_, v_;
   const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // of a step of the ring, in bytes
-  Irregular irregular_ = Irregular::of<Mode>();
-  const int64_t ring_, most_hull_;  // most_hull_: keys from the first to the last that a panel sees
-  const bool streams_, looks_;  // looks_: whether rows may come to hold what is another document's
-  bool some_mixed_ = false;
-  int64_t before_ = -1, phase_ = 0;                          // the row that phase_of looked at last
+  RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
+  const int64_t ring_, max_extent_;  // most_hull_: keys from the first to the last that a panel sees
+  const bool streams_, checks_finite_;  // looks_: whether rows may come to hold what is another document's
+  bool any_non_finite_ = false;
+  int64_t previous_ = -1, phase_ = 0;                          // the row that phase_of looked at last
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring
 };
 

@@ -27,7 +27,7 @@ template <int Step>
 INLINE void larger_stage(Vec (&x)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes / 2 / Step; i++)
-    x[i] = larger(near_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}), far_half<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+    x[i] = larger(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
 }
 
 // A row's scores lose its base.
@@ -42,8 +42,8 @@ static void lower_scores(char* scores, int64_t first, int64_t last, float base) 
 // Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score, in its unit, and the
 // sum of the weights of each row.
 template <class Mode>
-static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
-                                                  float* most, float* total, Upcoming& upcoming) {
+static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
+                                                  float* max_score, float* total, Prefetch& prefetch) {
   typedef Part<Mode> T;
   constexpr int P = kParts<Mode>;
   Vec high[kLanes];
@@ -61,17 +61,17 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
   const Vec largest = high[0] == -kInfinity ? Vec{} : high[0], scaled = rounded(largest * factor);
   const IVec large = is_large(scaled);
   const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
-  store(most, high[0]);
+  store(max_score, high[0]);
   for (int64_t r = 0; r < rows && any(large); r++)
     if (large[r]) lower_scores<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
   Vec sum[kLanes] = {};
   for (int64_t r = 0; r < rows; r++) {
     const Vec b = splat(base[r]);
     Vec x = {};
-    upcoming.step_rows();
+    prefetch.step_rows();
     for (int64_t t = first / 2; 2 * t < last; t++) {
       float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
-      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : weight_of(load(at) * factor - b); };
+      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : exp2_approx(load(at) * factor - b); };
       const Vec even = 2 * t >= first ? weights(s) : Vec{};
       const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
       x += even + odd;
@@ -85,7 +85,7 @@ static __attribute__((noinline)) void soften_rows(char* scores, int64_t first, i
     }
     sum[r] = x;
   }
-  store(total, sums(sum));
+  store(total, lane_sums(sum));
 }
 
 }  // namespace

@@ -12,11 +12,11 @@ namespace {
 
 // Up to so many rows and keys, and those of 16-bit types on AMX. A few rows against more keys than need no transposition are left to
 // decoding, which reads K by rows.
-constexpr int64_t kMostSmallForward = kPanel < 32 ? kPanel : 32, kMostSmallForward16 = 16;
-INLINE bool is_small_forward(const Attention& a, int64_t most = kMostSmallForward) {
+constexpr int64_t kMaxSmallForward = kPanel < 32 ? kPanel : 32, kMaxSmallForward16 = 16;
+INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
   const int64_t rows = rows_of_group(a);
-  return !a.pages && is_small(a, most) &&
-         (a.kv_len <= kFewestLanes || rows >= 8 || (a.dtype == kFloat32 && rows * 64 >= a.qk_dim));
+  return !a.pages && is_small(a, limit) &&
+         (a.kv_len <= kMinTransposedKeys || rows >= 8 || (a.dtype == kFloat32 && rows * 64 >= a.qk_dim));
 }
 
 struct SmallForwardSpace {
@@ -24,11 +24,11 @@ struct SmallForwardSpace {
   float *q, *k, *v;     // rows of 16 bits, widened, one after another
   int64_t bytes;
   SmallForwardSpace(const Attention& a, char* base) {
-    Carving at{base};
-    const int64_t of_qk = a.qk_dim * kPanel * 4, of_v = a.v_dim * kPanel * 4, widened = a.dtype == kFloat32 ? 0 : 1;
-    kt = (float*)at.take(of_qk), weights = (float*)at.take(kPanel * kPanel * 4);
-    q = (float*)at.take(of_qk * widened), k = (float*)at.take(of_qk * widened), v = (float*)at.take(of_v * widened);
-    bytes = at.bytes;
+    Arena arena{base};
+    const int64_t qk_bytes = a.qk_dim * kPanel * 4, v_bytes = a.v_dim * kPanel * 4, widened = a.dtype == kFloat32 ? 0 : 1;
+    kt = (float*)arena.allocate(qk_bytes), weights = (float*)arena.allocate(kPanel * kPanel * 4);
+    q = (float*)arena.allocate(qk_bytes * widened), k = (float*)arena.allocate(qk_bytes * widened), v = (float*)arena.allocate(v_bytes * widened);
+    bytes = arena.bytes;
   }
 };
 
@@ -36,20 +36,20 @@ struct SmallForwardSpace {
 // other's, as two documents do: what is not finite stays in its own.
 static inline bool is_one_piece(const Attention& a, const RowBlock& block, const Panel& p) {
   if (p.segments > 1) return false;
-  const int32_t* before = nullptr;
+  const int32_t* previous = nullptr;
   for (int64_t r = 0; a.ranges && r < p.rows; r++) {
     const Segment own = keys_of_row(p, r);
     if (own.start >= own.stop) continue;
     const int32_t* range = ranges_at(a, block, r);
-    if (before && are_apart(a, before, range)) return false;
-    before = range;
+    if (previous && are_disjoint(a, previous, range)) return false;
+    previous = range;
   }
   return true;
 }
 
 // Scores of the keys from `first` on become weights that add up to 1, or less beside a sink; false where there is nothing to see, not even
 // NaN. Lanes beyond the keys, and keys that the row does not see, become 0.
-INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
+INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
                        float* lse) {
   const ScoreUnit unit = score_unit<Direct>(a);
   const float scale = keeps_products(a) ? 1 : (float)a.scale;
@@ -63,16 +63,16 @@ INLINE bool soften_row(const Attention& a, const Panel& panel, int r, int64_t he
     high = larger(x, high);
     store(weights + j, x);
   }
-  const float most = max(high), base = most == -kInfinity ? 0 : most;
+  const float max_score = reduce_max(high), base = max_score == -kInfinity ? 0 : max_score;
   for (int64_t j = 0; j < keys; j += kLanes) {
     const Vec x = exp2_or_zero((load(weights + j) - base) * unit.log2);
     total += x;
     store(weights + j, x);
   }
-  const float all = sum(total);
-  const bool empty = is_empty(most, all);
-  if (lse) *lse = empty ? most : most * unit.natural + logf(all);
-  const float sink = a.sinks && !empty ? expf(a.sinks[head] - most * unit.natural) : 0.0f;
+  const float all = reduce_sum(total);
+  const bool empty = is_empty(max_score, all);
+  if (lse) *lse = empty ? max_score : max_score * unit.natural + logf(all);
+  const float sink = a.sinks && !empty ? expf(a.sinks[head] - max_score * unit.natural) : 0.0f;
   const float inverse = 1.0f / (all + sink);
   for (int64_t j = 0; j < keys && !empty; j += kLanes) store(weights + j, load(weights + j) * inverse);
   return !empty;
@@ -85,9 +85,9 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   read_ranges(a, block, 0, panel);
   if (!is_one_piece(a, block, panel)) return false;
   const SmallForwardSpace w(a, scratch);
-  const Segment seen = panel.segments ? panel.segment[0] : Segment{0, 0};
-  const int64_t b = block.batch, n = block.kv_head, keys = seen.stop - seen.start;
-  const bool alike = panel.covers(seen.start, seen.stop);
+  const Segment visible = panel.segments ? panel.segment[0] : Segment{0, 0};
+  const int64_t b = block.batch, n = block.kv_head, keys = visible.stop - visible.start;
+  const bool alike = panel.covers(visible.start, visible.stop);
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
@@ -97,27 +97,27 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);
     out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
-    own[rows] = alike ? seen : keys_of_row(panel, r);
+    own[rows] = alike ? visible : keys_of_row(panel, r);
     if (own[rows].start >= own[rows].stop) {  // one without keys may hold anything
       clear(out[rows]);
       if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
       continue;
     }
-    q[rows] = in_floats((const T*)a.q + b * a.q_b + head * a.q_h + row * a.q_s, a.qk_dim, rows, w.q);
-    own[rows] = {own[rows].start - seen.start, own[rows].stop - seen.start};
+    q[rows] = as_floats((const T*)a.q + b * a.q_b + head * a.q_h + row * a.q_s, a.qk_dim, rows, w.q);
+    own[rows] = {own[rows].start - visible.start, own[rows].stop - visible.start};
     from[rows++] = r;
   }
   if (rows == 0) return true;
   for (int64_t j = 0; j < keys; j++) {
-    k[j] = in_floats((const T*)a.k + b * a.k_b + n * a.k_h + (seen.start + j) * a.k_s, a.qk_dim, j, w.k);
-    v[j] = in_floats((const T*)a.v + b * a.v_b + n * a.v_h + (seen.start + j) * a.v_s, a.v_dim, j, w.v);
+    k[j] = as_floats((const T*)a.k + b * a.k_b + n * a.k_h + (visible.start + j) * a.k_s, a.qk_dim, j, w.k);
+    v[j] = as_floats((const T*)a.v + b * a.v_b + n * a.v_h + (visible.start + j) * a.v_s, a.v_dim, j, w.v);
   }
   score_rows(q, rows, k, keys, a.qk_dim, w.kt, w.weights);
   bool some[kPanel];
   for (int64_t i = 0; i < rows; i++) {
     const auto [head, row] = place(from[i]);
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
-    some[i] = soften_row(a, panel, (int)from[i], head, seen.start, keys, w.weights + i * kPanel, lse);
+    some[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
   }
   add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out);
   for (int64_t i = 0; i < rows; i++)

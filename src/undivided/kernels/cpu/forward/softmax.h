@@ -10,13 +10,13 @@
 namespace {
 
 // Products become scores in their unit, with what is added to them.
-static void apply_extra(const Attention& a, const float* extra, int64_t keys, float* st) {
+static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
   const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
     Vec x = load(st + i);
     x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // as gradients have it
-    if (extra) {
-      Vec e = load(extra + i);
+    if (score_bias) {
+      Vec e = load(score_bias + i);
       x = e == -kInfinity ? e : x + e;
     }
     store(st + i, x);
@@ -42,7 +42,7 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st)
 // Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
 // sums so far shrink by. factor: what makes units of log 2 of scores.
 template <class Arith, bool kDrops, int V>
-static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, float factor, const Kept* kept, float* most,
+static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score,
                                                      float* total, Vec* decay) {
   Vec high[2][V], sum[V] = {};
   for (int v = 0; v < V; v++) high[0][v] = high[1][v] = splat(-kInfinity);
@@ -57,10 +57,10 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
     for (int v = 0; v < V; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes), high[0][v]);
   Vec base[V];
   for (int v = 0; v < V; v++) {
-    Vec before = load(most + v * kLanes), now = larger(larger(high[0][v], high[1][v]), before);
+    Vec previous = load(max_score + v * kLanes), now = larger(larger(high[0][v], high[1][v]), previous);
     base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    decay[v] = before == base[v] ? splat(1) : exp2_or_zero((before - base[v]) * factor);  // the polynomial's 2^0 is not quite 1
-    store(most + v * kLanes, now);
+    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);  // the polynomial's 2^0 is not quite 1
+    store(max_score + v * kLanes, now);
   }
   if constexpr (Arith::kPairs) {
     for (j = 0; j < keys; j += 2)
@@ -70,7 +70,7 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
         Vec even = exp2_or_zero((load(s) - base[v]) * factor);
         Vec odd = exp2_or_zero((load(s + kPanel) - base[v]) * factor);
         sum[v] += even + odd;
-        if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
+        if (kDrops) even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
         store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
@@ -80,16 +80,16 @@ static __attribute__((noinline)) void soften_vectors(float* st, int64_t keys, fl
         float* s = st + j * kPanel + v * kLanes;
         Vec p = exp2_or_zero((load(s) - base[v]) * factor);
         sum[v] += p;
-        store(s, kDrops ? surviving(kept[j * kVectors + v], p) : p);
+        store(s, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
       }
   }
   for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
 }
 template <class Arith>
-static void soften(float* st, int64_t keys, float factor, const Kept* kept, float* most, float* total, int vectors, Vec* decay) {
+static void softmax_panel(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score, float* total, int vectors, Vec* decay) {
   with_vectors(vectors, [&](auto v) {
-    auto chosen = kept ? soften_vectors<Arith, true, v.value> : soften_vectors<Arith, false, v.value>;
-    chosen(st, keys, factor, kept, most, total, decay);
+    auto chosen = keep ? softmax_vectors<Arith, true, v.value> : softmax_vectors<Arith, false, v.value>;
+    chosen(st, keys, factor, keep, max_score, total, decay);
   });
 }
 

@@ -9,17 +9,17 @@
 
 namespace {
 
-constexpr float kMostSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
+constexpr float kMaxBlockSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
 // How far a base may lie above all scores so far where ALiBi makes later ones larger. Their weights, as small as they are, keep
 // their precision in bf16; fp16 has not the range.
 template <class Half>
-constexpr float kMostRise = std::is_same<Half, Float16>::value ? 0 : 48 * kLn2;
+constexpr float kMaxBaseRise = std::is_same<Half, Float16>::value ? 0 : 48 * kLn2;
 
 // Blocks of weights that await the second product: a tile's, 12 KiB, or 24 in two parts; in three parts half a tile's, 18 KiB
 // (8 % faster than the whole).
 template <int P>
-constexpr int64_t kMostBlocks = kTile / kKeyBlock / (P > 2 ? 2 : 1);
-constexpr int64_t kWeightsPart = kMostBlocks<2> * kKeyBlock / 2 * kPanel;
+constexpr int64_t kMaxWeightBlocks = kBlockKeys / kSoftmaxKeys / (P > 2 ? 2 : 1);
+constexpr int64_t kWeightsPart = kMaxWeightBlocks<2> * kSoftmaxKeys / 2 * kPanel;
 
 // Pairs of weights: of halves, or of the parts of fp32, one part after another.
 template <class Mode>
@@ -38,31 +38,31 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
 // Weights of a block of scores in pairs, 0 where unseen or dropped, and their sums, which see those that are dropped. Where it
 // is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false. factor:
 // what makes units of log 2 of scores.
-template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Besides>
-static __attribute__((noinline)) bool soften_block(const float* scores, const Extra& extra, const Kept* seen, const float* most,
-                                                   float factor, float* total, const Kept* kept, float* pairs, uint16_t* large,
-                                                   Besides* besides) {
+template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Prefetcher>
+static __attribute__((noinline)) bool softmax_block(const float* scores, const Extra& score_bias, const LaneMask* visible, const float* max_score,
+                                                   float factor, float* total, const LaneMask* keep, float* pairs, uint16_t* large,
+                                                   Prefetcher* prefetch) {
   Vec sum[V] = {};
-  const Bases<V> bases = bases_of<V, Extra::kHasLarge>(most, factor, (float)kWeightBits<Part<Mode>>);
-  for (int64_t j = 0; j < kKeyBlock; j += 2) {
-    besides->step();
+  const Bases<V> bases = bases_of<V, Extra::kHasLarge>(max_score, factor, (float)kWeightBits<Part<Mode>>);
+  for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
+    prefetch->step();
     Vec x[2 * V];
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    extra(j, bases, x);
+    score_bias(j, bases, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      const __mmask16 of_even = kMasked ? seen[j * kVectors + v] : 0xffff, of_odd = kMasked ? seen[(j + 1) * kVectors + v] : 0xffff;
-      Vec even = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v], of_even) : weight_of(x[2 * v], of_even);
-      Vec odd = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v + 1], of_odd) : weight_of(x[2 * v + 1], of_odd);
+      const __mmask16 even_mask = kMasked ? visible[j * kVectors + v] : 0xffff, odd_mask = kMasked ? visible[(j + 1) * kVectors + v] : 0xffff;
+      Vec even = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v], even_mask) : exp2_approx(x[2 * v], even_mask);
+      Vec odd = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v + 1], odd_mask) : exp2_approx(x[2 * v + 1], odd_mask);
       sum[v] += even + odd;
-      if (kDrops) even = surviving(kept[j * kVectors + v], even), odd = surviving(kept[(j + 1) * kVectors + v], odd);
+      if (kDrops) even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
       store_weights<Mode>(even, odd, pairs + j / 2 * kPanel + v * kLanes);
     }
   }
   bool some = false;
   for (int v = 0; large && v < V; v++) {
-    large[v] = _mm512_cmp_ps_mask((__m512)sum[v], (__m512)splat(kMostSum), _CMP_GT_OQ);
+    large[v] = _mm512_cmp_ps_mask((__m512)sum[v], (__m512)splat(kMaxBlockSum), _CMP_GT_OQ);
     some |= large[v] != 0;
   }
   if (some) return false;
@@ -74,36 +74,36 @@ static __attribute__((noinline)) bool soften_block(const float* scores, const Ex
 // decay is what earlier sums shrink by. False where none does. A row's base is a function of its own scores, so that its result
 // does not depend on its neighbours.
 template <int V, class Extra>
-static bool find_base(const float* scores, const Extra& extra, const Kept* seen, const uint16_t* wanted, const Vec* rise, float factor,
-                      float* most, Vec* decay) {
+static bool find_base(const float* scores, const Extra& score_bias, const LaneMask* visible, const uint16_t* rebase_rows, const Vec* rise, float factor,
+                      float* max_score, Vec* decay) {
   bool shrinks = false;
   Vec high[V];
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity);
-  for (int64_t j = 0; j < kKeyBlock; j += 2) {
+  for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
     Vec x[2 * V];
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    extra.scores(j, x);
+    score_bias.scores(j, x);
     for (int i = 0; i < 2 * V; i++) {
-      const uint16_t where = seen ? seen[(j + i % 2) * kVectors + i / 2] : 0xffff;
+      const uint16_t where = visible ? visible[(j + i % 2) * kVectors + i / 2] : 0xffff;
       high[i / 2] = (Vec)_mm512_mask_max_ps((__m512)high[i / 2], where, (__m512)x[i], (__m512)high[i / 2]);
     }
   }
   for (int v = 0; v < V; v++) {
-    const Vec before = load(most + v * kLanes), above = high[v] + rise[v];
-    Vec now = (Vec)_mm512_mask_mov_ps((__m512)before, wanted[v], (__m512)(above > before + kHeadroom / factor ? above : before));
-    IVec grown = (now != before) & (before != -kInfinity);
-    decay[v] = grown ? exp2_or_zero((before - now) * factor) : splat(1);
+    const Vec previous = load(max_score + v * kLanes), above = high[v] + rise[v];
+    Vec now = (Vec)_mm512_mask_mov_ps((__m512)previous, rebase_rows[v], (__m512)(above > previous + kHeadroom / factor ? above : previous));
+    IVec grown = (now != previous) & (previous != -kInfinity);
+    decay[v] = grown ? exp2_or_zero((previous - now) * factor) : splat(1);
     shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
-    store(most + v * kLanes, now);
+    store(max_score + v * kLanes, now);
   }
   return shrinks;
 }
 
 // The rows that have no base yet.
-static bool lack_base(const float* most, int vectors, uint16_t* rows) {
+static bool lack_base(const float* max_score, int vectors, uint16_t* rows) {
   bool some = false;
   for (int v = 0; v < vectors; v++) {
-    rows[v] = _mm512_cmp_ps_mask((__m512)load(most + v * kLanes), (__m512)splat(-kInfinity), _CMP_EQ_OQ);
+    rows[v] = _mm512_cmp_ps_mask((__m512)load(max_score + v * kLanes), (__m512)splat(-kInfinity), _CMP_EQ_OQ);
     some |= rows[v] != 0;
   }
   return some;

@@ -11,11 +11,11 @@ namespace {
 // Subnormal results become 0 for as long as an object of this lives: a weight that underflows would cost 200 cycles.
 class FlushToZero {
  public:
-  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
-  ~FlushToZero() { _mm_setcsr(before_); }
+  FlushToZero() : previous_(_mm_getcsr()) { _mm_setcsr(previous_ | _MM_FLUSH_ZERO_ON); }
+  ~FlushToZero() { _mm_setcsr(previous_); }
 
  private:
-  const unsigned before_;
+  const unsigned previous_;
 };
 
 // How far a row's scores may rise above its base, in powers of two, before its sums are rescaled: rarely after the first

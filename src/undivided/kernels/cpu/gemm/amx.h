@@ -64,7 +64,7 @@ class TileSetup {
 };
 
 // Where A lies, in bytes: its rows, its steps along the contracted axis, its groups of kTileRows rows.
-struct TileRows {
+struct AmxOperand {
   const char* at;
   int64_t row, step, group;
   int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of parts (see split.h)
@@ -101,13 +101,13 @@ struct Products<6> {
 
 // What is left of a step after the first product.
 template <class T, int V, int N>
-INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
-  typedef Products<N> Of;
+INLINE void multiply_parts(const char* a, const AmxOperand& rows, const char* b) {
+  typedef Products<N> Order;
 #pragma GCC unroll 6
   for (int i = 1; i < N; i++) {
-    const char *x = a + Of::a[i] * rows.part, *y = b + Of::b[i] * rows.b_part;
-    if (Of::a[i] != Of::a[i - 1]) tile_load<4>(x, rows.row), tile_load<5>(x + rows.group, rows.row);
-    if (Of::b[i] != Of::b[i - 1]) {
+    const char *x = a + Order::a[i] * rows.part, *y = b + Order::b[i] * rows.b_part;
+    if (Order::a[i] != Order::a[i - 1]) tile_load<4>(x, rows.row), tile_load<5>(x + rows.group, rows.row);
+    if (Order::b[i] != Order::b[i - 1]) {
       tile_load<6>(y, kPanelBytes);
       if constexpr (V == 2) tile_load<7>(y + 64, kPanelBytes);
     }
@@ -118,7 +118,7 @@ INLINE void multiply_parts(const char* a, const TileRows& rows, const char* b) {
 
 // One step of the contracted axis for 2 groups of A and the first V vectors of rows.
 template <class T, int V = kVectors, int N = 1>
-INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
+INLINE void multiply_step(const char* a, const AmxOperand& rows, const char* b) {
   const char* first = a + Products<N>::a[0] * rows.part;
   tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
   if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
@@ -130,12 +130,12 @@ INLINE void multiply_step(const char* a, const TileRows& rows, const char* b) {
   if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
 
-constexpr int64_t kBelow = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
+constexpr int64_t kGroupStride = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
 
 // The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
 // stores would hold up the multiplications for a third of their time.
 template <class T, bool kFromZero, int V = kVectors, int N = 1>
-INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, const char* c, char* done) {
+INLINE void multiply_first(const char* a, const AmxOperand& rows, const char* b, const char* c, char* done) {
   const char* first = a + Products<N>::a[0] * rows.part;
   tile_load<6>(b, kPanelBytes), tile_load<4>(first, rows.row);
   if constexpr (V == 2) tile_load<7>(b + 64, kPanelBytes);
@@ -146,42 +146,42 @@ INLINE void multiply_first(const char* a, const TileRows& rows, const char* b, c
     if (done) tile_store<1>(done + 64, kPanelBytes);
     begin_sum<1, kFromZero>(c + 64), tile_multiply<1, 4, 7>(T());
   }
-  if (done) tile_store<2>(done + kBelow, kPanelBytes);
-  begin_sum<2, kFromZero>(c + kBelow), tile_multiply<2, 5, 6>(T());
+  if (done) tile_store<2>(done + kGroupStride, kPanelBytes);
+  begin_sum<2, kFromZero>(c + kGroupStride), tile_multiply<2, 5, 6>(T());
   if constexpr (V == 2) {
-    if (done) tile_store<3>(done + kBelow + 64, kPanelBytes);
-    begin_sum<3, kFromZero>(c + kBelow + 64), tile_multiply<3, 5, 7>(T());
+    if (done) tile_store<3>(done + kGroupStride + 64, kPanelBytes);
+    begin_sum<3, kFromZero>(c + kGroupStride + 64), tile_multiply<3, 5, 7>(T());
   }
   if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
 // The sums of two groups.
 template <int V = kVectors>
 INLINE void store_sums(char* to) {
-  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kBelow, kPanelBytes);
-  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kBelow + 64, kPanelBytes);
+  tile_store<0>(to, kPanelBytes), tile_store<2>(to + kGroupStride, kPanelBytes);
+  if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kGroupStride + 64, kPanelBytes);
 }
 
 // C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
-template <class T, int V = kVectors, bool kFromZero = false, class Besides = Nothing, int N = 1>
-static __attribute__((noinline)) void multiply_tiles(const TileRows& of, const float* pairs, int64_t steps, int64_t groups,
-                                                     float* sums, Besides* besides = nullptr) {
+template <class T, int V = kVectors, bool kFromZero = false, class Prefetcher = NoPrefetch, int N = 1>
+static __attribute__((noinline)) void multiply_amx(const AmxOperand& of, const float* pairs, int64_t steps, int64_t groups,
+                                                     float* sums, Prefetcher* prefetch = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
-  const TileRows rows = of;
+  const AmxOperand rows = of;
   const char *a = rows.at, *b = (const char*)pairs;
   char *c = (char*)sums, *done = nullptr;
   int64_t g = 0;
-  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kBelow) {
+  for (; g + 2 <= groups; g += 2, a += 2 * rows.group, c += 2 * kGroupStride) {
     multiply_first<T, kFromZero, V, N>(a, rows, b, c, done);
     for (int64_t s = 1; s < steps; s++) {
-      if (besides) besides->step();
-      multiply_step<T, V, N>(a + s * rows.step, rows, b + s * kBelow);
+      if (prefetch) prefetch->step();
+      multiply_step<T, V, N>(a + s * rows.step, rows, b + s * kGroupStride);
     }
     done = c;
   }
   if (done) store_sums<V>(done);
   if (g == groups) return;
   begin_sum<0, kFromZero>(c), begin_sum<1, kFromZero>(c + 64);
-  for (int64_t s = 0; s < steps; s++, a += rows.step, b += kBelow) {
+  for (int64_t s = 0; s < steps; s++, a += rows.step, b += kGroupStride) {
     for (int i = 0; i < N; i++) {
       const char *x = a + Products<N>::a[i] * rows.part, *y = b + Products<N>::b[i] * rows.b_part;
       tile_load<6>(y, kPanelBytes), tile_load<4>(x, rows.row), tile_load<7>(y + 64, kPanelBytes);

@@ -28,13 +28,13 @@ static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int
 
 // 16 pairs of keys (32 halves) by 16 columns to a tile of A: row d holds the keys in order. Unseen keys give zeros.
 template <class T>
-INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, char* tile) {
+INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* tile) {
   Vec x[kLanes];
   for (int i = 0; i < kLanes; i++) {
     UVec half[2] = {};
     for (int odd = 0; odd < 2; odd++) {
       const int64_t j = 2 * i + odd;
-      if (j >= keys || !seen[j]) continue;
+      if (j >= keys || !visible[j]) continue;
       HVec h;
       if (columns >= kLanes) h = *(const UnalignedHVec*)(v + j * stride);
       else {
@@ -52,7 +52,7 @@ INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t co
 // The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so that columns 4 to 7, 12 to 15
 // and so on come out of the upper halves.
 template <class T>
-INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* seen, char* tile, int64_t group) {
+INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* visible, char* tile, int64_t group) {
   Vec low[kLanes], high[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) {
@@ -60,7 +60,7 @@ INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, cons
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       const int64_t j = 2 * i + odd;
-      half[odd] = j < keys && seen[j] ? _mm512_loadu_si512(v + j * stride) : _mm512_setzero_si512();
+      half[odd] = j < keys && visible[j] ? _mm512_loadu_si512(v + j * stride) : _mm512_setzero_si512();
     }
     low[i] = (Vec)_mm512_unpacklo_epi16(half[0], half[1]), high[i] = (Vec)_mm512_unpackhi_epi16(half[0], half[1]);
   }
@@ -76,14 +76,14 @@ INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, cons
 
 // V of `keys` keys, `capacity` steps of kTileDepth keys a group of columns, as multiply_tiles takes it.
 template <class T>
-static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity,
+static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity,
                         char* to) {
   const int64_t group = capacity * kTileBytes;
-  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, visible += kTileDepth, to += kTileBytes) {
     int64_t d = 0;
     for (; d + 2 * kTileRows <= columns; d += 2 * kTileRows)
-      transpose_pairs_twice(v + d, stride, keys - j, seen, to + d / kTileRows * group, group);
-    for (; d < columns; d += kTileRows) transpose_pairs(v + d, stride, keys - j, columns - d, seen, to + d / kTileRows * group);
+      transpose_pairs_twice(v + d, stride, keys - j, visible, to + d / kTileRows * group, group);
+    for (; d < columns; d += kTileRows) transpose_pairs(v + d, stride, keys - j, columns - d, visible, to + d / kTileRows * group);
   }
 }
 

@@ -39,7 +39,7 @@ INLINE __m512i load_halves(const T* row, int64_t d, int64_t columns) {
 }
 
 // 16 pairs of 16 rows to columns, kPanelBytes apart. Pieces of 128 bits come together as they are loaded: half the shuffles.
-INLINE void turn_pairs(const char* const* row, int64_t offset, char* to) {
+INLINE void transpose_16_pairs(const char* const* row, int64_t offset, char* to) {
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++, to += 4 * kPanelBytes, offset += 16) {
     __m512 x[4];
@@ -58,17 +58,17 @@ INLINE void turn_pairs(const char* const* row, int64_t offset, char* to) {
 
 template <class T>
 static void pack_key_pairs(const T* const (&row)[kShortStep], int64_t columns, char* to) {
-  for (int64_t d = 0; d < columns; d += kTileDepth, to += kBelow)
+  for (int64_t d = 0; d < columns; d += kTileDepth, to += kGroupStride)
     for (int64_t half = 0; half < 2; half++) {
       const T* const* from = row + half * kTileRows;
       if (d + kTileDepth <= columns) {
-        turn_pairs((const char* const*)from, d * 2, to + half * 64);
+        transpose_16_pairs((const char* const*)from, d * 2, to + half * 64);
         continue;
       }
       alignas(64) char copy[kTileRows][64];
       const char* at[kTileRows];
       for (int i = 0; i < kTileRows; i++) _mm512_store_si512(copy[i], load_halves(from[i], d, columns)), at[i] = copy[i];
-      turn_pairs(at, 0, to + half * 64);
+      transpose_16_pairs(at, 0, to + half * 64);
     }
 }
 
@@ -77,7 +77,7 @@ template <class T>
 static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns, char* to) {
   for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
     char* at = to;
-    for (int64_t d = 0; d < columns; d += kTileDepth, at += kBelow) {
+    for (int64_t d = 0; d < columns; d += kTileDepth, at += kGroupStride) {
       const __m512i x = load_halves(row[i], d, columns), y = load_halves(row[i + kTileRows], d, columns);
       _mm512_store_si512(at, _mm512_unpacklo_epi16(x, y));
       _mm512_store_si512(at + 64, _mm512_unpackhi_epi16(x, y));
@@ -88,9 +88,9 @@ static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns,
 // The same where numbers are sums of parts, `part` bytes apart; `copy` holds 32 rows of them. Columns stay in order.
 template <class Mode>
 static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
-                            Irregular& irregular) {
+                            RangeCheck& range_check) {
   const int64_t depth = (columns + kTileDepth - 1) / kTileDepth, bytes = depth * 64;
-  for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, irregular);
+  for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, range_check);
   for (int p = 0; p < kParts<Mode>; p++, copy += kShortStep * bytes, to += part) {
     const Part<Mode>* half[kShortStep];
     for (int64_t i = 0; i < kShortStep; i++) half[i] = (const Part<Mode>*)(const void*)(copy + i * bytes);
@@ -98,24 +98,24 @@ static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], in
   }
 }
 template <class Mode>
-static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, Irregular& irregular) {
+static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, RangeCheck& range_check) {
   for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
     UVec first = {}, second = {};
     for (int64_t d = 0; d < columns; d += kLanes) {
-      const Vec x = load_some(row[i] + d, columns - d), y = load_some(row[i + kTileRows] + d, columns - d);
-      first = larger_sizes(first, x), second = larger_sizes(second, y);
+      const Vec x = load_partial(row[i] + d, columns - d), y = load_partial(row[i + kTileRows] + d, columns - d);
+      first = max_magnitudes(first, x), second = max_magnitudes(second, y);
       Vec pairs[kParts<Mode>];
       split_pairs<Part<Mode>, kParts<Mode>>(scaled_up<Mode>(x), scaled_up<Mode>(y), pairs);
-      char* at = to + d / kTileDepth * kBelow + d % kTileDepth * 4;
+      char* at = to + d / kTileDepth * kGroupStride + d % kTileDepth * 4;
       for (int p = 0; p < kParts<Mode>; p++) store((float*)(at + p * part), pairs[p]);
     }
-    irregular.see(first), irregular.see(second);
+    range_check.add(first), range_check.add(second);
   }
 }
 
 // Past the caches.
-INLINE void stream_some(Vec x, float* to) { _mm512_stream_ps(to, (__m512)x); }
-INLINE void stream_some(Vec x, Float16* to) {
+INLINE void stream_partial(Vec x, float* to) { _mm512_stream_ps(to, (__m512)x); }
+INLINE void stream_partial(Vec x, Float16* to) {
   _mm256_stream_si256((__m256i*)(void*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
@@ -134,13 +134,13 @@ INLINE __m512i join_columns(Vec low, Vec high, Float16) {
 
 // The four sums of 32 rows by 32 columns, and where those that lie in the tiles go: stored one by one beside the first
 // multiplications of the next, as four stores in a row would hold these up.
-struct Unstored {
+struct PendingTiles {
   char* at = nullptr;
   int64_t row = kPanelBytes;  // from one row to the next, in bytes
   int quarters = 0;           // bit 2 * g + h: of the g-th 16 rows and the h-th 16 columns
 
   template <int N>
-  static inline __attribute__((always_inline)) void quarter(const Unstored& u) {
+  static inline __attribute__((always_inline)) void quarter(const PendingTiles& u) {
     if (u.quarters >> N & 1) tile_store<N>(u.at + N / 2 * kTileRows * u.row + N % 2 * 64, u.row);
   }
   void all() const { quarter<0>(*this), quarter<1>(*this), quarter<2>(*this), quarter<3>(*this); }
@@ -155,18 +155,18 @@ struct Operands {
 };
 // Those quarters += A * B; a first product stores what the tiles hold and begins at zero.
 template <class T, int N, int Quarters, bool kFirst>
-INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
+INLINE void multiply_quarters(const Operands& of, const PendingTiles& previous) {
   const Operands x = of;
   auto multiply = [&](auto tile, bool first) {
     constexpr int C = decltype(tile)::value;
-    if (kFirst && first) Unstored::quarter<C>(before), tile_zero<C>();
+    if (kFirst && first) PendingTiles::quarter<C>(previous), tile_zero<C>();
     if constexpr (Quarters >> C & 1) tile_multiply<C, 4 + C / 2, 6 + C % 2>(T());
   };
 #pragma GCC unroll 6
   for (int i = 0; i < N; i++) {
-    typedef Products<N> Of;
-    const bool a_new = i == 0 || Of::a[i] != Of::a[i - 1], b_new = i == 0 || Of::b[i] != Of::b[i - 1];
-    const char *a = x.a + Of::a[i] * x.a_part, *b = x.b + Of::b[i] * x.b_part;
+    typedef Products<N> Order;
+    const bool a_new = i == 0 || Order::a[i] != Order::a[i - 1], b_new = i == 0 || Order::b[i] != Order::b[i - 1];
+    const char *a = x.a + Order::a[i] * x.a_part, *b = x.b + Order::b[i] * x.b_part;
     if (Quarters & 5 && b_new) tile_load<6>(b, kPanelBytes);
     if (Quarters & 3 && a_new) tile_load<4>(a, x.row);
     if (Quarters & 10 && b_new) tile_load<7>(b + 64, kPanelBytes);
@@ -178,20 +178,20 @@ INLINE void multiply_quarters(const Operands& of, const Unstored& before) {
 
 // Scores of 32 rows and 32 keys, of such quarters.
 template <class T, int N, int Quarters>
-static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
+static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
   Operands x = of;
-  multiply_quarters<T, N, Quarters, true>(x, before);
+  multiply_quarters<T, N, Quarters, true>(x, previous);
   for (int64_t s = 1; s < steps; s++) {
-    upcoming.step_rows();
-    x.a += kTileBytes, x.b += kBelow;
-    multiply_quarters<T, N, Quarters, false>(x, before);
+    prefetch.step_rows();
+    x.a += kTileBytes, x.b += kGroupStride;
+    multiply_quarters<T, N, Quarters, false>(x, previous);
   }
-  upcoming.step_rows();
+  prefetch.step_rows();
 }
 // Those, or more.
 template <class T, int N>
-static int score_step(int quarters, const Operands& of, int64_t steps, const Unstored& before, Upcoming& upcoming) {
-  auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, before, upcoming), which.value; };
+static int score_step(int quarters, const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
+  auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, previous, prefetch), which.value; };
   if (quarters == 13) return call(std::integral_constant<int, 13>());  // the diagonal
   if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
   if (quarters == 1) return call(std::integral_constant<int, 1>());
@@ -210,33 +210,33 @@ struct GroupRun {
 
 // Those sums += weights * values of the run's steps; v: where each step's values lie.
 template <class Mode, int Groups>
-INLINE void weigh_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
-                      const Unstored& before, Upcoming& upcoming) {
+INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
+                      const PendingTiles& previous, Prefetch& prefetch) {
   constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0), P = kParts<Mode>, N = kProducts<Mode>;
   typedef Part<Mode> T;
   auto operands = [&](int64_t t) {
     return Operands{weights + t * kStepScores<P>, kScoreRow<P>, kScoreGroup<P>, 64, v[t] + column, v_part};
   };
   int64_t t = run.from;
-  if (first) multiply_quarters<T, N, quarters, true>(operands(t), before), t++, upcoming.step_rows();
-  for (; t < run.to; t++) upcoming.step_rows(), multiply_quarters<T, N, quarters, false>(operands(t), before);
+  if (first) multiply_quarters<T, N, quarters, true>(operands(t), previous), t++, prefetch.step_rows();
+  for (; t < run.to; t++) prefetch.step_rows(), multiply_quarters<T, N, quarters, false>(operands(t), previous);
 }
 // The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
 template <class Mode>
-static __attribute__((noinline)) void weigh_values(const GroupRun* runs, int count, bool both, const char* weights,
+static __attribute__((noinline)) void multiply_values_short(const GroupRun* runs, int count, bool both, const char* weights,
                                                    const char* const* v, int64_t v_part, int64_t columns, char* sums,
-                                                   Upcoming& upcoming) {
-  Unstored before;
-  for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kBelow) {
-    const int64_t at = d / kTileDepth * kBelow;
+                                                   Prefetch& prefetch) {
+  PendingTiles previous;
+  for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kGroupStride) {
+    const int64_t at = d / kTileDepth * kGroupStride;
     for (int i = 0; i < count; i++) {
-      if (runs[i].groups == 3) weigh_run<Mode, 3>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
-      else if (runs[i].groups == 1) weigh_run<Mode, 1>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
-      else weigh_run<Mode, 2>(runs[i], i == 0, weights, v, v_part, at, before, upcoming);
+      if (runs[i].groups == 3) multiply_run<Mode, 3>(runs[i], i == 0, weights, v, v_part, at, previous, prefetch);
+      else if (runs[i].groups == 1) multiply_run<Mode, 1>(runs[i], i == 0, weights, v, v_part, at, previous, prefetch);
+      else multiply_run<Mode, 2>(runs[i], i == 0, weights, v, v_part, at, previous, prefetch);
     }
-    before.at = sums, before.quarters = both ? 15 : 3;
+    previous.at = sums, previous.quarters = both ? 15 : 3;
   }
-  before.all();
+  previous.all();
 }
 
 }  // namespace

@@ -9,47 +9,47 @@
 
 namespace {
 
-using undivided::kTile;
+using undivided::kBlockKeys;
 using undivided::RowBlock;
 
 struct Direct {  // fp32, in place
   typedef float T;
   typedef Fma Arith;
-  typedef float Tile;
-  static constexpr bool kConvertsK = false, kTiled = false;
+  typedef float PackedV;
+  static constexpr bool kConvertsK = false, kAmx = false;
 };
 template <class Half>
 struct Widened {  // 16 bits converted to fp32, tile by tile
   typedef Half T;
   typedef Fma Arith;
-  typedef float Tile;
-  static constexpr bool kConvertsK = true, kTiled = false;
+  typedef float PackedV;
+  static constexpr bool kConvertsK = true, kAmx = false;
 };
 #if defined(__AVX512BF16__)
 struct Paired {  // bf16 dot products: K in place (pairs along d), V interleaved (pairs of keys)
   typedef BFloat16 T;
   typedef Dot Arith;
-  typedef uint32_t Tile;
-  static constexpr bool kConvertsK = false, kTiled = false;
+  typedef uint32_t PackedV;
+  static constexpr bool kConvertsK = false, kAmx = false;
 };
 #endif
 #if defined(UNDIVIDED_AMX)
-struct TilePairs {
+struct AmxPairs {
   static constexpr bool kPairs = true;
 };
 template <class Half>
-struct Tiled {  // AMX: K and V packed into tiles
+struct Amx {  // AMX: K and V packed into tiles
   typedef Half T;
-  typedef TilePairs Arith;
-  typedef char Tile;
-  static constexpr bool kConvertsK = false, kTiled = true;
+  typedef AmxPairs Arith;
+  typedef char PackedV;
+  static constexpr bool kConvertsK = false, kAmx = true;
 };
 template <class Half, class Number = float>
 struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 of two bf16, see split.h
   typedef Number T;
-  typedef TilePairs Arith;
-  typedef char Tile;
-  static constexpr bool kConvertsK = false, kTiled = true;
+  typedef AmxPairs Arith;
+  typedef char PackedV;
+  static constexpr bool kConvertsK = false, kAmx = true;
 };
 #endif
 
@@ -91,11 +91,11 @@ using Part = typename PartOf<Mode>::type;
 
 // Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
 template <class Mode>
-constexpr int64_t kKeyStep = Mode::kTiled ? 32 : 1;
+constexpr int64_t kKeyStep = Mode::kAmx ? 32 : 1;
 template <class Mode>
-constexpr int64_t kDkStep = Mode::kTiled ? 32 : 1;
+constexpr int64_t kDkStep = Mode::kAmx ? 32 : 1;
 template <class Mode>
-constexpr int64_t kDvStep = Mode::kTiled ? 16 : 1;
+constexpr int64_t kDvStep = Mode::kAmx ? 16 : 1;
 
 // Elements along Dk of Qt, in 32-bit lanes.
 template <class Mode>

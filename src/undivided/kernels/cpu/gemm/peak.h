@@ -7,7 +7,7 @@
 namespace {
 
 // Let the compiler believe that x is needed.
-INLINE void keep(Vec& x) {
+INLINE void force_register(Vec& x) {
 #if defined(__x86_64__)
   __asm__ volatile("" : "+x"(x));
 #elif defined(__aarch64__)
@@ -19,7 +19,7 @@ INLINE void keep(Vec& x) {
 
 // The multiply-adds of the micro-kernel without its loads: what the arithmetic units can do at most.
 template <class Arith>
-double peak_of(int64_t repeats) {
+double vector_peak(int64_t repeats) {
   Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];
   for (int v = 0; v < kVectors; v++) y[v] = splat(1e-30f);
   typename Arith::Scalar x = {};
@@ -29,14 +29,14 @@ double peak_of(int64_t repeats) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         Arith::add(acc[i][v], x, y[v]);
-        keep(acc[i][v]);
+        force_register(acc[i][v]);
       }
   }
   return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
 }
 #if defined(UNDIVIDED_AMX)
 template <class T>
-double tile_peak_of(int64_t repeats) {
+double amx_peak(int64_t repeats) {
   TileSetup setup;
   for (int64_t n = 0; n < repeats; n++) {
     tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
@@ -49,14 +49,14 @@ double tile_peak_of(int64_t repeats) {
 template <class Half>
 double peak(int64_t dtype, int64_t repeats) {
 #if defined(UNDIVIDED_AMX)
-  if (dtype == kBFloat16) return tile_peak_of<BFloat16>(repeats);
-  if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return tile_peak_of<Float16>(repeats);
+  if (dtype == kBFloat16) return amx_peak<BFloat16>(repeats);
+  if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return amx_peak<Float16>(repeats);
 #endif
 #if defined(__AVX512BF16__)
-  if (dtype == kBFloat16) return peak_of<Dot>(repeats);
+  if (dtype == kBFloat16) return vector_peak<Dot>(repeats);
 #endif
   (void)dtype;
-  return peak_of<Fma>(repeats);
+  return vector_peak<Fma>(repeats);
 }
 
 }  // namespace

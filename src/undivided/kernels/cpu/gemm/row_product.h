@@ -27,8 +27,8 @@ INLINE void add_key(Vec (&acc)[R][C], const float* weights, const float* values,
 }
 // R rows and C vectors of columns.
 template <int R, int C>
-static __attribute__((noinline)) void weigh_row_group(const float* pt, const float* v, int64_t stride, int64_t from, int64_t to,
-                                                      const float* decay, float* sums, int64_t apart) {
+static __attribute__((noinline)) void multiply_row_group(const float* pt, const float* v, int64_t stride, int64_t from, int64_t to,
+                                                      const float* decay, float* sums, int64_t sums_stride) {
   Vec acc[R][C] = {};
   for (int64_t j = from; j < to; j++)
     add_key(acc, pt + j * kPanel, v + j * stride, std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, C>());
@@ -36,7 +36,7 @@ static __attribute__((noinline)) void weigh_row_group(const float* pt, const flo
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
-      float* o = sums + r * apart + c * kLanes;
+      float* o = sums + r * sums_stride + c * kLanes;
       store(o, decay ? load(o) * decay[r] + acc[r][c] : acc[r][c]);
     }
 }
@@ -51,7 +51,7 @@ INLINE void with_rows(int64_t rows, F f) {
 
 // R rows from `row` on, as far as the panel has them, C vectors of columns at once.
 template <int R, int C>
-static void weigh_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
+static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
                              int64_t columns, const float* decay, float* sums) {
   for (int64_t row = 0; row < p.rows; row += R) {
     int64_t from = start + keys, to = start;
@@ -66,9 +66,9 @@ static void weigh_row_groups(const Panel& p, int64_t start, int64_t keys, const 
       float* to_sums = sums + row * columns;
       int64_t d = 0;
       for (; d + C * kLanes <= columns; d += C * kLanes)
-        weigh_row_group<decltype(rows)::value, C>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
+        multiply_row_group<decltype(rows)::value, C>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
       for (; d < columns; d += kLanes)
-        weigh_row_group<decltype(rows)::value, 1>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
+        multiply_row_group<decltype(rows)::value, 1>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
     };
     with_rows<R>(p.rows - row, group);
   }
@@ -76,11 +76,11 @@ static void weigh_row_groups(const Panel& p, int64_t start, int64_t keys, const 
 
 // The weights of keys [start, start + keys) at pt; V's first row is that of key `start`. Without decay, sums begin here: kPanel
 // rows of `columns`, a multiple of kLanes.
-static inline void weigh_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
+static inline void multiply_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
                               int64_t columns, const float* decay, float* sums) {
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
-  if (columns % (8 * kLanes) == 0) weigh_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
-  else weigh_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
+  if (columns % (8 * kLanes) == 0) multiply_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
+  else multiply_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
 }
 
 }  // namespace

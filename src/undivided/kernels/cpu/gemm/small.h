@@ -13,14 +13,14 @@
 namespace {
 
 // Up to so many keys scores are single products of rows: a transposition takes as long for one key as for kLanes.
-constexpr int64_t kFewestLanes = kLanes / 4;
+constexpr int64_t kMinTransposedKeys = kLanes / 4;
 // Rows and vectors of columns of add_rows: 6 x 4 sums, 4 operands and a broadcast in 32 registers, 2 x 4 in 16.
 constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 
 // Whether all of a problem is heads of `most` rows and keys at most, and plain.
-INLINE bool is_small(const Attention& a, int64_t most) {
-  const bool extras = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
-  return rows_of_group(a) <= most && a.kv_len <= most && !extras && a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
+INLINE bool is_small(const Attention& a, int64_t limit) {
+  const bool has_score_bias = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
+  return rows_of_group(a) <= limit && a.kv_len <= limit && !has_score_bias && a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
 }
 
 // From the first key that a row of a panel sees to the last; start >= stop: none.
@@ -32,9 +32,9 @@ INLINE Segment keys_of_row(const Panel& p, int64_t r) {
 }
 
 // A row in fp32; copies are rows of `dim` floats.
-INLINE const float* in_floats(const float* row, int64_t, int64_t, float*) { return row; }
+INLINE const float* as_floats(const float* row, int64_t, int64_t, float*) { return row; }
 template <class T>
-INLINE const float* in_floats(const T* row, int64_t dim, int64_t index, float* copies) {
+INLINE const float* as_floats(const T* row, int64_t dim, int64_t index, float* copies) {
   float* to = copies + index * dim;
   for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load_as_float(row + d));
   return to;
@@ -47,13 +47,13 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) total += load_as_float(x + d) * load_as_float(y + d);
   for (; d < dim; d++) rest += to_float(x[d]) * to_float(y[d]);
-  return sum(total) + rest;
+  return reduce_sum(total) + rest;
 }
 
 // to[row][keys] = rows . keys. turned: room for the keys' rows, transposed.
 static inline void score_rows(const float* const* rows, int64_t count, const float* const* keys, int64_t key_count, int64_t dim,
                               float* turned, float* to) {
-  if (key_count <= kFewestLanes) {
+  if (key_count <= kMinTransposedKeys) {
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < kLanes; j++) to[r * kPanel + j] = j < key_count ? dot_of(rows[r], keys[j], dim) : 0.0f;
     return;
@@ -68,24 +68,24 @@ static inline void score_rows(const float* const* rows, int64_t count, const flo
     const int64_t stride = r + 1 < count ? rows[r + 1] - rows[r] : 0;
     int64_t stop = r + 1;
     while (stop < count && rows[stop] - rows[stop - 1] == stride) stop++;
-    score_tile<Fma>(turned, rows[r], stride, dim, stop - r, to + r * kPanel, vectors);
+    multiply_scores<Fma>(turned, rows[r], stride, dim, stop - r, to + r * kPanel, vectors);
     r = stop;
   }
 }
 
 template <int R, int C, int... I>
-INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t apart, const Vec (&row)[C], std::integer_sequence<int, I...>) {
-  ((acc[I / C][I % C] += a[I / C * apart] * row[I % C]), ...);
+INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t row_stride, const Vec (&row)[C], std::integer_sequence<int, I...>) {
+  ((acc[I / C][I % C] += a[I / C * row_stride] * row[I % C]), ...);
 }
 template <int R, int C, class T>
-static __attribute__((noinline)) void add_row_group(const float* a, int64_t apart, int64_t next, const float* const* rows,
+static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
                                                     int64_t count, int64_t d, T* const* out) {
   Vec acc[R][C] = {};
-  for (int64_t n = 0; n < count; n++, a += next) {
+  for (int64_t n = 0; n < count; n++, a += step_stride) {
     Vec row[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) row[c] = load(rows[n] + d + c * kLanes);
-    add_row(acc, a, apart, row, std::make_integer_sequence<int, R * C>());
+    add_row(acc, a, row_stride, row, std::make_integer_sequence<int, R * C>());
   }
 #pragma GCC unroll 6
   for (int i = 0; i < R; i++)
@@ -94,7 +94,7 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t apar
 }
 // out[i][d] = sum over the n of some[i] of a[i * apart + n * next] * rows[n][d], for i < results; a is 0 where another one's n are not.
 template <class T>
-static void add_rows(const float* a, int64_t apart, int64_t next, const float* const* rows, const Segment* some, int64_t dim,
+static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows, const Segment* some, int64_t dim,
                      int64_t results, T* const* out) {
   int64_t d = 0;
   auto columns = [&](auto vectors) {  // of all results, while those of the rows are near by
@@ -105,7 +105,7 @@ static void add_rows(const float* a, int64_t apart, int64_t next, const float* c
           constexpr int R = decltype(r)::value;
           int64_t from = some[i].start, to = some[i].stop;
           for (int n = 1; n < R; n++) from = smaller_of(from, some[i + n].start), to = larger_of(to, some[i + n].stop);
-          add_row_group<R, C>(a + i * apart + from * next, apart, next, rows + from, to - from, d, out + i);
+          add_row_group<R, C>(a + i * row_stride + from * step_stride, row_stride, step_stride, rows + from, to - from, d, out + i);
         });
   };
   columns(std::integral_constant<int, kSmallColumns>());

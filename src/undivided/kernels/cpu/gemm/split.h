@@ -33,63 +33,63 @@ constexpr float unit_input() {
 
 #if defined(UNDIVIDED_AMX)
 INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u << count) - 1 : 0); }  // of less than kLanes
-INLINE Vec load_some(const float* p, int64_t count) {
+INLINE Vec load_partial(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(first_lanes(count), p);
 }
-INLINE Vec load_some(const Float16* p, int64_t count) {
+INLINE Vec load_partial(const Float16* p, int64_t count) {
   return count >= kLanes ? load_as_float(p) : (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
 }
-INLINE void store_some(Vec x, float* p, int64_t count) {
+INLINE void store_partial(Vec x, float* p, int64_t count) {
   if (count >= kLanes) store(p, x);
   else _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x);
 }
-INLINE void store_some(Vec x, Float16* p, int64_t count) {
+INLINE void store_partial(Vec x, Float16* p, int64_t count) {
   if (count >= kLanes) store_from_float(p, x);
   else _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 // The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
-INLINE UVec larger_sizes(UVec sizes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)sizes, (__m512i)((UVec)x << 1)); }
-INLINE UVec size_of(float x) { return (UVec)splat(x) << 1; }
+INLINE UVec max_magnitudes(UVec magnitudes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)magnitudes, (__m512i)((UVec)x << 1)); }
+INLINE UVec magnitude(float x) { return (UVec)splat(x) << 1; }
 
 // Of a row. (A pass of its own over whole rows is also how they come from memory fastest where they are transposed.)
 template <class T>
-static UVec sizes_of(const T* row, int64_t dim) {
-  UVec sizes = {};
-  for (int64_t d = 0; d < dim; d += kLanes) sizes = larger_sizes(sizes, load_some(row + d, dim - d));
-  return sizes;
+static UVec row_magnitudes(const T* row, int64_t dim) {
+  UVec magnitudes = {};
+  for (int64_t d = 0; d < dim; d += kLanes) magnitudes = max_magnitudes(magnitudes, load_partial(row + d, dim - d));
+  return magnitudes;
 }
 template <class T>
-static float largest_of(const T* row, int64_t dim) {
-  return bits_to_float(_mm512_reduce_max_epu32((__m512i)sizes_of(row, dim)) >> 1);
+static float largest_magnitude(const T* row, int64_t dim) {
+  return bits_to_float(_mm512_reduce_max_epu32((__m512i)row_magnitudes(row, dim)) >> 1);
 }
 #endif
 
-constexpr float kMostFloat16 = 65504;
+constexpr float kMaxFloat16 = 65504;
 
 // Whether some row seen so far has numbers that are not for the parts.
-class Irregular {
+class RangeCheck {
  public:
   // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
   template <class Mode>
-  static Irregular of(float low = 0x1p-80f) {
-    return std::is_same<Part<Mode>, Float16>::value ? Irregular(0.5f, kMostFloat16, unit_input<Mode>()) : Irregular(low, 0x1p100f, 1);
+  static RangeCheck of_mode(float low = 0x1p-80f) {
+    return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, unit_input<Mode>()) : RangeCheck(low, 0x1p100f, 1);
   }
   // Between which the largest number of a row may lie, once scaled by `unit`, if it is not 0.
 #if defined(UNDIVIDED_AMX)
-  Irregular(float low, float high, float unit) : low_(size_of(low / unit)), high_(size_of(high / unit)) {}
-  void see(UVec sizes) {  // of a row
-    found_ |= !_mm512_cmpge_epu32_mask((__m512i)sizes, (__m512i)low_) && _mm512_test_epi32_mask((__m512i)sizes, (__m512i)sizes);
-    largest_ = (UVec)_mm512_max_epu32((__m512i)largest_, (__m512i)sizes);
+  RangeCheck(float low, float high, float unit) : low_(magnitude(low / unit)), high_(magnitude(high / unit)) {}
+  void add(UVec magnitudes) {  // of a row
+    out_of_range_ |= !_mm512_cmpge_epu32_mask((__m512i)magnitudes, (__m512i)low_) && _mm512_test_epi32_mask((__m512i)magnitudes, (__m512i)magnitudes);
+    largest_ = (UVec)_mm512_max_epu32((__m512i)largest_, (__m512i)magnitudes);
   }
-  bool found() const { return found_ || _mm512_cmpge_epu32_mask((__m512i)largest_, (__m512i)high_); }
+  bool out_of_range() const { return out_of_range_ || _mm512_cmpge_epu32_mask((__m512i)largest_, (__m512i)high_); }
 
  private:
   UVec low_, high_, largest_ = {};
-  bool found_ = false;
+  bool out_of_range_ = false;
 #else
-  Irregular(float, float, float) {}
-  bool found() const { return false; }
+  RangeCheck(float, float, float) {}
+  bool out_of_range() const { return false; }
 #endif
 };
 
@@ -106,17 +106,17 @@ struct Parts;
 
 template <>
 struct Parts<BFloat16> {  // in the upper halves, with something below them
-  typedef UVec Some;
-  INLINE Some take(Vec& x) {
+  typedef UVec Piece;
+  INLINE Piece split_off(Vec& x) {
     const UVec rounded = (UVec)x + 0x8000;
     x -= (Vec)(rounded & 0xffff0000u);
     return rounded;
   }
-  INLINE Some last(Vec x) { return (UVec)x; }
-  INLINE Vec pairs(Some even, Some odd) {
+  INLINE Piece last(Vec x) { return (UVec)x; }
+  INLINE Vec pairs(Piece even, Piece odd) {
     return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(even >> 16), (__m512i)odd);
   }
-  INLINE __m512i together(Some low, Some high) {
+  INLINE __m512i join(Piece low, Piece high) {
     alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                  33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
@@ -125,34 +125,34 @@ struct Parts<BFloat16> {  // in the upper halves, with something below them
 
 template <>
 struct Parts<Float16> {
-  typedef __m256i Some;
-  INLINE Some take(Vec& x) {
-    const Some part = last(x);
+  typedef __m256i Piece;
+  INLINE Piece split_off(Vec& x) {
+    const Piece part = last(x);
     x -= (Vec)_mm512_cvtph_ps(part);
     return part;
   }
-  INLINE Some last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
-  INLINE Vec pairs(Some even, Some odd) {
+  INLINE Piece last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+  INLINE Vec pairs(Piece even, Piece odd) {
     return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
   }
-  INLINE __m512i together(Some low, Some high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+  INLINE __m512i join(Piece low, Piece high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 };
 
 template <class Half, int P>
-using SomeParts = typename Parts<Half>::Some[P];
+using Pieces = typename Parts<Half>::Piece[P];
 
 // All parts of x.
 template <class Half, int P>
-INLINE void take_parts(Vec x, SomeParts<Half, P>& parts) {
+INLINE void split_into(Vec x, Pieces<Half, P>& parts) {
 #pragma GCC unroll 2
-  for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::take(x);
+  for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::split_off(x);
   parts[P - 1] = Parts<Half>::last(x);
 }
 // Pairs of the parts of two numbers in each lane.
 template <class Half, int P>
 INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
-  SomeParts<Half, P> e, o;
-  take_parts<Half, P>(even, e), take_parts<Half, P>(odd, o);
+  Pieces<Half, P> e, o;
+  split_into<Half, P>(even, e), split_into<Half, P>(odd, o);
 #pragma GCC unroll 3
   for (int p = 0; p < P; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
 }
@@ -164,29 +164,29 @@ INLINE Vec scaled_up(Vec x) {
 
 // A row, scaled up, in order: kTileDepth halves of each part, which are `part` bytes apart, then, `step` bytes on, the next.
 template <class Mode>
-INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, Irregular& irregular) {
+INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, RangeCheck& range_check) {
   typedef Part<Mode> Half;
-  UVec sizes = {};
+  UVec magnitudes = {};
   for (int64_t d = 0; d < columns; d += kTileDepth, to += step) {
-    const Vec x = load_some(row + d, columns - d), y = load_some(row + d + kLanes, columns - d - kLanes);
-    sizes = larger_sizes(larger_sizes(sizes, x), y);
+    const Vec x = load_partial(row + d, columns - d), y = load_partial(row + d + kLanes, columns - d - kLanes);
+    magnitudes = max_magnitudes(max_magnitudes(magnitudes, x), y);
     constexpr int P = kParts<Mode>;
-    SomeParts<Half, P> low, high;
-    take_parts<Half, P>(scaled_up<Mode>(x), low), take_parts<Half, P>(scaled_up<Mode>(y), high);
-    for (int p = 0; p < P; p++) _mm512_store_si512(to + p * part, Parts<Half>::together(low[p], high[p]));
+    Pieces<Half, P> low, high;
+    split_into<Half, P>(scaled_up<Mode>(x), low), split_into<Half, P>(scaled_up<Mode>(y), high);
+    for (int p = 0; p < P; p++) _mm512_store_si512(to + p * part, Parts<Half>::join(low[p], high[p]));
   }
-  irregular.see(sizes);
+  range_check.add(magnitudes);
 }
 
 // kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
 template <class Mode>
-static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, Irregular& irregular,
+static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, RangeCheck& range_check,
                        float unit = unit_input<Mode>()) {
   for (int i = 0; i < kLanes; i++)
-    if (row[i]) irregular.see(sizes_of(row[i], dim));
+    if (row[i]) range_check.add(row_magnitudes(row[i], dim));
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
     Vec x[kLanes], parts[kParts<Mode>];
-    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_some(row[i] + d, dim - d) * unit : Vec{};
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_partial(row[i] + d, dim - d) * unit : Vec{};
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
       split_pairs<Part<Mode>, kParts<Mode>>(x[i], x[i + 1], parts);
@@ -197,13 +197,13 @@ static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim
 
 // pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
 template <class Mode>
-static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* seen, char* to,
-                    Irregular& irregular) {
+static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* visible, char* to,
+                    RangeCheck& range_check) {
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
   for (int64_t j = 0; j < padded; j++, k += stride) {
     char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
-    if (j < keys && seen[j]) {
-      split_row<Mode>(k, columns, row, kTileBytes, part, irregular);
+    if (j < keys && visible[j]) {
+      split_row<Mode>(k, columns, row, kTileBytes, part, range_check);
       continue;
     }
     for (int64_t i = 0; i < steps * kParts<Mode>; i++) _mm512_store_si512(row + i * kTileBytes, _mm512_setzero_si512());
@@ -212,19 +212,19 @@ static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int
 
 // transpose_v: groups of kTileRows columns, each of all parts of `capacity` steps.
 template <class Mode>
-static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* seen, int64_t capacity, char* to,
-                    Irregular& irregular) {
+static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity, char* to,
+                    RangeCheck& range_check) {
   const int64_t part = capacity * kTileBytes;
-  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, seen += kTileDepth, to += kTileBytes) {
+  for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, visible += kTileDepth, to += kTileBytes) {
     for (int64_t key = 0; key < kTileDepth && j + key < keys; key++)
-      if (seen[key]) irregular.see(sizes_of(v + key * stride, columns));
+      if (visible[key]) range_check.add(row_magnitudes(v + key * stride, columns));
     for (int64_t d = 0; d < columns; d += kTileRows) {
       Vec x[kParts<Mode>][kLanes];
       for (int i = 0; i < kLanes; i++) {
         Vec pair[2], parts[kParts<Mode>];
         for (int odd = 0; odd < 2; odd++) {
           const int64_t key = 2 * i + odd;
-          pair[odd] = scaled_up<Mode>(j + key < keys && seen[key] ? load_some(v + key * stride + d, columns - d) : Vec{});
+          pair[odd] = scaled_up<Mode>(j + key < keys && visible[key] ? load_partial(v + key * stride + d, columns - d) : Vec{});
         }
         split_pairs<Part<Mode>, kParts<Mode>>(pair[0], pair[1], parts);
         for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];

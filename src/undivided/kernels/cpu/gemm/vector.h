@@ -48,9 +48,9 @@ struct Run {
 };
 // In order and without gaps. Where a causal or windowed panel begins and ends, only some of its vectors see a key.
 struct Runs {
-  static constexpr int kMost = 32;
+  static constexpr int kMax = 32;
   int vectors, count;  // vectors: all that hold rows
-  Run run[kMost];
+  Run run[kMax];
   Runs() : vectors(0), count(0) {}
   Runs(int64_t length, int v = kVectors) : vectors(v), count(1) { run[0] = {0, length, 0, v}; }
 };
@@ -108,16 +108,16 @@ INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t coun
 }
 
 // What a micro-kernel may do besides, once for every kBroadcasts keys or columns.
-struct Nothing {
+struct NoPrefetch {
   inline __attribute__((always_inline)) void step() {}
 };
 
-template <class Arith, int V, class T, class Besides>
+template <class Arith, int V, class T, class Prefetcher>
 static __attribute__((noinline)) void score_vectors(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
-                                                    float* st, Besides* besides) {
+                                                    float* st, Prefetcher* prefetch) {
   int64_t j = 0;
   for (; j + kBroadcasts <= keys; j += kBroadcasts) {
-    if (besides) besides->step();
+    if (prefetch) prefetch->step();
     score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
   }
   if (j < keys && keys > kBroadcasts) {  // the last ones: some once more rather than few at a time
@@ -132,22 +132,22 @@ static __attribute__((noinline)) void score_vectors(const float* qt, const T* k,
   for (; j < keys; j++) score_keys<Arith, 1, V>(qt, k + j * stride, stride, count, st + j * kPanel);
 }
 // The scores of `keys` keys; count is the contracted length in Scalars.
-template <class Arith, class T, class Besides = Nothing>
-static void score_tile(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys, float* st,
-                       int vectors = kVectors, Besides* besides = nullptr) {
-  with_vectors(vectors, [&](auto v) { score_vectors<Arith, v.value>(qt, k, stride, count, keys, st, besides); });
+template <class Arith, class T, class Prefetcher = NoPrefetch>
+static void multiply_scores(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys, float* st,
+                       int vectors = kVectors, Prefetcher* prefetch = nullptr) {
+  with_vectors(vectors, [&](auto v) { score_vectors<Arith, v.value>(qt, k, stride, count, keys, st, prefetch); });
 }
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
 // added: one chain over all keys would let the error grow with their number. Without decay, ot begins here.
 template <class Arith, int N, int V, class T>
-INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
+INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V] = {};
   for (int r = 0; r < runs.count; r++) {
     const Run& run = runs.run[r];
     with_run<V>(run, [&](auto first, auto some) {
-      accumulate_some<Arith, first.value, some.value>(acc, v_tile + run.start * stride, step, stride, pt + run.start * kPanel,
+      accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride, pt + run.start * kPanel,
                                                       run.stop - run.start);
     });
   }
@@ -160,38 +160,38 @@ INLINE void weigh_columns(const float* pt, const T* v_tile, int64_t stride, cons
     }
 }
 
-template <class Arith, int V, class T, class Besides>
-static __attribute__((noinline)) void weigh_vectors(const float* pt, const T* v, int64_t stride, const Runs& runs,
+template <class Arith, int V, class T, class Prefetcher>
+static __attribute__((noinline)) void value_vectors(const float* pt, const T* v, int64_t stride, const Runs& runs,
                                                     int64_t columns, const Vec* decay, float* ot, int64_t group,
-                                                    Besides* besides) {
+                                                    Prefetcher* prefetch) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   if (group == 0) group = kBroadcasts * step;
   int64_t d = 0;
   for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
-    if (besides) besides->step();
-    weigh_columns<Arith, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+    if (prefetch) prefetch->step();
+    value_columns<Arith, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
   }
   if (kBroadcasts > 4 && d + 4 <= columns) {
-    weigh_columns<Arith, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+    value_columns<Arith, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
     d += 4, v += 4 * step;
   }
-  for (; d < columns; d++, v += step) weigh_columns<Arith, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+  for (; d < columns; d++, v += step) value_columns<Arith, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
 }
 // V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
-template <class Arith, class T, class Besides = Nothing>
-static void weigh_tile(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns, const Vec* decay, float* ot,
-                       int64_t group = 0, Besides* besides = nullptr) {
+template <class Arith, class T, class Prefetcher = NoPrefetch>
+static void multiply_values(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns, const Vec* decay, float* ot,
+                       int64_t group = 0, Prefetcher* prefetch = nullptr) {
   with_vectors(runs.vectors, [&](auto n) {
-    weigh_vectors<Arith, n.value>(pt, v, stride, runs, columns, decay, ot, group, besides);
+    value_vectors<Arith, n.value>(pt, v, stride, runs, columns, decay, ot, group, prefetch);
   });
 }
 
 // The tiles of several panels of rows that meet the same keys: which keys of the tile each sees.
-constexpr int kMostSlots = 16;
+constexpr int kMaxSlots = 16;
 struct Slots {
   int count;
-  int panel[kMostSlots], rows[kMostSlots];      // where in b its rows lie, and how many they are
-  int64_t start[kMostSlots], stop[kMostSlots];  // outside of these its entries are not read, but for N keys' sake
+  int panel[kMaxSlots], rows[kMaxSlots];      // where in b its rows lie, and how many they are
+  int64_t start[kMaxSlots], stop[kMaxSlots];  // outside of these its entries are not read, but for N keys' sake
 };
 
 // out[i][lanes] += sum over the rows of the slots of a[slot][i][row] (broadcast) * b[row][lanes], for i < N keys.
@@ -214,12 +214,12 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel
 }
 
 // The same for keys [from, to), a multiple of N, of a tile.
-template <class Arith, int N, int V, class T, class Besides>
+template <class Arith, int N, int V, class T, class Prefetcher>
 INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t from, int64_t to,
-                       float* out, Besides* besides) {
+                       float* out, Prefetcher* prefetch) {
   for (int64_t j = from; j < to; j += N) {
-    if (besides) besides->step();
-    int which[kMostSlots], count = 0;
+    if (prefetch) prefetch->step();
+    int which[kMaxSlots], count = 0;
     for (int n = 0; n < slots.count; n++)
       if (slots.start[n] < j + N && slots.stop[n] > j) which[count++] = n;
     add_keys<Arith, N, V>(a + j * kPanel, a_slot, b, b_panel, slots, which, count, out + j * kPanel);
@@ -228,22 +228,22 @@ INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_pan
 
 // Keys that one micro-kernel takes at V vectors, so that its sums fill the registers, and what all of these divide.
 template <int V>
-constexpr int kKeysOf = kBroadcasts * kVectors / V;
-constexpr int kWholeKeys = kBroadcasts * kVectors;
+constexpr int kKeysPerCall = kBroadcasts * kVectors / V;
+constexpr int kKeyGranule = kBroadcasts * kVectors;
 
-template <class Arith, int V, class T, class Besides>
+template <class Arith, int V, class T, class Prefetcher>
 static __attribute__((noinline)) void add_vectors(const T* a, int64_t a_slot, const float* b, int64_t b_panel,
-                                                  const Slots& slots, int64_t keys, float* out, Besides* besides) {
-  const int64_t whole = keys / kWholeKeys * kWholeKeys, all = (keys + kBroadcasts - 1) / kBroadcasts * kBroadcasts;
-  add_groups<Arith, kKeysOf<V>, V>(a, a_slot, b, b_panel, slots, 0, whole, out, besides);
-  add_groups<Arith, kBroadcasts, V>(a, a_slot, b, b_panel, slots, whole, all, out, besides);
+                                                  const Slots& slots, int64_t keys, float* out, Prefetcher* prefetch) {
+  const int64_t whole = keys / kKeyGranule * kKeyGranule, all = (keys + kBroadcasts - 1) / kBroadcasts * kBroadcasts;
+  add_groups<Arith, kKeysPerCall<V>, V>(a, a_slot, b, b_panel, slots, 0, whole, out, prefetch);
+  add_groups<Arith, kBroadcasts, V>(a, a_slot, b, b_panel, slots, whole, all, out, prefetch);
 }
 
 // The same for a tile's keys and `vectors` of the lanes; kBroadcasts divides the rows that a and out have.
-template <class Arith, class T, class Besides = Nothing>
-static void add_tile(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t keys, int vectors,
-                     float* out, Besides* besides = nullptr) {
-  with_vectors(vectors, [&](auto v) { add_vectors<Arith, v.value>(a, a_slot, b, b_panel, slots, keys, out, besides); });
+template <class Arith, class T, class Prefetcher = NoPrefetch>
+static void multiply_key_gradients(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t keys, int vectors,
+                     float* out, Prefetcher* prefetch = nullptr) {
+  with_vectors(vectors, [&](auto v) { add_vectors<Arith, v.value>(a, a_slot, b, b_panel, slots, keys, out, prefetch); });
 }
 
 }  // namespace

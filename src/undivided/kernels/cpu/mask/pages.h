@@ -20,7 +20,7 @@ struct Rows {
     return base + (page >= 0 && page < page_count ? page : 0) * page_stride + j % page_size * stride;
   }
   // Whether rows [start, stop) lie one after the other, `stride` apart.
-  bool together(int64_t start, int64_t stop) const {
+  bool is_contiguous(int64_t start, int64_t stop) const {
     return !pages || start / page_size == (stop - 1) / page_size;
   }
 };
@@ -42,9 +42,9 @@ INLINE Rows<T> value_rows(const Attention& a, int64_t batch, int64_t head) {
 
 // Rows [start, stop) side by side in `to`; those that nobody sees become 0.
 template <class T>
-static void collect(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* seen, T* to) {
+static void gather_pages(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible, T* to) {
   for (int64_t j = start; j < stop; j++, to += columns) {
-    if (seen[j - start]) memcpy(to, rows(j), (size_t)columns * sizeof(T));
+    if (visible[j - start]) memcpy(to, rows(j), (size_t)columns * sizeof(T));
     else memset(to, 0, (size_t)columns * sizeof(T));
   }
 }

@@ -10,17 +10,17 @@ namespace {
 struct Segment {
   int64_t start, stop;
 };
-constexpr int kMostSegments = 2 * kPanel;
+constexpr int kMaxSegments = 2 * kPanel;
 
 // What a panel of at most kPanel virtual rows may see.
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
   int64_t first, rows;    // first: row of the block
-  bool summed;            // whether its sums hold something
-  bool by_rows;           // whether they are rows, see row_sums.h
+  bool has_sums;            // whether its sums hold something
+  bool row_major;           // whether they are rows, see row_sums.h
   int64_t covered[2][2];  // keys that every row sees through its first, its second range
   int segments, next;     // next: the first segment that the tiles to come may touch
-  Segment segment[kMostSegments];
+  Segment segment[kMaxSegments];
 
   // That hold its rows.
   int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
@@ -97,7 +97,7 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
 }
 
 // Whether no key is seen by both of two rows.
-INLINE bool are_apart(const Attention& a, const int32_t* x, const int32_t* y) {
+INLINE bool are_disjoint(const Attention& a, const int32_t* x, const int32_t* y) {
   for (int64_t i = 0; i < a.columns; i += 2)
     for (int64_t j = 0; j < a.columns; j += 2)
       if (larger_of(x[i], y[j]) < smaller_of(x[i + 1], y[j + 1])) return false;
@@ -107,14 +107,14 @@ INLINE bool are_apart(const Attention& a, const int32_t* x, const int32_t* y) {
 // Panels of documents end where the next row sees none of the keys before, so that no row pays for keys of another document,
 // but for very short ones, which share a vector. What a row computes does not depend on the other rows of its panel, unless
 // there is a dense mask (see has_extra): then panels are whole.
-constexpr int64_t kFewestCutRows = kLanes / 2;
+constexpr int64_t kMinDocumentRows = kLanes / 2;
 INLINE bool has_cuts(const Attention& a) { return a.ranges && !a.dense; }
 static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t first) {
-  const int64_t most = smaller_of(block.rows - first, kPanel);
-  if (!has_cuts(a)) return most;
-  for (int64_t r = kFewestCutRows; r < most; r++)
-    if (are_apart(a, ranges_at(a, block, first + r - 1), ranges_at(a, block, first + r))) return r;
-  return most;
+  const int64_t limit = smaller_of(block.rows - first, kPanel);
+  if (!has_cuts(a)) return limit;
+  for (int64_t r = kMinDocumentRows; r < limit; r++)
+    if (are_disjoint(a, ranges_at(a, block, first + r - 1), ranges_at(a, block, first + r))) return r;
+  return limit;
 }
 
 // From the first key that some row of a block sees to the last.
@@ -138,7 +138,7 @@ static Segment reach_of(const Attention& a, const RowBlock& block) {
 }
 
 // The most keys between the first and the last that a row of a block sees.
-static int64_t longest_row(const Attention& a, const RowBlock& block) {
+static int64_t longest_row_keys(const Attention& a, const RowBlock& block) {
   if (a.band) return smaller_of(a.last - a.first, a.kv_len);
   if (!a.ranges) return a.kv_len;
   int64_t longest = 0;
@@ -153,21 +153,21 @@ static int64_t longest_row(const Attention& a, const RowBlock& block) {
 }
 
 // The keys that the rows of a block see, added up.
-static int64_t keys_seen(const Attention& a, const RowBlock& block) {
+static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return block.rows * a.kv_len;
-  int64_t seen = 0;
+  int64_t visible = 0;
   for (int64_t r = 0; r < block.rows; r++) {
     const int64_t row = (block.row + r) % a.q_len;
-    if (a.band) seen += larger_of(0, smaller_of(a.kv_len, row + a.last) - larger_of(0, row + a.first));
+    if (a.band) visible += larger_of(0, smaller_of(a.kv_len, row + a.last) - larger_of(0, row + a.first));
     const int32_t* range = a.band ? nullptr : ranges_at(a, block, r);
-    for (int64_t i = 0; range && i < a.columns; i += 2) seen += larger_of(0, range[i + 1] - range[i]);
+    for (int64_t i = 0; range && i < a.columns; i += 2) visible += larger_of(0, range[i + 1] - range[i]);
   }
-  return seen;
+  return visible;
 }
 
 // The keys [from, to) of a panel in groups of so many: which vectors have a row that may see one.
 static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
-  static_assert(kTile / kBroadcasts <= Runs::kMost);
+  static_assert(kBlockKeys / kBroadcasts <= Runs::kMax);
   if (p.covers(from, to)) return Runs(to - from, p.vectors());
   int64_t start[kVectors], stop[kVectors];
   for (int v = 0; v < p.vectors(); v++) {
@@ -186,8 +186,8 @@ static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
     while (first < last - 1 && !(start[first] < key + group && stop[first] > key)) first++;
     while (last > first + 1 && !(start[last - 1] < key + group && stop[last - 1] > key)) last--;
     Run run = {key - from, smaller_of(key + group, to) - from, first, last - first};
-    Run* before = runs.count > 0 ? &runs.run[runs.count - 1] : nullptr;
-    if (before && before->first == run.first && before->vectors == run.vectors) before->stop = run.stop;
+    Run* previous = runs.count > 0 ? &runs.run[runs.count - 1] : nullptr;
+    if (previous && previous->first == run.first && previous->vectors == run.vectors) previous->stop = run.stop;
     else runs.run[runs.count++] = run;
   }
   return runs;

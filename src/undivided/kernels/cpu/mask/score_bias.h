@@ -32,8 +32,8 @@ struct LaneRows {
 template <class T>
 class RowLanes {
  public:
-  static constexpr int kEach = 4 / (int)sizeof(T);  // keys in 32 bits
-  static constexpr int kKeys = kEach * kLanes;      // keys of a transposition
+  static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys in 32 bits
+  static constexpr int kKeys = kPerWord * kLanes;      // keys of a transposition
 
   RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at) : stride_(k), keys_(keys) {
     for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
@@ -42,7 +42,7 @@ class RowLanes {
 
   // Keys [key, key + kLanes), the `unit`-th since the first.
   void read(int64_t key, int64_t unit) {
-    at_ = unit % kEach * (kLanes / kEach);
+    at_ = unit % kPerWord * (kLanes / kPerWord);
     if (at_ != 0 || (unit > 0 && stride_ == 0)) return;
     if (same_) {
       const IVec x = (IVec)words(row_[0], key);  // an addition of floats would change some
@@ -50,19 +50,19 @@ class RowLanes {
       return;
     }
 #if defined(__AVX512F__)
-    if (stride_ == 1 && key + kKeys <= keys_) return turn(key);
+    if (stride_ == 1 && key + kKeys <= keys_) return read_transposed(key);
 #endif
     for (int i = 0; i < kLanes; i++) word_[i] = words(row_[i], key);
     transpose(word_);
   }
   // The word that holds key i of those.
-  UVec operator[](int i) const { return (UVec)word_[at_ + i / kEach]; }
+  UVec operator[](int i) const { return (UVec)word_[at_ + i / kPerWord]; }
 
  private:
 #if defined(__AVX512F__)
   // The transposition of whole rows: loads put fours of words side by side, which takes half of the shuffles. A row's line is
   // read four times in a row, because 16 rows a power of two apart do not fit one set of L1.
-  void turn(int64_t key) {
+  void read_transposed(int64_t key) {
     __m512i x[4][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
@@ -108,7 +108,7 @@ INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8
 // Keys [start, stop) of the kLanes rows from `first` of panel p on; `seen` gathers the keys that some row sees.
 template <class B>
 static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first, const Panel& p,
-                       int64_t start, int64_t stop, float* extra, uint8_t* seen) {
+                       int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
   const int64_t b = block.batch, origin = block.row + panel_row;
   const LaneRows at(a, block, origin + first, origin + p.rows - 1);
   RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, at);
@@ -124,7 +124,7 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
     if (first + i >= p.rows) bound[1][i] = bound[3][i] = 0;  // lanes beyond the last row see nothing
   const bool covered = first + kLanes <= p.rows && p.covers(start, stop);
 
-  for (int64_t j = start; j < stop; j += kLanes, extra += kLanes * kPanel, seen += kLanes) {
+  for (int64_t j = start; j < stop; j += kLanes, score_bias += kLanes * kPanel, visible += kLanes) {
     Vec x[kLanes] = {};
     if (a.slopes)
       for (int i = 0; i < kLanes; i++) {
@@ -150,37 +150,37 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
       }
     const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
     for (int i = 0; i < count; i++) {
-      store(extra + i * kPanel, x[i]);
-      seen[i] |= any(x[i] != -kInfinity);
+      store(score_bias + i * kPanel, x[i]);
+      visible[i] |= any(x[i] != -kInfinity);
     }
   }
 }
 
 // What is added to the scores of rows and keys [start, stop), -inf where masked; and which keys some row
 // sees. False where none is.
-static bool fill_extra(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
-                       int64_t stop, float* extra, uint8_t* seen) {
-  memset(seen, 0, (size_t)undivided::kTile);
+static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
+                       int64_t stop, float* score_bias, uint8_t* visible) {
+  memset(visible, 0, (size_t)undivided::kBlockKeys);
   auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float>
               : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16>
                                                   : fill_lanes<Float16>;
-  for (int64_t v = 0; v < kVectors; v++) fill(a, block, first, v * kLanes, p, start, stop, extra + v * kLanes, seen);
-  return memchr(seen, 1, (size_t)(stop - start)) != nullptr;
+  for (int64_t v = 0; v < kVectors; v++) fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
+  return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
 }
 
 // Whether the panel's scores against keys [start, stop) change by more than its rows' ranges: not where all that there is, a
 // boolean mask, lets every row see them.
-static bool has_extra(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
+static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
                       int64_t stop) {
   if (!a.dense || a.bias || a.slopes) return a.bias || a.slopes;
   if (a.dense_k != 1) return true;
   if (stop > a.kv_len) stop = a.kv_len;
-  const uint8_t* before = nullptr;
+  const uint8_t* previous = nullptr;
   int64_t row = (block.row + first) % a.q_len, head = block.first_head + (block.row + first) / a.q_len;
   for (int64_t r = 0; r < p.rows; r++) {
     const uint8_t* allowed = a.dense + block.batch * a.dense_b + head * a.dense_h + row * a.dense_q;
-    if (allowed != before && memchr(allowed + start, 0, (size_t)(stop - start))) return true;
-    before = allowed;
+    if (allowed != previous && memchr(allowed + start, 0, (size_t)(stop - start))) return true;
+    previous = allowed;
     if (++row == a.q_len) row = 0, head++;
   }
   return false;

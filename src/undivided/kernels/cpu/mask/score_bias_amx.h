@@ -13,33 +13,33 @@
 namespace {
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
-constexpr int64_t kKeyBlock = 2 * kTileRows;  // whose scores are softened at once
+constexpr int64_t kSoftmaxKeys = 2 * kTileRows;  // whose scores are softened at once
 
 // What is taken from the scores of rows: their bases, in the multiply-add that units of log 2 take anyway. Large ones (see kLargeBase) are
 // `apart`, subtracted from scores in their unit before that.
 template <int V>
 struct Bases {
-  Vec less[V], apart[V];
+  Vec offset[V], large_base[V];
 };
 template <int V, bool kLarge>
-INLINE Bases<V> bases_of(const float* most, float factor, float bits) {
+INLINE Bases<V> bases_of(const float* max_score, float factor, float bits) {
   Bases<V> bases;
 #pragma GCC unroll 2
   for (int v = 0; v < V; v++) {
-    const Vec x = load(most + v * kLanes), base = x == -kInfinity ? Vec{} : x;  // -inf - -inf is NaN
+    const Vec x = load(max_score + v * kLanes), base = x == -kInfinity ? Vec{} : x;  // -inf - -inf is NaN
     const Vec scaled = rounded(base * factor);
-    bases.less[v] = bits - scaled, bases.apart[v] = Vec{};
+    bases.offset[v] = bits - scaled, bases.large_base[v] = Vec{};
     if (!kLarge) continue;
     const IVec large = is_large(scaled);
-    bases.less[v] = large ? splat(bits) : bases.less[v], bases.apart[v] = large ? base : Vec{};
+    bases.offset[v] = large ? splat(bits) : bases.offset[v], bases.large_base[v] = large ? base : Vec{};
   }
   return bases;
 }
 // Whether some base is.
-INLINE bool has_large(const float* most, float factor, int vectors) {
+INLINE bool has_large(const float* max_score, float factor, int vectors) {
   IVec some = {};
   for (int v = 0; v < vectors; v++) {
-    const Vec x = load(most + v * kLanes);
+    const Vec x = load(max_score + v * kLanes);
     some |= is_large(x * factor) & (x != -kInfinity);
   }
   return any(some);
@@ -47,14 +47,14 @@ INLINE bool has_large(const float* most, float factor, int vectors) {
 
 // How the scores of an even key of a block and of the next, of V vectors each, become what 2 is raised to: x[2 v] and x[2 v + 1].
 template <bool kLarge>
-class Scaled {
+class ScaledScores {
  public:
   static constexpr bool kHasLarge = kLarge;
-  explicit Scaled(float factor) : factor_(factor) {}
+  explicit ScaledScores(float factor) : factor_(factor) {}
   template <int V>
   INLINE_MEMBER void operator()(int64_t, const Bases<V>& bases, Vec (&x)[2 * V]) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) x[i] = (kLarge ? x[i] - bases.apart[i / 2] : x[i]) * factor_ + bases.less[i / 2];
+    for (int i = 0; i < 2 * V; i++) x[i] = (kLarge ? x[i] - bases.large_base[i / 2] : x[i]) * factor_ + bases.offset[i / 2];
   }
   // The scores themselves, in their unit.
   template <int N>
@@ -65,13 +65,13 @@ class Scaled {
 };
 
 struct NoBias {};
-template <class B, bool kCapped, bool kRough, bool kLarge>
-class Added;
+template <class B, bool kCapped, bool kApproximate, bool kLarge>
+class BiasedScores;
 
-class TiledExtra {
+class AmxScoreBias {
  public:
   // For a panel and the keys from `start` on; scale: of scores as they are computed; words: of the bias, kTile x kPanel at most.
-  TiledExtra(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, double scale, float* words)
+  AmxScoreBias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, double scale, float* words)
       : a_(a), batch_(block.batch), start_(start), scale_(scale), words_(words) {
     if (!a.bias && !a.slopes) return;
     for (int v = 0; v < p.vectors(); v++) {
@@ -85,27 +85,27 @@ class TiledExtra {
   }
 
   // Read the bias. What it forbids is taken from `seen`; whether it forbids something.
-  bool read_bias(int64_t stop, int vectors, Kept* seen) {
+  bool read_bias(int64_t stop, int vectors, LaneMask* visible) {
     if (!a_.bias) return false;
-    return with_bias([&](auto b) { return read<decltype(b)>(stop, vectors, seen); });
+    return with_bias([&](auto b) { return read<decltype(b)>(stop, vectors, visible); });
   }
 
   // By how much ALiBi rises from the last key of block i to where a row's position is, `most` at most; in natural units.
-  Vec rise(int64_t i, int v, float most) const {
-    if (!a_.slopes || most == 0) return Vec{};
-    const int64_t last = smaller_of(start_ + (i + 1) * kKeyBlock, a_.kv_len) - 1;
+  Vec rise(int64_t i, int v, float limit) const {
+    if (!a_.slopes || limit == 0) return Vec{};
+    const int64_t last = smaller_of(start_ + (i + 1) * kSoftmaxKeys, a_.kv_len) - 1;
     const Vec distance = __builtin_convertvector(position_[v] - a_.key_position[batch_ * a_.key_position_b + last], Vec);
-    return smaller(larger(slope_[v] * kLn2 * distance, Vec{}), splat(most));
+    return smaller(larger(slope_[v] * kLn2 * distance, Vec{}), splat(limit));
   }
 
   // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types. kLarge: some base is.
-  template <bool kRough, bool kLarge, class F>
+  template <bool kApproximate, bool kLarge, class F>
   void with_block(int64_t i, F f) const {
-    if (keeps_products(a_)) f(Scaled<kLarge>((float)(scale_ * (double)kLog2E)));
+    if (keeps_products(a_)) f(ScaledScores<kLarge>((float)(scale_ * (double)kLog2E)));
     else
       with_bias([&](auto b) {
-        if (a_.softcap != 0) f(Added<decltype(b), true, kRough, kLarge>(*this, i * kKeyBlock));
-        else f(Added<decltype(b), false, kRough, kLarge>(*this, i * kKeyBlock));
+        if (a_.softcap != 0) f(BiasedScores<decltype(b), true, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
+        else f(BiasedScores<decltype(b), false, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
         return true;
       });
   }
@@ -118,13 +118,13 @@ class TiledExtra {
   }
 
   template <class B>
-  bool read(int64_t stop, int vectors, Kept* seen) {
+  bool read(int64_t stop, int vectors, LaneMask* visible) {
     if constexpr (std::is_same<B, NoBias>::value) return false;
     else {
-      constexpr int each = RowLanes<B>::kEach;
+      constexpr int each = RowLanes<B>::kPerWord;
       constexpr uint32_t forbids = sizeof(B) == 4 ? 0xff800000u : std::is_same<B, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;
       auto largest = [](__m512i x, __m512i y) { return sizeof(B) == 4 ? _mm512_max_epu32(x, y) : _mm512_max_epu16(x, y); };
-      __m512i most = _mm512_setzero_si512();
+      __m512i largest_word = _mm512_setzero_si512();
       for (int v = 0; v < vectors; v++) {
         RowLanes<B> rows((const B*)a_.bias + batch_ * a_.bias_b, a_.bias_h, a_.bias_q, a_.bias_k, a_.kv_len, at_[v]);
         float* to = words_ + v * kLanes;
@@ -132,25 +132,25 @@ class TiledExtra {
           rows.read(key, (key - start_) / kLanes);
           for (int i = 0; i < kLanes; i++, to += kPanel) {
             const UVec word = rows[i * each];
-            most = largest(most, (__m512i)word);
+            largest_word = largest(largest_word, (__m512i)word);
             store(to, (Vec)word);
           }
         }
       }
       // -inf is the largest but for NaN
       const __m512i least = _mm512_set1_epi32((int)forbids);
-      const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(most, least) != 0 : _mm512_cmpge_epu16_mask(most, least) != 0;
+      const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(largest_word, least) != 0 : _mm512_cmpge_epu16_mask(largest_word, least) != 0;
       for (int64_t j = 0; found && j < stop - start_; j++)
         for (int v = 0; v < vectors; v++) {
           const Vec x = entry((UVec)load(words_ + j / each * kPanel + v * kLanes), (int)(j % each), B());
-          seen[j * kVectors + v] &= _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-kInfinity), _CMP_NEQ_UQ);
+          visible[j * kVectors + v] &= _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-kInfinity), _CMP_NEQ_UQ);
         }
       return found;
     }
   }
 
   template <class, bool, bool, bool>
-  friend class Added;
+  friend class BiasedScores;
 
   const Attention& a_;
   const int64_t batch_, start_;
@@ -162,33 +162,33 @@ class TiledExtra {
 };
 
 // The same as Scaled, with a bias of type B, ALiBi and softcap.
-template <class B, bool kCapped, bool kRough, bool kLarge>
-class Added {
+template <class B, bool kCapped, bool kApproximate, bool kLarge>
+class BiasedScores {
  public:
   static constexpr bool kHasLarge = kLarge;
-  Added(const TiledExtra& of, int64_t first)
+  BiasedScores(const AmxScoreBias& of, int64_t first)
       : positions_(of.a_.slopes != nullptr),
         factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_ * (double)kLog2E)),
         cap_((float)(of.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_)),
-        natural_cap_((float)of.a_.softcap), words_(of.words_ + first / kEach * kPanel) {
+        natural_cap_((float)of.a_.softcap), words_(of.words_ + first / kPerWord * kPanel) {
     if (!positions_) return;
     // both relative to the block's first key, so that they are exact
     const int32_t* positions = of.a_.key_position + of.batch_ * of.a_.key_position_b;
     const int32_t origin = positions[of.start_ + first];
     for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(of.position_[v] - origin, Vec), slope_[v] = of.slope_[v];
-    for (int64_t j = 0; j < kKeyBlock; j++) key_[j] = (float)(positions[smaller_of(of.start_ + first + j, of.a_.kv_len - 1)] - origin);
+    for (int64_t j = 0; j < kSoftmaxKeys; j++) key_[j] = (float)(positions[smaller_of(of.start_ + first + j, of.a_.kv_len - 1)] - origin);
   }
   template <int V>
   INLINE_MEMBER void operator()(int64_t j, const Bases<V>& bases, Vec (&x)[2 * V]) const {
     Vec rest[2 * V], natural[2 * V];
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) rest[i] = bases.less[i / 2], natural[i] = x[i];
+    for (int i = 0; i < 2 * V; i++) rest[i] = bases.offset[i / 2], natural[i] = x[i];
     add<false>(j, rest, x);
     if constexpr (kLarge) {
       scores(j, natural);
       for (int i = 0; i < 2 * V; i++) {
-        const Vec base = bases.apart[i / 2], less = bases.less[i / 2];
-        x[i] = base != 0 ? (natural[i] - base) * kLog2E + less : x[i];
+        const Vec base = bases.large_base[i / 2], offset = bases.offset[i / 2];
+        x[i] = base != 0 ? (natural[i] - base) * kLog2E + offset : x[i];
       }
     }
   }
@@ -202,61 +202,61 @@ class Added {
   // x and what is added to it, in natural units as gradients round it, or in those of log 2; rest: what is there already.
   template <bool kNatural, int N>
   INLINE_MEMBER void add(int64_t j, Vec (&rest)[N], Vec (&x)[N]) const {
-    constexpr float of_bias = kNatural ? 1 : kLog2E, of_slope = kNatural ? kLn2 : 1;
+    constexpr float bias_unit = kNatural ? 1 : kLog2E, slope_unit = kNatural ? kLn2 : 1;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
       x[i] = kNatural ? rounded(x[i] * natural_factor_) : x[i] * factor_;
       if constexpr (!std::is_same<B, NoBias>::value)
-        rest[i] += entry((UVec)load(words_ + (kEach == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * of_bias;
+        rest[i] += entry((UVec)load(words_ + (kPerWord == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * bias_unit;
     }
     if (positions_)
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * of_slope * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
-    if constexpr (kCapped && kRough) tanh_each(x);
-    if constexpr (kCapped && !kRough)
+      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * slope_unit * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
+    if constexpr (kCapped && kApproximate) tanh_approx(x);
+    if constexpr (kCapped && !kApproximate)
       for (int i = 0; i < N; i++) x[i] = tanh_of(x[i]);
     const float cap = kNatural ? natural_cap_ : cap_;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) x[i] = kCapped ? x[i] * cap + rest[i] : x[i] + rest[i];
   }
 
-  static constexpr int kEach = sizeof(B) == 2 ? 2 : 1;
+  static constexpr int kPerWord = sizeof(B) == 2 ? 2 : 1;
   const bool positions_;
   const float factor_, cap_, natural_factor_, natural_cap_;
   const float* words_;
   Vec row_[kVectors], slope_[kVectors];
-  alignas(64) float key_[kKeyBlock];
+  alignas(64) float key_[kSoftmaxKeys];
 };
 
 // What the step after this one will read of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's at the
 // next tile.
-static void ask_for_rows(Upcoming& upcoming, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start, int64_t stop,
+static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start, int64_t stop,
                          int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q, int64_t k) {
   int64_t first = p.first + p.rows;
-  if (first >= block.rows) first = 0, start += kTile, stop += kTile;
+  if (first >= block.rows) first = 0, start += kBlockKeys, stop += kBlockKeys;
   stop = smaller_of(stop, kv_len);
   if (k != 1 || start >= stop) return;
   int64_t row = block.row + first, left = q == 0 ? 1 : smaller_of(block.rows - first, kPanel);
   while (left > 0) {
     const int64_t at = row % q_len, some = smaller_of(left, q_len - at);
-    upcoming.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size, some,
+    prefetch.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size, some,
                  (stop - start) * size);
     row += some, left -= some;
   }
 }
 
 // The mask and the bias of the next step.
-static Upcoming next_extras(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, int64_t steps) {
-  Upcoming upcoming;
+static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, int64_t steps) {
+  Prefetch prefetch;
   if (a.dense)
-    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
+    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
                  a.dense_q, a.dense_k);
   const int64_t size = a.bias_dtype == kFloat32 ? 4 : 2;
   if (a.bias)
-    ask_for_rows(upcoming, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size,
+    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size,
                  a.bias_h, a.bias_q, a.bias_k);
-  upcoming.pace(steps);
-  return upcoming;
+  prefetch.pace(steps);
+  return prefetch;
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ INLINE bool keeps_products(const Attention& a) {
 // Other scores are in natural units.
 template <class Mode>
 INLINE ScoreUnit score_unit(const Attention& a) {
-  const double scale = Mode::kTiled ? ldexp(a.scale, -2 * kInputBits<Mode>) : a.scale;
+  const double scale = Mode::kAmx ? ldexp(a.scale, -2 * kInputBits<Mode>) : a.scale;
   if (keeps_products(a)) return {(float)scale, (float)(scale * (double)kLog2E)};
   return {1, kLog2E};
 }
@@ -36,10 +36,10 @@ INLINE bool is_empty(float most, float total) { return most == -kInfinity && tot
 
 // Whether a row's sums may hold what is not its own, as infinite and NaN values reach them with a weight of 0: those of other rows'
 // keys, and, on tiles, of other columns. A row with a NaN score is NaN throughout.
-INLINE bool is_mixed(const float* sums, int64_t count, float total) {
-  Vec nothing = {};
-  for (int64_t d = 0; d < count; d += kLanes) nothing += load(sums + d) * 0;
-  return total == total && any(nothing != nothing);
+INLINE bool has_non_finite_sums(const float* sums, int64_t count, float total) {
+  Vec zero_or_nan = {};
+  for (int64_t d = 0; d < count; d += kLanes) zero_or_nan += load(sums + d) * 0;
+  return total == total && any(zero_or_nan != zero_or_nan);
 }
 
 }  // namespace

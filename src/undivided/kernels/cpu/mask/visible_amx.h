@@ -14,9 +14,9 @@
 namespace {
 
 constexpr int64_t kBits = 64;  // keys that are read at once
-static_assert(kPanel == 32 && kTile % kBits == 0, "a key's rows are 32 bits");
+static_assert(kPanel == 32 && kBlockKeys % kBits == 0, "a key's rows are 32 bits");
 
-enum class Sight { kNothing, kSome, kEverything };
+enum class Visibility { kNone, kSome, kAll };
 
 // What row r sees of a boolean mask, from `key` on.
 struct MaskRows {
@@ -46,7 +46,7 @@ struct MaskRows {
 };
 
 // kBits keys of a mask as a bit for each row, kKept a key.
-static void read_mask(const MaskRows& rows, int64_t key, Kept* seen) {
+static void read_mask(const MaskRows& rows, int64_t key, LaneMask* visible) {
   alignas(64) uint64_t bits[kPanel];
   // in this order the shuffles below, which work within 128 bits, leave rows in theirs
   for (int r = 0; r < kPanel; r++) bits[r % 8 / 2 * 8 + r / 8 * 2 + r % 2] = rows.bits(r, key);
@@ -65,15 +65,15 @@ static void read_mask(const MaskRows& rows, int64_t key, Kept* seen) {
     for (int bit = 7; bit >= 0; bit--) {
       const uint64_t both = _mm512_movepi8_mask(y);
       const uint32_t first = (uint32_t)both, second = (uint32_t)(both >> 32);
-      memcpy(seen + (16 * i + bit) * kVectors, &first, 4);
-      memcpy(seen + (16 * i + 8 + bit) * kVectors, &second, 4);
+      memcpy(visible + (16 * i + bit) * kVectors, &first, 4);
+      memcpy(visible + (16 * i + 8 + bit) * kVectors, &second, 4);
       y = _mm512_add_epi8(y, y);
     }
   }
 }
 
 // Rows whose ranges leave out a key do not see it.
-static void apply_ranges(const Panel& p, int64_t start, int64_t keys, Kept* seen) {
+static void apply_ranges(const Panel& p, int64_t start, int64_t keys, LaneMask* visible) {
   for (int v = 0; v < p.vectors(); v++) {
     UVec first[2], count[2];
     for (int i = 0; i < 2; i++) {
@@ -82,35 +82,35 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, Kept* seen
     }
     for (int64_t j = 0; j < keys; j++) {
       const UVec key = UVec{} + (uint32_t)(start + j);
-      const Kept inside = _mm512_cmplt_epu32_mask((__m512i)(key - first[0]), (__m512i)count[0]) |
+      const LaneMask inside = _mm512_cmplt_epu32_mask((__m512i)(key - first[0]), (__m512i)count[0]) |
                           _mm512_cmplt_epu32_mask((__m512i)(key - first[1]), (__m512i)count[1]);
-      seen[j * kVectors + v] &= inside;
+      visible[j * kVectors + v] &= inside;
     }
   }
 }
 
 // What the panel's rows see of keys [start, stop): of the mask, if any, and within their ranges.
-static void find_seen(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, Kept* seen) {
+static void find_visible(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, LaneMask* visible) {
   if (a.dense) {
     const MaskRows rows(a, block, p);
-    for (int64_t key = start; key < stop; key += kBits) read_mask(rows, key, seen + (key - start) * kVectors);
+    for (int64_t key = start; key < stop; key += kBits) read_mask(rows, key, visible + (key - start) * kVectors);
   } else {
-    memset(seen, 0xff, (size_t)(stop - start) * kVectors * sizeof(Kept));
+    memset(visible, 0xff, (size_t)(stop - start) * kVectors * sizeof(LaneMask));
   }
-  if (!p.covers(start, stop)) apply_ranges(p, start, stop - start, seen);
+  if (!p.covers(start, stop)) apply_ranges(p, start, stop - start, visible);
 }
 
 // Whether all of them are seen, and which keys some row sees.
-static Sight sum_up(const Kept* seen, int64_t keys, int vectors, uint8_t* keys_seen) {
+static Visibility summarize(const LaneMask* visible, int64_t keys, int vectors, uint8_t* visible_keys) {
   const uint32_t every = vectors == kVectors ? ~0u : 0xffffu;
   uint32_t all = every, some = 0;
   for (int64_t j = 0; j < keys; j++) {
     uint32_t rows;
-    memcpy(&rows, seen + j * kVectors, 4);
+    memcpy(&rows, visible + j * kVectors, 4);
     rows &= every;
-    all &= rows, some |= rows, keys_seen[j] = rows != 0;
+    all &= rows, some |= rows, visible_keys[j] = rows != 0;
   }
-  return all == every ? Sight::kEverything : some == 0 ? Sight::kNothing : Sight::kSome;
+  return all == every ? Visibility::kAll : some == 0 ? Visibility::kNone : Visibility::kSome;
 }
 
 }  // namespace

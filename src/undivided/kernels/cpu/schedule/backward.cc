@@ -14,38 +14,38 @@ namespace {
 // Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
 // few units. Never by the number of threads, which would change the order of sums. Blocks of one tile are made even, so that
 // threads are: of 256 keys two of 128, not 192 and 64, of 512 four.
-constexpr int64_t kKeyBlockBytes = 512 << 10, kMostBlockKeys = 512, kFewestUnits = 16, kEvenKeys = 32;
+constexpr int64_t kKeyUnitBytes = 512 << 10, kMaxUnitKeys = 512, kMinUnits = 16, kEvenKeys = 32;
 // Rows of a block at least, where blocks are cut further than memory asks for.
-constexpr int64_t kFewestBlockRows = 64;
+constexpr int64_t kMinBackwardRows = 64;
 // Scratch of a thread up to which a unit takes a whole head, and how many of them a thread there are then, where they are not alike.
-constexpr int64_t kMostHeadBytes = 48 << 20, kFewestRounds = 4;
+constexpr int64_t kMaxHeadBytes = 48 << 20, kMinRounds = 4;
 
-int64_t keys_of_block(const Attention& a, int64_t tile) {
-  int64_t keys = std::min(kKeyBlockBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMostBlockKeys);
-  while (keys > tile && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kFewestUnits) keys /= 2;
-  if (keys >= 2 * tile) return keys / tile * tile;
-  int64_t blocks = std::max((a.kv_len + tile - 1) / tile, (int64_t)1);
-  if (blocks > 2 && a.batch * a.kv_heads * blocks < kFewestUnits) blocks = (blocks + 3) / 4 * 4;
+int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
+  int64_t keys = std::min(kKeyUnitBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMaxUnitKeys);
+  while (keys > block_keys && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
+  if (keys >= 2 * block_keys) return keys / block_keys * block_keys;
+  int64_t blocks = std::max((a.kv_len + block_keys - 1) / block_keys, (int64_t)1);
+  if (blocks > 2 && a.batch * a.kv_heads * blocks < kMinUnits) blocks = (blocks + 3) / 4 * 4;
   const int64_t even = (a.kv_len + blocks - 1) / blocks;
   return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
 }
 
 // Panels of a block of rows; fewer where that leaves few blocks, at which a head's units take turns. Not by the number of threads either.
 int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
-  int64_t most = k.row_panels(a.dtype);
-  while (most * k.panel >= 2 * kFewestBlockRows && a.batch * a.kv_heads * ((panels + most - 1) / most) < kFewestUnits) most /= 2;
-  return most;
+  int64_t limit = k.row_panels(a.dtype);
+  while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits) limit /= 2;
+  return limit;
 }
 
 // What all units of a backward share, in one allocation.
 class Shared {
  public:
   Shared(Backward& p, const Kernels& k) {
-    p.exceeded = &exceeded_, p.mixed = &mixed_;
-    if (p.whole) return;  // units have the rest in their scratch
+    p.out_of_range = &out_of_range_, p.non_finite = &non_finite_;
+    if (p.whole_heads) return;  // units have the rest in their scratch
     const int64_t heads = p.a.batch * p.a.kv_heads;
-    if (posix_memalign(&memory_, 64, (size_t)k.lay_out_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
-    else k.lay_out_rows(p, heads, (char*)memory_);
+    if (posix_memalign(&memory_, 64, (size_t)k.layout_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
+    else k.layout_rows(p, heads, (char*)memory_);
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;
@@ -55,18 +55,18 @@ class Shared {
  private:
   void* memory_ = nullptr;
   bool failed_ = false;
-  int64_t exceeded_ = 0, mixed_ = 0;
+  int64_t out_of_range_ = 0, non_finite_ = 0;
 };
 
 // In the order of the keys, heads side by side: see backward.h. Where batch elements or heads add to the same gradients of a
 // bias, one unit takes them all.
-std::vector<KeyBlock> key_units(const Backward& p) {
+std::vector<KeyUnit> key_units(const Backward& p) {
   const Attention& a = p.a;
-  const bool summed = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
-  const int64_t batches = summed && p.g.bias_b == 0 ? a.batch : 1;
-  const int64_t kv_heads = summed && p.g.bias_h == 0 ? a.kv_heads : 1;
-  std::vector<KeyBlock> units;
-  for (int64_t index = 0; index < (p.whole ? 1 : p.key_blocks); index++)
+  const bool has_sums = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
+  const int64_t batches = has_sums && p.g.bias_b == 0 ? a.batch : 1;
+  const int64_t kv_heads = has_sums && p.g.bias_h == 0 ? a.kv_heads : 1;
+  std::vector<KeyUnit> units;
+  for (int64_t index = 0; index < (p.whole_heads ? 1 : p.key_unit_count); index++)
     for (int64_t b = 0; b < a.batch; b += batches)
       for (int64_t n = 0; n < a.kv_heads; n += kv_heads) units.push_back({b, batches, n, kv_heads, index});
   return units;
@@ -76,101 +76,101 @@ std::vector<KeyBlock> key_units(const Backward& p) {
 // them, all but an eighth, which is what that saves. (Two threads, 2 to 7 heads of 512 to 4096 tokens: 1.1 to 1.3 times as fast.) The order
 // of sums is the same either way.
 bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
-  p.whole = true;
+  p.whole_heads = true;
   const int64_t units = (int64_t)key_units(p).size(), rounds = (units + threads - 1) / threads;
-  const bool alike = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
-  const bool even = 8 * units >= 7 * rounds * threads && (alike || rounds >= kFewestRounds);
-  return (even || p.key_blocks == 1) && k.key_scratch(p) <= kMostHeadBytes;
+  const bool uniform = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
+  const bool even = 8 * units >= 7 * rounds * threads && (uniform || rounds >= kMinRounds);
+  return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
 }
 
 // Whether two rows side by side, but for rows without keys, share none, as those of two documents.
 bool has_documents(const Attention& a) {
   if (a.dense) return true;
   for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
-    const int32_t* before = nullptr;
+    const int32_t* previous = nullptr;
     for (int64_t i = 0; i < a.q_len; i++) {
       const int32_t* row = a.ranges + b * a.ranges_b + i * a.columns;
-      bool has_keys = false, shares = before == nullptr;
+      bool has_keys = false, shares = previous == nullptr;
       for (int64_t x = 0; x < a.columns; x += 2) {
         has_keys |= row[x] < row[x + 1];
-        for (int64_t y = 0; before && y < a.columns; y += 2) shares |= std::max(row[x], before[y]) < std::min(row[x + 1], before[y + 1]);
+        for (int64_t y = 0; previous && y < a.columns; y += 2) shares |= std::max(row[x], previous[y]) < std::min(row[x + 1], previous[y + 1]);
       }
       if (has_keys && !shares) return true;
-      if (has_keys) before = row;
+      if (has_keys) previous = row;
     }
   }
   return false;
 }
 
-int run_pairs(const Kernels& k, const Backward& p) {
+int run_pairwise(const Kernels& k, const Backward& p) {
   const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);  // heads may add to one bias
-  return run_units(even_shares(heads, threads), k.pairs_scratch(p.a), threads,
-                   [&](int64_t i, char* scratch) { k.pairs(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
+  return run_units(even_shares(heads, threads), k.pairwise_scratch(p.a), threads,
+                   [&](int64_t i, char* scratch) { k.pairwise(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
 }
 
 // What blocks of rows and keys a problem is cut into. Documents have those of their pack, at most.
-struct Cut {
-  int64_t row_panels, key_block;
+struct UnitSizes {
+  int64_t row_panels, unit_keys;
 };
-Cut cut_of(const Attention& a, const Kernels& k) {
+UnitSizes unit_sizes(const Attention& a, const Kernels& k) {
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  return {panels_of_block(a, k, panels), keys_of_block(a, k.tile)};
+  return {panels_of_block(a, k, panels), keys_of_unit(a, k.block_keys)};
 }
 
-Backward describe(const Attention& a, const Gradients& g, const Kernels& k, const Cut& cut) {
+Backward make_backward(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys, key_block = std::min(cut.key_block, fitting);
-  return {a, g, rows, panels, cut.row_panels, (panels + cut.row_panels - 1) / cut.row_panels, key_block,
-          (a.kv_len + key_block - 1) / key_block, false,
+  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys, unit_keys = std::min(sizes.unit_keys, fitting);
+  return {a, g, rows, panels, sizes.row_panels, (panels + sizes.row_panels - 1) / sizes.row_panels, unit_keys,
+          (a.kv_len + unit_keys - 1) / unit_keys, false,
           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 }
 
-int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const Cut& cut) {
+int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
   const int64_t heads = a.batch * a.kv_heads, threads = threads_for(a);
-  Backward p = describe(a, g, k, cut);
+  Backward p = make_backward(a, g, k, sizes);
   const int64_t row_blocks = p.row_blocks;
-  p.whole = takes_whole_heads(p, k, threads);
+  p.whole_heads = takes_whole_heads(p, k, threads);
   Shared shared(p, k);
   if (!shared) return kNoMemory;
   int status = kOk;
-  if (!p.whole)
+  if (!p.whole_heads)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
-                       [&](int64_t i, char*) { k.rows_before(p, i / row_blocks, i % row_blocks); });
-  const std::vector<KeyBlock> units = key_units(p);
+                       [&](int64_t i, char*) { k.begin_rows(p, i / row_blocks, i % row_blocks); });
+  const std::vector<KeyUnit> units = key_units(p);
   const int64_t count = (int64_t)units.size();
-  const Shares shares = p.whole ? even_shares(count, threads) : one_share(count);  // turns need one order
+  const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // turns need one order
   if (status == kOk)
-    status = run_units(shares, k.key_scratch(p), threads, [&](int64_t i, char* scratch) { k.key_block(p, units[(size_t)i], scratch); });
-  if (status == kOk && *p.exceeded) return kExceeded;
-  if (status == kOk && g.dq && !p.whole)
+    status = run_units(shares, k.key_scratch(p), threads, [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
+  if (status == kOk && *p.out_of_range) return kOutOfRange;
+  if (status == kOk && g.dq && !p.whole_heads)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
-                       [&](int64_t i, char*) { k.rows_after(p, i / row_blocks, i % row_blocks); });
-  return status == kOk && *p.mixed && has_documents(a) ? kMixed : status;
+                       [&](int64_t i, char*) { k.finish_rows(p, i / row_blocks, i % row_blocks); });
+  return status == kOk && *p.non_finite && has_documents(a) ? kNonFinite : status;
 }
 
 // Documents that leave a thread at least so many rounds like them are worked on whole, one thread each.
 constexpr int64_t kDocumentRounds = 4;
 // What a document's rows cost beside its pairs, in pairs a row.
-constexpr int64_t kPairsOfRow = 64;
+constexpr int64_t kRowCost = 64;
 
-int64_t cost_of(const Document& d) { return d.pairs + kPairsOfRow * d.a.q_len; }
+int64_t cost_of(const Document& d) { return d.pairs + kRowCost * d.a.q_len; }
 
 // A head of a document, all of it.
 struct DocumentHead {
   const Kernels* k;
   const Backward* p;
-  KeyBlock unit;
+  KeyUnit unit;
   int64_t cost;
 };
 
 // Runs of heads that cost the same, in each the most expensive first: they follow each other in memory, and the last ones end together.
-Shares share_out(std::vector<DocumentHead>& heads, int64_t threads) {
-  int64_t total = 0, before = 0;
+Shares distribute(std::vector<DocumentHead>& heads, int64_t threads) {
+  int64_t total = 0, previous = 0;
   for (const DocumentHead& head : heads) total += head.cost;
   Shares starts = {0};
   for (size_t i = 0; i < heads.size(); i++) {
-    before += heads[i].cost;
-    if (before * threads >= total * (int64_t)starts.size()) starts.push_back((int64_t)i + 1);
+    previous += heads[i].cost;
+    if (previous * threads >= total * (int64_t)starts.size()) starts.push_back((int64_t)i + 1);
   }
   for (size_t i = 1; i < starts.size(); i++)
     std::stable_sort(heads.begin() + starts[i - 1], heads.begin() + starts[i],
@@ -182,47 +182,47 @@ Shares share_out(std::vector<DocumentHead>& heads, int64_t threads) {
 // for so many threads, is shared by all of them. The order of sums is the same either way.
 int run_documents(const Attention& pack, const std::vector<Document>& documents) {
   const int64_t threads = threads_for(pack);
-  int64_t total = 0, scratch = 0, exceeded = 0, mixed = 0;
+  int64_t total = 0, scratch = 0, out_of_range = 0, non_finite = 0;
   for (const Document& d : documents) total += cost_of(d) * d.a.kv_heads;
   std::vector<Backward> problems;
   problems.reserve(documents.size());
   std::vector<DocumentHead> heads;
   for (const Document& d : documents) {
     const Kernels& k = *kernels().gradients(d.a, d.g);
-    const Cut cut = cut_of(pack, k);
-    Backward p = describe(d.a, d.g, k, cut);
-    p.whole = true, p.exceeded = &exceeded, p.mixed = &mixed;
+    const UnitSizes sizes = unit_sizes(pack, k);
+    Backward p = make_backward(d.a, d.g, k, sizes);
+    p.whole_heads = true, p.out_of_range = &out_of_range, p.non_finite = &non_finite;
     const bool small = threads == 1 || kDocumentRounds * threads * cost_of(d) <= total;
     const int64_t bytes = k.key_scratch(p);
-    if (bytes > kMostHeadBytes || !(small || p.key_blocks == 1)) {
-      if (const int status = run_problem(d.a, d.g, k, cut); status != kOk) return status;
+    if (bytes > kMaxHeadBytes || !(small || p.key_unit_count == 1)) {
+      if (const int status = run_problem(d.a, d.g, k, sizes); status != kOk) return status;
       continue;
     }
     scratch = std::max(scratch, bytes);
     problems.push_back(p);
-    for (const KeyBlock& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
+    for (const KeyUnit& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
   }
   if (heads.empty()) return kOk;
-  const Shares shares = share_out(heads, threads);
+  const Shares shares = distribute(heads, threads);
   const int status = run_units(shares, scratch, threads, [&](int64_t i, char* own) {
     const DocumentHead& head = heads[(size_t)i];
-    head.k->key_block(*head.p, head.unit, own);
+    head.k->key_unit(*head.p, head.unit, own);
   });
-  if (status == kOk && exceeded) return kExceeded;
+  if (status == kOk && out_of_range) return kOutOfRange;
   // documents are apart already; their own parts, as chunks are, may not be
   const auto has_parts = [](const Document& d) { return has_documents(d.a); };
-  return status == kOk && mixed && std::any_of(documents.begin(), documents.end(), has_parts) ? kMixed : status;
+  return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite : status;
 }
 
 }  // namespace
 
 int run_backward(const Attention& a, const Gradients& g) {
   const Kernels& k = *kernels().gradients(a, g);
-  if (g.attempt == kPairs) return run_pairs(k, describe(a, g, k, cut_of(a, k)));
+  if (g.attempt == kPairwise) return run_pairwise(k, make_backward(a, g, k, unit_sizes(a, k)));
   std::vector<int32_t> ranges;
-  const std::vector<Document> documents = documents_of(a, g, ranges);
+  const std::vector<Document> documents = find_documents(a, g, ranges);
   if (!documents.empty()) return run_documents(a, documents);
-  return run_problem(a, g, k, cut_of(a, k));
+  return run_problem(a, g, k, unit_sizes(a, k));
 }
 
 }  // namespace undivided

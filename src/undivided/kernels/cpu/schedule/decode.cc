@@ -12,17 +12,17 @@ namespace {
 // Chunks of keys when decoding: as many as keep 16 threads busy, but K and V of each at least 256 KiB (some 10 us), and at
 // most 1024 keys. Those of all heads (bshd) begin and end with the queries and sums of all of them: half as many, of 512 KiB at
 // least, and 512 keys at most, so that the last one does not keep others waiting.
-struct Cut {
-  int64_t chunks, fewest_bytes, most_keys;
+struct ChunkLimits {
+  int64_t chunks, min_bytes, max_keys;
 };
-constexpr Cut kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
+constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
 
 // The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
 struct Chunks {
   std::vector<KeyChunk> all;       // of one sequence after the other, of one head after the other, by key
-  std::vector<int64_t> of_sequence;  // how many a head of each
+  std::vector<int64_t> per_sequence;  // how many a head of each
 };
-Chunks cut_into_chunks(const Attention& a, int64_t heads) {
+Chunks split_keys(const Attention& a, int64_t heads) {
   Chunks chunks;
   std::vector<Reach> reach((size_t)a.batch);
   int64_t total = 0;
@@ -31,12 +31,12 @@ Chunks cut_into_chunks(const Attention& a, int64_t heads) {
     total += std::max(r.stop - r.start, (int64_t)0);
   }
   const int64_t key_bytes = heads * (a.qk_dim + a.v_dim) * (a.dtype == kFloat32 ? 4 : 2);
-  const Cut& cut = heads > 1 ? kAllHeads : kOneHead;
-  const int64_t wanted = std::max(total * (a.kv_heads / heads) / cut.chunks, cut.fewest_bytes / key_bytes);
-  const int64_t keys = std::min((wanted + 63) / 64 * 64, cut.most_keys);
+  const ChunkLimits& limits = heads > 1 ? kAllHeads : kOneHead;
+  const int64_t target_keys = std::max(total * (a.kv_heads / heads) / limits.chunks, limits.min_bytes / key_bytes);
+  const int64_t keys = std::min((target_keys + 63) / 64 * 64, limits.max_keys);
   for (int64_t b = 0; b < a.batch; b++) {
     const Reach r = reach[(size_t)b];
-    chunks.of_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);
+    chunks.per_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);
     for (int64_t n = 0; n < a.kv_heads; n += heads)
       for (int64_t key = r.start; key < r.stop; key += keys)
         chunks.all.push_back({b, n, heads, key, std::min(keys, r.stop - key)});
@@ -55,7 +55,7 @@ bool are_side_by_side(const Attention& a) {
 void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64_t row_size, float* partials) {
   const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, per_chunk = heads * rows * row_size;
   for (int64_t b = 0; b < a.batch; b++) {
-    const int64_t count = chunks.of_sequence[(size_t)b];
+    const int64_t count = chunks.per_sequence[(size_t)b];
     for (int64_t n = 0; n < a.kv_heads; n++) {
       float* first = partials + n % heads * rows * row_size;
       for (int64_t r = 0; r < rows; r++, first += row_size)
@@ -67,20 +67,20 @@ void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64
 
 }  // namespace
 
-bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().decodes(a); }
+bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a); }
 
 int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
   const int64_t heads = are_side_by_side(a) ? a.kv_heads : 1;
   const int64_t row_size = partial_size(a), per_chunk = heads * (a.heads / a.kv_heads * a.q_len) * row_size;
-  const Chunks chunks = cut_into_chunks(a, heads);
+  const Chunks chunks = split_keys(a, heads);
   const int64_t units = (int64_t)chunks.all.size();
-  float* partials = (float*)caller_scratch.at_least(std::max(units * per_chunk * 4, (int64_t)64));
+  float* partials = (float*)caller_scratch.reserve(std::max(units * per_chunk * 4, (int64_t)64));
   if (partials == nullptr) return kNoMemory;
   const int64_t threads = threads_for(a);
   int status = run_units(even_shares(units, threads), k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
-    const KeyChunk* following = i + 1 < units ? &chunks.all[(size_t)(i + 1)] : nullptr;
-    k.chunk(a, chunks.all[(size_t)i], following, partials + i * per_chunk, scratch);
+    const KeyChunk* next_chunk = i + 1 < units ? &chunks.all[(size_t)(i + 1)] : nullptr;
+    k.chunk(a, chunks.all[(size_t)i], next_chunk, partials + i * per_chunk, scratch);
   });
   if (status == kOk) merge_chunks(a, chunks, heads, row_size, partials);
   caller_scratch.shrink();

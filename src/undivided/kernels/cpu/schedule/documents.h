@@ -17,7 +17,7 @@ struct Document {
   int64_t pairs;  // that its ranges allow, of one head
 };
 
-inline int64_t size_of(int64_t type) { return type == kFloat32 ? 4 : 2; }
+inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }
 
 template <class P>
 void advance(P*& pointer, int64_t elements, int64_t size = sizeof(P)) {
@@ -31,16 +31,16 @@ inline void advance(void*& pointer, int64_t elements, int64_t size) {
 }
 
 // Rows [row, row + rows) and keys [key, key + keys) of a batch of one without pages.
-inline Document cut_out(const Attention& a, const Gradients& g, int64_t row, int64_t rows, int64_t key, int64_t keys,
+inline Document make_document(const Attention& a, const Gradients& g, int64_t row, int64_t rows, int64_t key, int64_t keys,
                         const int32_t* ranges, int64_t pairs) {
   Document d = {a, g, pairs};
-  const int64_t size = size_of(a.dtype), result = size_of(g.type);
+  const int64_t size = element_size(a.dtype), result = element_size(g.type);
   d.a.q_len = rows, d.a.kv_len = keys, d.a.ranges = ranges;
   advance(d.a.q, row * a.q_s, size), advance(d.a.out, row * a.out_s, size), advance(d.a.lse, row);
   advance(d.a.k, key * a.k_s, size), advance(d.a.v, key * a.v_s, size);
-  advance(d.a.bias, row * a.bias_q + key * a.bias_k, size_of(a.bias_dtype)), advance(d.a.dense, row * a.dense_q + key * a.dense_k);
+  advance(d.a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)), advance(d.a.dense, row * a.dense_q + key * a.dense_k);
   advance(d.a.slopes, row * a.slopes_q), advance(d.a.row_position, row), advance(d.a.key_position, key);
-  advance(d.a.drop_row, row), advance(d.a.drop_sequence, row);
+  advance(d.a.dropout_row, row), advance(d.a.dropout_sequence, row);
   advance(d.g.grad_out, row * g.grad_out_s, size), advance(d.g.grad_lse, row), advance(d.g.dq, row * g.dq_s, result);
   advance(d.g.dk, key * g.dk_s, result), advance(d.g.dv, key * g.dv_s, result);
   advance(d.g.sinks, row), advance(d.g.slopes, row), advance(d.g.bias, row * g.bias_q + key * g.bias_k);
@@ -49,7 +49,7 @@ inline Document cut_out(const Attention& a, const Gradients& g, int64_t row, int
 
 // The documents of a batch of one, by its ranges alone; empty if it is not packed. `ranges` becomes their rows' ranges, counted from
 // each document's first key.
-inline std::vector<Document> documents_of(const Attention& a, const Gradients& g, std::vector<int32_t>& ranges) {
+inline std::vector<Document> find_documents(const Attention& a, const Gradients& g, std::vector<int32_t>& ranges) {
   if (a.batch != 1 || !a.ranges || a.pages || a.q_len < 2) return {};
   const int64_t columns = a.columns;
   std::vector<int64_t> first((size_t)a.q_len + 1, a.kv_len);  // the first key that this row or a later one sees
@@ -63,7 +63,7 @@ inline std::vector<Document> documents_of(const Attention& a, const Gradients& g
   int64_t row = 0, key = 0, stop = 0, pairs = 0;
   for (int64_t r = 0; r < a.q_len; r++) {
     if (pairs > 0 && stop <= first[(size_t)r] && first[(size_t)r] < a.kv_len) {
-      documents.push_back(cut_out(a, g, row, r - row, key, first[(size_t)r] - key, ranges.data() + row * columns, pairs));
+      documents.push_back(make_document(a, g, row, r - row, key, first[(size_t)r] - key, ranges.data() + row * columns, pairs));
       row = r, key = first[(size_t)r], pairs = 0;
     }
     for (int32_t* range = ranges.data() + r * columns; range < ranges.data() + (r + 1) * columns; range += 2) {
@@ -76,7 +76,7 @@ inline std::vector<Document> documents_of(const Attention& a, const Gradients& g
     }
   }
   if (documents.empty()) return {};
-  documents.push_back(cut_out(a, g, row, a.q_len - row, key, a.kv_len - key, ranges.data() + row * columns, pairs));
+  documents.push_back(make_document(a, g, row, a.q_len - row, key, a.kv_len - key, ranges.data() + row * columns, pairs));
   return documents;
 }
 

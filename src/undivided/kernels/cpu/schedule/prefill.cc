@@ -18,9 +18,9 @@ namespace {
 constexpr int64_t kShareHeadsBelow = 64;
 // Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
 // Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
-constexpr int64_t kPartsTotal = 32, kFewestPartKeys = 1024, kFewestBlockRows = 64;
+constexpr int64_t kPartsTotal = 32, kMinPartKeys = 1024, kMinPrefillRows = 64;
 // Blocks a thread beyond which more would even out nothing.
-constexpr int64_t kMostRounds = 16;
+constexpr int64_t kMaxRounds = 16;
 
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
@@ -42,12 +42,12 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
 struct KeyParts {
   int64_t start = 0, size = 0, count = 0;
 };
-KeyParts parts_of(const Attention& a, int64_t tile, int64_t batch, int64_t parts) {
+KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
   const Reach reach = reach_of(a, batch);
   if (reach.stop <= reach.start) return {};
-  const int64_t start = reach.start / tile * tile, tiles = (reach.stop - start + tile - 1) / tile;
-  const int64_t size = (tiles + parts - 1) / parts;
-  return {start, size * tile, (tiles + size - 1) / size};
+  const int64_t start = reach.start / block_keys * block_keys, key_blocks = (reach.stop - start + block_keys - 1) / block_keys;
+  const int64_t size = (key_blocks + parts - 1) / parts;
+  return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
 
 // How blocks of a problem divide its heads, rows and keys.
@@ -64,27 +64,27 @@ Division divide(const Attention& a) {
   const int64_t group = a.heads / a.kv_heads;
   d.share = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
-  const int64_t blocks = a.batch * d.heads * ((d.rows + kFewestBlockRows - 1) / kFewestBlockRows);
-  d.parts = a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kFewestPartKeys), (int64_t)1);
+  const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
+  d.parts = a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
   return d;
 }
 
 // Virtual rows of a sequence, side by side. few: the most keys that one of them sees, where they are so few that the rows are
 // worked on apart (see short_block.h); 0: with whatever they see.
 struct Span {
-  int64_t row, rows, few;
+  int64_t row, rows, short_keys;
 };
 // Spans are at least so long on average; else rows that see few keys are not told apart.
-constexpr int64_t kFewestSpanRows = 64;
+constexpr int64_t kMinSpanRows = 64;
 
 // What is few is a question of a document, rows side by side that see from the same key on: where its longest row sees no more
 // than `most` keys, all of them go the same way, so that what they compute depends on no other document.
-std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t most) {
+std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t max_short_keys) {
   const Span whole = {0, d.rows, 0};
-  if (most == 0 || d.parts > 1) return {whole};
+  if (max_short_keys == 0 || d.parts > 1) return {whole};
   if (!a.ranges) {
     const int64_t longest = a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len;
-    return {{0, d.rows, longest <= most ? longest : 0}};
+    return {{0, d.rows, longest <= max_short_keys ? longest : 0}};
   }
   std::vector<Span> spans;
   for (int64_t row = 0, next; row < d.rows; row = next) {
@@ -92,44 +92,44 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
     int64_t longest = 0;
     for (next = row; next < d.rows && (next == row || (next % a.q_len > 0 && range[0] == range[-2])); next++, range += 2)
       longest = std::max(longest, (int64_t)range[1] - range[0]);
-    const int64_t few = longest <= most ? std::max(longest, (int64_t)1) : 0;
-    if (!spans.empty() && (spans.back().few > 0) == (few > 0))
-      spans.back().rows += next - row, spans.back().few = std::max(spans.back().few, few);
+    const int64_t short_keys = longest <= max_short_keys ? std::max(longest, (int64_t)1) : 0;
+    if (!spans.empty() && (spans.back().short_keys > 0) == (short_keys > 0))
+      spans.back().rows += next - row, spans.back().short_keys = std::max(spans.back().short_keys, short_keys);
     else
-      spans.push_back({row, next - row, few});
+      spans.push_back({row, next - row, short_keys});
   }
-  if ((int64_t)spans.size() > 1 + d.rows / kFewestSpanRows) return {whole};
+  if ((int64_t)spans.size() > 1 + d.rows / kMinSpanRows) return {whole};
   return spans;
 }
 
 // Query rows of a block of a span with so few keys. One thread takes as many as it can; several what makes the last of them done first:
 // the more blocks, the more evenly they are shared, and the more often keys are packed.
-int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t few, int64_t threads) {
+int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t short_keys, int64_t threads) {
   auto whole_panels = [&](int64_t rows) { return std::max((rows + k.panel - 1) / k.panel, (int64_t)1) * k.panel; };
-  const int64_t most = whole_panels(k.block_rows(a, few)), fewest_rounds = a.ranges || a.band ? 2 : 1;  // blocks that are not alike
-  int64_t best = most, least = INT64_MAX;
-  for (int64_t pieces = std::max((d.rows + most - 1) / most, (int64_t)1), rows = most, rounds = 0;
-       threads > 1 && rows > k.panel && rounds < kMostRounds; pieces++) {
+  const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;  // blocks that are not alike
+  int64_t best = max_rows, best_time = INT64_MAX;
+  for (int64_t pieces = std::max((d.rows + max_rows - 1) / max_rows, (int64_t)1), rows = max_rows, rounds = 0;
+       threads > 1 && rows > k.panel && rounds < kMaxRounds; pieces++) {
     const int64_t blocks = a.batch * d.heads * pieces * d.parts;
     rows = whole_panels((d.rows + pieces - 1) / pieces);
-    rounds = std::max((blocks + threads - 1) / threads, fewest_rounds);
+    rounds = std::max((blocks + threads - 1) / threads, min_rounds);
     const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);  // a quarter of a block: threads do not begin at once
-    if (time < least) least = time, best = rows;
+    if (time < best_time) best_time = time, best = rows;
   }
   return best;
 }
 
 // The blocks of a problem: of a span, and of consecutive rows of it, one head after another, so that its keys stay in L2 (2048 and 4096
 // tokens up to 7 % faster than with all heads' first rows first).
-class Cutting {
+class RowBlockList {
  public:
-  Cutting(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
-      : a_(a), k_(k), d_(d), threads_(threads), partials_(partials), most_(k.few_keys(a)) {}
+  RowBlockList(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
+      : a_(a), k_(k), d_(d), threads_(threads), partials_(partials), max_short_keys_(k.short_key_limit(a)) {}
 
   std::vector<RowBlock> blocks() {
     for (int64_t b = 0; b < a_.batch; b++) {
-      if (b == 0 || a_.ranges_b > 0) spans_ = spans_of(a_, d_, b, most_);
-      const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.tile, b, d_.parts) : KeyParts();
+      if (b == 0 || a_.ranges_b > 0) spans_ = spans_of(a_, d_, b, max_short_keys_);
+      const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
       for (const Span& span : spans_) add(b, span, keys);
     }
     return std::move(blocks_);
@@ -137,16 +137,16 @@ class Cutting {
 
  private:
   void add(int64_t b, const Span& span, const KeyParts& keys) {
-    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.few, threads_);
-    std::vector<RowBlock> of_head;
+    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.short_keys, threads_);
+    std::vector<RowBlock> head_blocks;
     for (int64_t row = span.row; row < span.row + span.rows; row += step) {
       const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
       RowBlock block = {b, 0, 0, row, rows, cost};
-      block.few = span.few;
-      of_head.push_back(block);
+      block.short_keys = span.short_keys;
+      head_blocks.push_back(block);
     }
     for (int64_t h = 0; h < d_.heads; h++)
-      for (RowBlock block : of_head) {
+      for (RowBlock block : head_blocks) {
         block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
         if (d_.parts == 1) blocks_.push_back(block);
         else
@@ -163,13 +163,13 @@ class Cutting {
   const Division& d_;
   const int64_t threads_;
   float* const partials_;
-  const int64_t most_;
+  const int64_t max_short_keys_;
   std::vector<Span> spans_;
   std::vector<RowBlock> blocks_;
 };
 
 // Every thread's share of the blocks, the most expensive first. Of those that cost the same, heads side by side, each has a run.
-Shares share_out(std::vector<RowBlock>& blocks, int64_t threads) {
+Shares distribute(std::vector<RowBlock>& blocks, int64_t threads) {
   if (threads == 1) return one_share((int64_t)blocks.size());
   std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
   std::vector<std::vector<RowBlock>> shares(std::max(std::min(blocks.size(), (size_t)threads), (size_t)1));
@@ -189,7 +189,7 @@ Shares share_out(std::vector<RowBlock>& blocks, int64_t threads) {
 void merge_parts(const Attention& a, const Kernels& k, const Division& d, float* partials) {
   const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
   for (int64_t b = 0; b < a.batch; b++) {
-    const int64_t count = parts_of(a, k.tile, b, d.parts).count;
+    const int64_t count = parts_of(a, k.block_keys, b, d.parts).count;
     for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
       for (int64_t r = 0; r < d.rows; r++)
         kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count, d.rows * size);
@@ -200,12 +200,12 @@ void merge_parts(const Attention& a, const Kernels& k, const Division& d, float*
 // some 3 GB/s, that it shows beside the arithmetic: huge pages are asked for, which the system may ignore.
 void advise_huge_pages(const Attention& a) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t huge = 2 << 20, fewest = 32 << 20;
+  const uintptr_t huge = 2 << 20, min_bytes = 32 << 20;
   const int64_t size = a.dtype == kFloat32 ? 4 : 2;
   const int64_t elements = (a.batch - 1) * a.out_b + (a.heads - 1) * a.out_h + (a.q_len - 1) * a.out_s + a.v_dim;
   const uintptr_t start = ((uintptr_t)a.out + huge - 1) / huge * huge;
   const uintptr_t stop = ((uintptr_t)a.out + (uintptr_t)(elements * size)) / huge * huge;
-  if (stop > start && (uintptr_t)(elements * size) >= fewest) madvise((void*)start, stop - start, MADV_HUGEPAGE);
+  if (stop > start && (uintptr_t)(elements * size) >= min_bytes) madvise((void*)start, stop - start, MADV_HUGEPAGE);
 #else
   (void)a;
 #endif
@@ -217,21 +217,21 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
   const int64_t threads = threads_for(a);
   float* partials = nullptr;
   if (d.parts > 1) {
-    partials = (float*)caller_scratch.at_least(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
+    partials = (float*)caller_scratch.reserve(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
     if (partials == nullptr) return kNoMemory;
   }
-  std::vector<RowBlock> blocks = Cutting(a, k, d, threads, partials).blocks();
-  const Shares shares = share_out(blocks, threads);
-  for (size_t i = 0; i + 1 < blocks.size(); i++) blocks[i].following = &blocks[i + 1];
+  std::vector<RowBlock> blocks = RowBlockList(a, k, d, threads, partials).blocks();
+  const Shares shares = distribute(blocks, threads);
+  for (size_t i = 0; i + 1 < blocks.size(); i++) blocks[i].next_block = &blocks[i + 1];
   int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks of rows that see any number of keys, and few
-  for (const RowBlock& block : blocks) rows[block.few > 0] = std::max(rows[block.few > 0], block.rows);
-  for (int few = 0; few < 2; few++)
-    if (rows[few] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[few], few));
-  std::atomic<bool> exceeded{false};
+  for (const RowBlock& block : blocks) rows[block.short_keys > 0] = std::max(rows[block.short_keys > 0], block.rows);
+  for (int is_short = 0; is_short < 2; is_short++)
+    if (rows[is_short] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[is_short], is_short));
+  std::atomic<bool> out_of_range{false};
   const int status = run_units(shares, bytes, threads, [&](int64_t i, char* scratch) {
-    if (!exceeded && !k.block(a, blocks[(size_t)i], scratch)) exceeded = true;
+    if (!out_of_range && !k.block(a, blocks[(size_t)i], scratch)) out_of_range = true;
   });
-  if (status == kOk && exceeded) return kExceeded;
+  if (status == kOk && out_of_range) return kOutOfRange;
   if (d.parts > 1 && status == kOk) merge_parts(a, k, d, partials);
   return status;
 }
@@ -240,9 +240,9 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
 
 int run_blocks(const Attention& a) {
   advise_huge_pages(a);
-  int status = kExceeded;
+  int status = kOutOfRange;
   // each time all of the problem, so that what a row computes is not a question of its block
-  for (int attempt = 0; status == kExceeded; attempt++) status = run_blocks_on(*kernels().prefill(a, attempt), a);
+  for (int attempt = 0; status == kOutOfRange; attempt++) status = run_blocks_on(*kernels().prefill(a, attempt), a);
   caller_scratch.shrink();
   return status;
 }

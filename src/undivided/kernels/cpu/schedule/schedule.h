@@ -19,9 +19,9 @@ int run_backward(const Attention& a, const Gradients& g);
 // How many threads a problem is worth: below so many multiply-adds, waking them (2 us and more) costs more than it brings. A head takes
 // some 100 ns besides, however short. (Two threads, 64 heads of 4 tokens and 256 of one: 1.2 times as fast as one, gradients 1.3.)
 inline int64_t threads_for(const Attention& a) {
-  constexpr double kSerialBelow = 1 << 18, kOfHead = 1 << 12;
-  const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kOfHead);
-  return work < kSerialBelow ? 1 : a.threads;
+  constexpr double kMinParallelWork = 1 << 18, kHeadWork = 1 << 12;
+  const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
+  return work < kMinParallelWork ? 1 : a.threads;
 }
 
 // What a block or chunk leaves of one row: Dv sums, the largest score, the total.

@@ -17,16 +17,16 @@ namespace {
 // would wait for them for ever. OpenMP cannot be asked whether a thread has a team, and ending the team before the fork would take from
 // the parent what it has set for its threads, such as their cores. But a team belongs to the thread that started it (libgomp/team.c), so
 // a thread that began after the fork can start one.
-class Starter {
+class TeamStarter {
  public:
   // False if no thread could be had, or another caller has it.
   bool run(void (*body)(void*), void* data, unsigned threads) {
     const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return false;
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!begun_) try {
+    if (!started_) try {
         std::thread([this] { serve(); }).detach();
-        begun_ = true;
+        started_ = true;
       } catch (const std::system_error&) {
         return false;
       }
@@ -48,22 +48,22 @@ class Starter {
 
   std::mutex turn_, mutex_;
   std::condition_variable changed_;
-  bool begun_ = false;
+  bool started_ = false;
   void (*body_)(void*) = nullptr;
   void* data_ = nullptr;
   unsigned threads_ = 0;
 };
 
-Starter* starter = nullptr;  // of a forked process, never deleted: its thread waits until the process ends
+TeamStarter* starter = nullptr;  // of a forked process, never deleted: its thread waits until the process ends
 
-const bool sees_forks = pthread_atfork(nullptr, nullptr, [] { starter = new Starter; }) == 0;
+const bool has_fork_handler = pthread_atfork(nullptr, nullptr, [] { starter = new TeamStarter; }) == 0;
 
 }  // namespace
 
 bool is_forked() { return starter != nullptr; }
 
 void run_team(void (*body)(void*), void* data, int64_t threads) {
-  if (threads < 2 || GOMP_parallel == nullptr || !sees_forks) return body(data);
+  if (threads < 2 || GOMP_parallel == nullptr || !has_fork_handler) return body(data);
   if (!is_forked()) return GOMP_parallel(body, data, (unsigned)threads, 0);
   if (!starter->run(body, data, (unsigned)threads)) body(data);
 }

@@ -20,13 +20,13 @@ extern "C" int omp_get_thread_num() __attribute__((weak));
 namespace undivided {
 
 // Scratch that a thread keeps for its next call, at most: a head of 2048 rows in the backward.
-constexpr int64_t kMostKeptBytes = 8 << 20;
+constexpr int64_t kMaxKeptBytes = 8 << 20;
 
 // Memory of a thread, kept for its next call.
 class Scratch {
  public:
   ~Scratch() { free(memory_); }
-  char* at_least(int64_t bytes) {
+  char* reserve(int64_t bytes) {
     if (bytes > size_) {
       free(memory_);
       size_ = 0;
@@ -36,7 +36,7 @@ class Scratch {
     return (char*)memory_;
   }
   void shrink() {
-    if (size_ <= kMostKeptBytes) return;
+    if (size_ <= kMaxKeptBytes) return;
     free(memory_);
     memory_ = nullptr, size_ = 0;
   }
@@ -89,7 +89,7 @@ class Team {
 
   static void work(void* data) {
     Team& team = *(Team*)data;
-    char* scratch = thread_scratch.at_least(team.bytes_);
+    char* scratch = thread_scratch.reserve(team.bytes_);
     if (scratch == nullptr) return;  // others do the work, if they can
     const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
     for (size_t i = 0; i < count; i++) {

@@ -11,11 +11,11 @@ INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
 
 // Memory cut into pieces that start at a line each; from null it only counts.
-struct Carving {
+struct Arena {
   char* base;
   int64_t bytes = 0;
 
-  char* take(int64_t size) {
+  char* allocate(int64_t size) {
     char* piece = base + bytes;
     bytes += round_up(size, 64);
     return piece;

@@ -18,15 +18,15 @@ typedef uint64_t Wide __attribute__((vector_size(kLanes * 4)));
 
 // Which lanes of a vector survive.
 #if defined(__AVX512F__)
-typedef __mmask16 Kept;
-INLINE Kept kept_lanes(UVec draw, uint32_t threshold) {
+typedef __mmask16 LaneMask;
+INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) {
   return _mm512_cmpge_epu32_mask((__m512i)draw, _mm512_set1_epi32((int)threshold));
 }
-INLINE Vec surviving(Kept kept, Vec x) { return (Vec)_mm512_maskz_mov_ps(kept, (__m512)x); }
+INLINE Vec zero_unless(LaneMask keep, Vec x) { return (Vec)_mm512_maskz_mov_ps(keep, (__m512)x); }
 #else
-typedef IVec Kept;
-INLINE Kept kept_lanes(UVec draw, uint32_t threshold) { return (IVec)draw >= (int32_t)threshold; }  // both below 2^17
-INLINE Vec surviving(Kept kept, Vec x) { return (Vec)((IVec)x & kept); }
+typedef IVec LaneMask;
+INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) { return (IVec)draw >= (int32_t)threshold; }  // both below 2^17
+INLINE Vec zero_unless(LaneMask keep, Vec x) { return (Vec)((IVec)x & keep); }
 #endif
 
 // The lower 32 bits of every lane times m.
@@ -43,21 +43,21 @@ INLINE Wide product(Wide x, uint32_t m) {
 }
 
 // What the rows of a panel have for counters.
-struct DropRows {
+struct DropoutRows {
   uint32_t position[kPanel], head[kPanel], sequence[kPanel];
 };
 
-static void read_drop_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, DropRows& to) {
+static void read_dropout_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, DropoutRows& to) {
   for (int64_t r = 0; r < kPanel; r++) {
     const int64_t virtual_row = block.row + first + (r < rows ? r : rows - 1), row = virtual_row % a.q_len;
-    to.position[r] = (uint32_t)a.drop_row[block.batch * a.drop_row_b + row];
-    to.sequence[r] = (uint32_t)a.drop_sequence[block.batch * a.drop_sequence_b + row];
-    to.head[r] = (uint32_t)(a.drop_head + block.first_head + virtual_row / a.q_len);
+    to.position[r] = (uint32_t)a.dropout_row[block.batch * a.dropout_row_b + row];
+    to.sequence[r] = (uint32_t)a.dropout_sequence[block.batch * a.dropout_sequence_b + row];
+    to.head[r] = (uint32_t)(a.dropout_head + block.first_head + virtual_row / a.q_len);
   }
 }
 
 // The four words of kLanes rows at one group of eight keys.
-INLINE void philox(const DropRows& rows, int v, uint32_t group, uint64_t seed, UVec (&words)[4]) {
+INLINE void philox(const DropoutRows& rows, int v, uint32_t group, uint64_t seed, UVec (&words)[4]) {
   Wide c[4][2];
   const uint32_t* counters[3] = {rows.position, rows.head, rows.sequence};
   c[0][0] = c[0][1] = Wide{} + group;
@@ -80,8 +80,8 @@ INLINE void philox(const DropRows& rows, int v, uint32_t group, uint64_t seed, U
 }
 
 // Which entries of a panel and the keys [start, stop) survive: kept[(key - start) * kVectors + v].
-static __attribute__((noinline)) void draw_tile(const Attention& a, int64_t batch, const DropRows& rows, int64_t start,
-                                                int64_t stop, Kept* kept) {
+static __attribute__((noinline)) void draw_keep_masks(const Attention& a, int64_t batch, const DropoutRows& rows, int64_t start,
+                                                int64_t stop, LaneMask* keep) {
   const int32_t* keys = a.key_position + batch * a.key_position_b;
   const uint32_t threshold = (uint32_t)a.dropout;
   for (int64_t j = start; j < stop;) {
@@ -93,7 +93,7 @@ static __attribute__((noinline)) void draw_tile(const Attention& a, int64_t batc
       philox(rows, v, (uint32_t)group, (uint64_t)a.seed, words);
       for (int64_t i = j; i < end; i++) {
         UVec word = words[(keys[i] & 7) / 2];
-        kept[(i - start) * kVectors + v] = kept_lanes(keys[i] & 1 ? word >> 16 : word & 0xffffu, threshold);
+        keep[(i - start) * kVectors + v] = keep_mask(keys[i] & 1 ? word >> 16 : word & 0xffffu, threshold);
       }
     }
     j = end;

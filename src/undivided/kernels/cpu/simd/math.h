@@ -54,7 +54,7 @@ INLINE Vec tanh_of(Vec x) {
 // 2^x as exp2_or_zero has it, of degree 4, 3.3e-6 in relative error, exact where x is an integer: a hundredth of what fp16 rounds
 // away, and where one key outweighs the others the log-sum-exp keeps all its digits. (The best without that, 2.6e-6, is at its
 // worst just there.) 0 where it is not asked for; elsewhere FlushToZero sees to small ones.
-INLINE Vec weight_of(Vec x, __mmask16 where = 0xffff) {
+INLINE Vec exp2_approx(Vec x, __mmask16 where = 0xffff) {
   const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   Vec p = 1.3555747235e-02f * f + 5.2032369009e-02f;
   p = p * f + 2.4137976294e-01f;
@@ -67,7 +67,7 @@ INLINE Vec weight_of(Vec x, __mmask16 where = 0xffff) {
 // NaN. Good for scores of half types; the derivative needs tanh_of, whose limits are exact. Several at once, step by step, because
 // each is one long chain; pairs share a division.
 template <int N>
-INLINE void tanh_each(Vec (&x)[N]) {
+INLINE void tanh_approx(Vec (&x)[N]) {
   constexpr float above[] = {1.187728806e+04f, 5.189230084e+05f, 4.011954235e+06f};
   constexpr float below[] = {9.570151450e+04f, 1.856236984e+06f, 4.011954760e+06f};
   Vec y[N], p[N], q[N];

@@ -8,7 +8,7 @@
 namespace {
 
 template <int... I>
-INLINE Vec pick(Vec a, Vec b) {
+INLINE Vec shuffle(Vec a, Vec b) {
 #if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, I...);
 #else
@@ -17,12 +17,12 @@ INLINE Vec pick(Vec a, Vec b) {
 }
 // For lanes with bit `Step` clear a's lane, else b's lane Step lower; and the same one Step further on.
 template <int Step, int... I>
-INLINE Vec near_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return pick<((I & Step) ? kLanes + I - Step : I)...>(a, b);
+INLINE Vec zip_low(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return shuffle<((I & Step) ? kLanes + I - Step : I)...>(a, b);
 }
 template <int Step, int... I>
-INLINE Vec far_half(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return pick<((I & Step) ? kLanes + I : I + Step)...>(a, b);
+INLINE Vec zip_high(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return shuffle<((I & Step) ? kLanes + I : I + Step)...>(a, b);
 }
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
@@ -32,8 +32,8 @@ INLINE void transpose_stage(Vec (&x)[kLanes]) {
   for (int i = 0; i < kLanes; i++) {
     if (i & Step) continue;
     Vec a = x[i], b = x[i + Step];
-    x[i] = near_half<Step>(a, b, Lanes{});
-    x[i + Step] = far_half<Step>(a, b, Lanes{});
+    x[i] = zip_low<Step>(a, b, Lanes{});
+    x[i + Step] = zip_high<Step>(a, b, Lanes{});
   }
 }
 
@@ -49,12 +49,12 @@ INLINE void sum_stage(Vec (&x)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes / 2 / Step; i++) {
     Vec a = x[2 * i], b = x[2 * i + 1];
-    x[i] = near_half<Step>(a, b, Lanes{}) + far_half<Step>(a, b, Lanes{});
+    x[i] = zip_low<Step>(a, b, Lanes{}) + zip_high<Step>(a, b, Lanes{});
   }
 }
 
 // Lane i of the result is the sum over x[i].
-INLINE Vec sums(Vec (&x)[kLanes]) {
+INLINE Vec lane_sums(Vec (&x)[kLanes]) {
   sum_stage<1>(x);
   sum_stage<2>(x);
   if constexpr (kLanes > 4) sum_stage<4 % kLanes>(x);
@@ -63,20 +63,20 @@ INLINE Vec sums(Vec (&x)[kLanes]) {
 }
 
 template <int Step, int... I>
-INLINE Vec turned(Vec x, std::integer_sequence<int, I...>) {
-  return pick<((I + Step) % kLanes)...>(x, x);
+INLINE Vec rotate(Vec x, std::integer_sequence<int, I...>) {
+  return shuffle<((I + Step) % kLanes)...>(x, x);
 }
-INLINE float sum(Vec x) {
-  if constexpr (kLanes > 8) x += turned<8 % kLanes>(x, Lanes{});
-  if constexpr (kLanes > 4) x += turned<4 % kLanes>(x, Lanes{});
-  x += turned<2>(x, Lanes{});
-  return (x + turned<1>(x, Lanes{}))[0];
+INLINE float reduce_sum(Vec x) {
+  if constexpr (kLanes > 8) x += rotate<8 % kLanes>(x, Lanes{});
+  if constexpr (kLanes > 4) x += rotate<4 % kLanes>(x, Lanes{});
+  x += rotate<2>(x, Lanes{});
+  return (x + rotate<1>(x, Lanes{}))[0];
 }
-INLINE float max(Vec x) {
-  if constexpr (kLanes > 8) x = larger(x, turned<8 % kLanes>(x, Lanes{}));
-  if constexpr (kLanes > 4) x = larger(x, turned<4 % kLanes>(x, Lanes{}));
-  x = larger(x, turned<2>(x, Lanes{}));
-  return larger(x, turned<1>(x, Lanes{}))[0];
+INLINE float reduce_max(Vec x) {
+  if constexpr (kLanes > 8) x = larger(x, rotate<8 % kLanes>(x, Lanes{}));
+  if constexpr (kLanes > 4) x = larger(x, rotate<4 % kLanes>(x, Lanes{}));
+  x = larger(x, rotate<2>(x, Lanes{}));
+  return larger(x, rotate<1>(x, Lanes{}))[0];
 }
 
 }  // namespace
