@@ -150,27 +150,6 @@ void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) 
   with_mode(p.a.dtype, [&](auto mode) { PairwiseHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
 }
 
-// Query rows of a block. K and V are read once for all of them (see block.h); Qt and Ot of 384 rows at D = 128 take 384 KiB of an
-// L2 of 1 MiB or more. 16-bit types also convert or interleave V once a block, so theirs are larger; larger heads get fewer rows.
-// AMX packs K and V once a block, an eighth of its time at 512 rows; 1024 of D = 128 take 770 KiB (fp32: 1.3 MB), and processors
-// that have it have 2 MiB of L2 (Granite Rapids: 1024 rows 4 % faster than 512).
-constexpr int64_t kVectorRows = 384;
-#if defined(UNDIVIDED_AMX)
-constexpr int64_t kRows32 = 1024, kRows16 = 1024, kBlockBytes = 1100 << 10;
-#else
-constexpr int64_t kRows32 = kVectorRows, kRows16 = 512, kBlockBytes = 640 << 10;
-#endif
-// What packing takes beside the work of a row, by the time of 1024 rows in blocks of 64 and whole: bf16 on tiles 35 rows', fp16 as two bf16
-// 54, fp32 as three 62; on vectors, which widen V, 5.
-#if defined(UNDIVIDED_AMX)
-constexpr int64_t kPackingRows = 48;
-#else
-constexpr int64_t kPackingRows = 5;
-#endif
-// A short block keeps no more of its rows than a panel, so that it may have any number, and the fewer blocks, the fewer keys are packed
-// twice (1024 rows 4 to 15 % faster than 256 in documents and windows, 2048 up to 6 % faster than 1024). 8192 are 2 % faster where rows
-// of a head are neighbours, but 3 to 10 % slower where all heads of a token are, in fp32: another head comes too late to their pages.
-constexpr int64_t kShortBlockRows = 2048;
 int64_t block_rows(const Attention& a, int64_t short_keys) {
   if (short_keys > 0 && !short_on_vectors(a)) return kShortBlockRows;
   const int64_t rows = a.dtype != kFloat32 ? kRows16 : short_keys > 0 ? kVectorRows : kRows32;

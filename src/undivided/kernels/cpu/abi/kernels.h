@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi/attention.h"
+#include "abi/tuning.h"
 
 namespace undivided {
 
@@ -95,14 +96,6 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 #endif
 #ifdef UNDIVIDED_AMX
 extern const Kernels kernels_amx_bf16, kernels_amx;
-#endif
-
-// Keys of a tile: their scores for one panel take 24 KiB with AVX-512, half of an L1 of 48 KiB, and 12 KiB with AVX2. AMX keeps
-// no scores, only weights in 16 bits: 12 KiB for 192 keys (Granite Rapids: 4 % faster than 128 at D = 128).
-#if defined(UNDIVIDED_AMX)
-constexpr int64_t kBlockKeys = 192;
-#else
-constexpr int64_t kBlockKeys = 128;
 #endif
 
 }  // namespace undivided

@@ -34,10 +34,6 @@ INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   return Mode::Arith::kPairs && dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
 }
 
-// Q and dO are packed once where that takes no more than this (4 times the memory of both), else by every block of keys: 5 %
-// of its time at 256 keys in fp32, and more than the products on AMX.
-constexpr int64_t kMaxPackedBytes = 1 << 30;
-
 // Where p describes the rows of so many heads, from `base` on. Returns the bytes that it takes.
 template <class Mode>
 static int64_t layout_rows(Backward& p, int64_t heads, char* base) {

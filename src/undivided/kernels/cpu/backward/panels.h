@@ -234,7 +234,7 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
 // What the tile's keys get from all panels of the block together: sums += A * rows / 2^bits.
 template <class Mode>
 static void add_block(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a, const float* rows,
-                      int64_t dim, int bits, float* sums) {
+                      int64_t dim, [[maybe_unused]] int bits, float* sums) {
   constexpr int64_t slot = kSlot<Mode>, column = PackedRows<Mode>::kColumns;
   const int64_t panel = PackedRows<Mode>(s.p.a, nullptr).bytes / 4, out_column = s.p.unit_keys * kPanel;
   const ColumnPanels columns(dim);

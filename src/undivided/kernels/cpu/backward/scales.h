@@ -12,8 +12,8 @@ namespace {
 constexpr bool kHasAmx = kBlockKeys != 128;
 // Of a block: 128 query rows, or 256 where there is memory for it near by.
 template <class Mode>
-constexpr int kRowPanels = ((kHasAmx && kParts<Mode> < 3 ? 256 : 128) + kPanel - 1) / kPanel;
-static_assert(((kHasAmx ? 256 : 128) + kPanel - 1) / kPanel <= kMaxSlots);
+constexpr int kRowPanels = ((kHasAmx && kParts<Mode> < 3 ? kBackwardRowsAmx : kBackwardRows) + kPanel - 1) / kPanel;
+static_assert(((kHasAmx ? kBackwardRowsAmx : kBackwardRows) + kPanel - 1) / kPanel <= kMaxSlots);
 
 // Columns in panels of kVectors vectors at most, as even as can be: D = 64 of 16 lanes is 2 + 2 rather than 3 + 1.
 struct ColumnPanels {

@@ -13,10 +13,6 @@
 
 namespace {
 
-// Up to so many rows and keys. (AVX-512, times as fast as by way of backward.h, heads of 64, 100, 128 and 256 tokens: fp32 1.2 to 1.3, 1.2
-// to 1.3, 1.1 to 1.2, 1.04 to 1.1. With more than a tile of keys the number of threads would decide which way is taken.) Of bf16 where there
-// are dot products less: Intel's are no faster than multiply-adds (128 tokens 1.6 times as fast this way), but others' are twice as fast.
-constexpr int64_t kMaxSmallBackward = 128, kMaxSmallBackwardDot = 32;
 static_assert(kMaxSmallBackward <= kBlockKeys);
 constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
@@ -27,15 +23,12 @@ INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMa
 }
 
 #if defined(UNDIVIDED_AMX)
-// Whether that is faster than tiles. (Tiles against it: bf16, D = 32 to 256, one token .06 to .25, 4 tokens .15 to .25, 8 tokens .3, 16 tokens
-// .5, 24 tokens .8, 32 tokens 1.1. fp32 as two fp16: 64 tokens .9 to 1.0, 80 tokens .8 to 1.0, 96 tokens 1.0 to 1.2, 100 tokens .9 to 1.0, 112
-// tokens 1.0 to 1.1, 128 tokens 1.2 to 1.3; as three bf16: 64 tokens .8 to 1.0, 100 tokens .4 to .8, 128 tokens .6 to 1.1. fp16 as two bf16:
-// 48 tokens 1.0, 64 to 128 tokens 1.1 to 1.6.)
+// Whether the small backward is faster than AMX.
 template <class Mode>
 INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
-  if (kParts<Mode> == 1) return is_small(a, g, 24);
+  if (kParts<Mode> == 1) return is_small(a, g, kMaxSmallBackwardAmx16);
   if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
-  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < 96 || filled_part(a) < 0.76;
+  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < kMinAmxBackward32 || filled_part(a) < kMinAmxBackwardFill;
 }
 #endif
 

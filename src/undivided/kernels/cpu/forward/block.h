@@ -21,15 +21,6 @@
 
 namespace {
 
-// A block is narrow where its keys, from the first to the last, are no more than so many halves of K and V (2048 keys of
-// D = 128, which bounds its scratch), and those of its longest row fit this part of L2: every panel reads them from there. (fp32
-// at 2048 keys of D = 128, 2 MiB of L2: 40 % slower as a narrow block. AMX: 4 to 6 % faster with 1 MiB.)
-constexpr int64_t kMaxNarrowBytes = 1 << 20;
-#if defined(UNDIVIDED_AMX)
-constexpr int64_t kMaxRowBytes = 1 << 20;
-#else
-constexpr int64_t kMaxRowBytes = 512 << 10;
-#endif
 template <class Mode>
 INLINE int64_t max_narrow_keys(const Attention& a) {
   return kMaxNarrowBytes / (2 * kParts<Mode> * larger_of(a.qk_dim + a.v_dim, 1)) / kBlockKeys * kBlockKeys;

@@ -8,9 +8,7 @@ namespace {
 
 constexpr int64_t kMaxDecodeRows = 8;
 constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;  // what there is one of for each row, in whole vectors
-constexpr int64_t kDecodeStepKeys = 64;              // keys a step at most: scores of 8 rows 2 KiB
 constexpr int64_t kStepAlignment = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
-constexpr int64_t kDecodeStepBytes = 128 << 10;  // of K and V of all heads: this step and the next stay in L2
 
 // What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
 // score, in its unit, and the sum of the weights.

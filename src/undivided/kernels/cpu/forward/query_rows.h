@@ -97,9 +97,7 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
     to[r * size + a.v_dim] = max_score[r] * score_unit<Mode>(a).natural, to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
 }
 
-// Whether a block is worked on so: on AVX-512, where no row sees more keys than this, and V of as many as its rows see on average
-// stays in L1. (At 64 KiB this takes a quarter more time than columns do.)
-constexpr int64_t kMaxRowMajorKeys = 128, kMaxRowMajorBytes = 32 << 10;
+// Whether the second product works row by row (gemm/row_product.h).
 INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
   const int64_t rest = a.v_dim % (4 * kLanes);  // one vector after those that come in fours costs little, two or three do not
   return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&

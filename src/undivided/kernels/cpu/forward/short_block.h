@@ -10,10 +10,7 @@
 
 namespace {
 
-// Rows that see no more keys than so many take the short way: the scores of a panel stay near L1. (Granite Rapids, 640 and 768 keys,
-// times as fast as tile by tile: causal sequences 1.1 to 1.2 and 1.0 to 1.15, windows 1.0 to 1.3; 1024 keys .9 to 1.1.) Where all rows
-// see all keys tile by tile has less to lose: fp32 1.0 at 512 keys, 16-bit types .9 to 1.1 from 320 on.
-constexpr int64_t kMaxShortKeys = 768, kMaxShortKeysUnmasked = 256, kMaxShortKeysUnmasked32 = 512;
+// Rows that see no more keys take the path of few keys; 0: none do.
 INLINE int64_t max_short_keys(const Attention& a) {
   const bool plain = keeps_products(a) && !a.dense && !a.dropout;
   if (!plain || (a.ranges && a.columns != 2)) return 0;
@@ -352,7 +349,7 @@ class ShortBlock {
     }
   }
 
-  static constexpr int64_t kMinEqualStarts = kTileRows / 2, kMinStreamedBytes = 16 << 20;
+  static constexpr int64_t kMinEqualStarts = kTileRows / 2;
   const Attention& a_;
   const RowBlock& block_;
   const ShortSpace w_;

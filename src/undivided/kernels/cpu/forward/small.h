@@ -12,7 +12,7 @@ namespace {
 
 // Up to so many rows and keys, and those of 16-bit types on AMX. A few rows against more keys than need no transposition are left to
 // decoding, which reads K by rows.
-constexpr int64_t kMaxSmallForward = kPanel < 32 ? kPanel : 32, kMaxSmallForward16 = 16;
+constexpr int64_t kMaxSmallForward = kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
 INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
   const int64_t rows = rows_of_group(a);
   return !a.pages && is_small(a, limit) &&

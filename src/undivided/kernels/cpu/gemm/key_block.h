@@ -28,7 +28,7 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
 }
 
 // Rows as groups of kBroadcasts columns, kColumnGroup apart, each row by row; unseen rows give zeros.
-static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+[[maybe_unused]] static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
   for (int64_t j = 0; j < rows; j++, from += stride, to += kBroadcasts) {
     int64_t d = 0;
     for (float* group = to; d + kBroadcasts <= columns; d += kBroadcasts, group += kColumnGroup) memcpy(group, from + d, kBroadcasts * 4);
@@ -37,7 +37,7 @@ static void group_columns(const float* from, int64_t stride, int64_t rows, int64
 }
 
 // Keys j and j + 1 side by side in 32 bits, from key `start` at v on; a key outside [start, stop) or unseen gives zeros.
-static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,
+[[maybe_unused]] static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,
                        uint32_t* to) {
   for (int64_t j = start & ~(int64_t)1; j < stop; j += 2, to += columns) {
     const BFloat16* even = j >= start && (!visible || visible[j - start]) ? v + (j - start) * stride : nullptr;
@@ -52,8 +52,6 @@ static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t
   }
 }
 
-// Rows of K further apart than this, in bytes, are copied: they share so few of L1's sets that they drive each other out.
-constexpr int64_t kMaxInPlaceStride = 2048;
 // Floats between rows of the copy: an odd number of lines.
 INLINE int64_t padded_stride(int64_t columns) { return round_up(columns, 32) + 16; }
 

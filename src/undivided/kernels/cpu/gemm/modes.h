@@ -9,7 +9,7 @@
 
 namespace {
 
-using undivided::kBlockKeys;
+using namespace undivided::tuning;
 using undivided::RowBlock;
 
 struct Direct {  // fp32, in place

@@ -160,7 +160,7 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
 // sees. False where none is.
 static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
                        int64_t stop, float* score_bias, uint8_t* visible) {
-  memset(visible, 0, (size_t)undivided::kBlockKeys);
+  memset(visible, 0, (size_t)kBlockKeys);
   auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float>
               : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16>
                                                   : fill_lanes<Float16>;

@@ -11,15 +11,6 @@
 namespace undivided {
 namespace {
 
-// Keys of a block: K, V and the sums of their gradients, 8 bytes a column and key, in 512 KiB of L2; fewer where that leaves
-// few units. Never by the number of threads, which would change the order of sums. Blocks of one tile are made even, so that
-// threads are: of 256 keys two of 128, not 192 and 64, of 512 four.
-constexpr int64_t kKeyUnitBytes = 512 << 10, kMaxUnitKeys = 512, kMinUnits = 16, kEvenKeys = 32;
-// Rows of a block at least, where blocks are cut further than memory asks for.
-constexpr int64_t kMinBackwardRows = 64;
-// Scratch of a thread up to which a unit takes a whole head, and how many of them a thread there are then, where they are not alike.
-constexpr int64_t kMaxHeadBytes = 48 << 20, kMinRounds = 4;
-
 int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
   int64_t keys = std::min(kKeyUnitBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMaxUnitKeys);
   while (keys > block_keys && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
@@ -147,11 +138,6 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
                        [&](int64_t i, char*) { k.finish_rows(p, i / row_blocks, i % row_blocks); });
   return status == kOk && *p.non_finite && has_documents(a) ? kNonFinite : status;
 }
-
-// Documents that leave a thread at least so many rounds like them are worked on whole, one thread each.
-constexpr int64_t kDocumentRounds = 4;
-// What a document's rows cost beside its pairs, in pairs a row.
-constexpr int64_t kRowCost = 64;
 
 int64_t cost_of(const Document& d) { return d.pairs + kRowCost * d.a.q_len; }
 

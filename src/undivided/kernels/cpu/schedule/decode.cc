@@ -9,14 +9,6 @@
 namespace undivided {
 namespace {
 
-// Chunks of keys when decoding: as many as keep 16 threads busy, but K and V of each at least 256 KiB (some 10 us), and at
-// most 1024 keys. Those of all heads (bshd) begin and end with the queries and sums of all of them: half as many, of 512 KiB at
-// least, and 512 keys at most, so that the last one does not keep others waiting.
-struct ChunkLimits {
-  int64_t chunks, min_bytes, max_keys;
-};
-constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
-
 // The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
 struct Chunks {
   std::vector<KeyChunk> all;       // of one sequence after the other, of one head after the other, by key

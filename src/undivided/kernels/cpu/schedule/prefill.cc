@@ -14,14 +14,6 @@
 namespace undivided {
 namespace {
 
-// Below so many query rows the heads of a group share a block, so that lanes are not idle.
-constexpr int64_t kShareHeadsBelow = 64;
-// Keys are divided until there are so many blocks of kFewestBlockRows, into parts of so many keys at least: a part's results,
-// Dv floats a row, cost little beside its 1024 x (Dk + Dv) multiply-adds.
-constexpr int64_t kPartsTotal = 32, kMinPartKeys = 1024, kMinPrefillRows = 64;
-// Blocks a thread beyond which more would even out nothing.
-constexpr int64_t kMaxRounds = 16;
-
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
   int64_t cost = 0;
@@ -74,9 +66,6 @@ Division divide(const Attention& a) {
 struct Span {
   int64_t row, rows, short_keys;
 };
-// Spans are at least so long on average; else rows that see few keys are not told apart.
-constexpr int64_t kMinSpanRows = 64;
-
 // What is few is a question of a document, rows side by side that see from the same key on: where its longest row sees no more
 // than `most` keys, all of them go the same way, so that what they compute depends on no other document.
 std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t max_short_keys) {
@@ -200,7 +189,7 @@ void merge_parts(const Attention& a, const Kernels& k, const Division& d, float*
 // some 3 GB/s, that it shows beside the arithmetic: huge pages are asked for, which the system may ignore.
 void advise_huge_pages(const Attention& a) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t huge = 2 << 20, min_bytes = 32 << 20;
+  const uintptr_t huge = 2 << 20, min_bytes = kMinHugePageResult;
   const int64_t size = a.dtype == kFloat32 ? 4 : 2;
   const int64_t elements = (a.batch - 1) * a.out_b + (a.heads - 1) * a.out_h + (a.q_len - 1) * a.out_s + a.v_dim;
   const uintptr_t start = ((uintptr_t)a.out + huge - 1) / huge * huge;

@@ -6,9 +6,12 @@
 #include <algorithm>
 
 #include "abi/level.h"
+#include "abi/tuning.h"
 #include "schedule/thread_team.h"
 
 namespace undivided {
+
+using namespace tuning;
 
 // Each returns a Status.
 int run_blocks(const Attention& a);  // any problem
@@ -16,10 +19,8 @@ bool is_decoding(const Attention& a);
 int run_chunks(const Attention& a);  // where is_decoding
 int run_backward(const Attention& a, const Gradients& g);
 
-// How many threads a problem is worth: below so many multiply-adds, waking them (2 us and more) costs more than it brings. A head takes
-// some 100 ns besides, however short. (Two threads, 64 heads of 4 tokens and 256 of one: 1.2 times as fast as one, gradients 1.3.)
+// How many threads a problem is worth.
 inline int64_t threads_for(const Attention& a) {
-  constexpr double kMinParallelWork = 1 << 18, kHeadWork = 1 << 12;
   const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
   return work < kMinParallelWork ? 1 : a.threads;
 }

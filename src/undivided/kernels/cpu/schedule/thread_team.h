@@ -13,14 +13,12 @@
 #include <vector>
 
 #include "abi/attention.h"
+#include "abi/tuning.h"
 
 extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 extern "C" int omp_get_thread_num() __attribute__((weak));
 
 namespace undivided {
-
-// Scratch that a thread keeps for its next call, at most: a head of 2048 rows in the backward.
-constexpr int64_t kMaxKeptBytes = 8 << 20;
 
 // Memory of a thread, kept for its next call.
 class Scratch {
@@ -36,7 +34,7 @@ class Scratch {
     return (char*)memory_;
   }
   void shrink() {
-    if (size_ <= kMaxKeptBytes) return;
+    if (size_ <= tuning::kMaxKeptBytes) return;
     free(memory_);
     memory_ = nullptr, size_ = 0;
   }
