@@ -1,5 +1,6 @@
-// What an x86 processor and its operating system offer, read with cpuid and xgetbv: __builtin_cpu_supports differs between compilers
-// (clang before 18 does not know f16c). Bits: Intel's Software Developer's Manual, volume 2A, CPUID.
+// The instruction sets of an x86 processor and its operating system, read with cpuid and xgetbv, because
+// __builtin_cpu_supports differs between compilers (clang before 18 does not know f16c). Source of the bits: Intel's
+// Software Developer's Manual, volume 2A, CPUID.
 #pragma once
 
 #ifdef UNDIVIDED_X86

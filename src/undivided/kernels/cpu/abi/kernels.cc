@@ -1,5 +1,6 @@
-// Everything of one instruction set: compiled several times, with UNDIVIDED_LEVEL naming the table it fills. With AMX it fills two:
-// `amx_bf16`, where tiles are of bf16 alone, and `amx`, where they are of fp16 too. What differs takes the widest `Half` that there is.
+// The kernel table of one instruction set. This file is compiled once per level; UNDIVIDED_LEVEL names the table. With
+// AMX it fills two: `amx_bf16`, whose tiles hold bf16 only, and `amx`, whose tiles hold fp16 too. `Half` is the widest
+// type that the tiles of a table hold.
 #include "backward/driver.h"
 #include "backward/pairs.h"
 #include "forward/decode.h"
@@ -7,7 +8,7 @@
 
 #if defined(UNDIVIDED_AMX)
 namespace undivided {
-extern const Kernels kernels_avx512_bf16;  // who does what tiles do not
+extern const Kernels kernels_avx512_bf16;  // runs what AMX does not
 }
 #endif
 
@@ -26,7 +27,7 @@ namespace {
 using undivided::kernels_avx512_bf16;
 #endif
 
-// Call `f` with the mode for a.dtype.
+// Calls `f` with the mode for a.dtype.
 template <class F>
 INLINE auto with_mode(int64_t dtype, F f) {
   if (dtype == kFloat16) return f(Widened<Float16>());
@@ -37,7 +38,8 @@ INLINE auto with_mode(int64_t dtype, F f) {
   return f(Direct());
 }
 
-// The same for prefill and gradients; on AMX fp32 is taken apart into `Half`, and fp16 where that is bf16.
+// The mode of prefill and gradients. On AMX fp32 is split into parts of type `Half`, and fp16 into bf16 if the tiles
+// hold bf16 only.
 template <class Half, class F>
 INLINE auto with_block_mode(int64_t dtype, F f) {
 #if defined(UNDIVIDED_AMX)
@@ -61,7 +63,7 @@ INLINE auto with_amx_engine(const Attention& a, F f) {
 }
 #endif
 
-// Call `f` with what decodes this problem.
+// Calls `f` with the engine that decodes this problem.
 template <class Half, class F>
 INLINE auto with_engine(const Attention& a, F f) {
 #if defined(UNDIVIDED_AMX)
@@ -74,7 +76,7 @@ INLINE auto with_engine(const Attention& a, F f) {
   return f(TypeTag<DecodeVectors<float>>());
 }
 
-// Whether rows that see few keys are left to vectors.
+// Whether rows that see few keys run on vectors.
 bool short_on_vectors(const Attention& a) { return a.dtype == kFloat32 && !max_short_keys(a); }
 template <class Half>
 int64_t block_scratch(const Attention& a, int64_t rows, bool is_short) {
@@ -94,7 +96,7 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
-// Whether heads are so few rows and keys that neither tiles nor decoding pay.
+// Whether the heads have so few rows and keys that neither AMX nor decoding pays off.
 bool use_small_forward(const Attention& a) {
   return is_small_forward(a, kHasAmx && a.dtype != kFloat32 ? kMaxSmallForward16 : kMaxSmallForward);
 }
@@ -156,7 +158,7 @@ int64_t block_rows(const Attention& a, int64_t short_keys) {
   return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
 }
 
-// Who does prefill and gradients: see Kernels.
+// Which table runs prefill and gradients; see Kernels.
 #if defined(UNDIVIDED_AMX)
 template <class Half>
 const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int attempt) {

@@ -1,4 +1,4 @@
-// Which instruction set this process runs. Compiled without instruction set flags.
+// Selects the instruction set of this process. Compiled without instruction set flags.
 #include "abi/level.h"
 
 #include <stdlib.h>
@@ -14,7 +14,7 @@ namespace undivided {
 namespace {
 
 #ifdef UNDIVIDED_AMX
-// Linux lends a process the tiles' registers, and must be asked once.
+// Linux enables the tile registers per process, on request.
 bool request_tile_permission() {
   const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

@@ -1,14 +1,14 @@
-// The instruction set that this process runs.
+// The instruction set of this process.
 #pragma once
 
 #include "abi/kernels.h"
 
 namespace undivided {
 
-// The kernels of the highest level that the processor, the compiler and UNDIVIDED_ISA allow; chosen at the first call.
+// The table of the highest level that the processor, the compiler and UNDIVIDED_ISA allow; selected at the first call.
 const Kernels& kernels();
 
-// The levels that the processor and the compiler allow, from 0 on, the lowest first; null after the last.
+// The name of a level that the processor and the compiler allow, 0 being the lowest; null after the highest.
 const char* level_name(int level);
 
 }  // namespace undivided

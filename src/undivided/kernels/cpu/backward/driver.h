@@ -1,23 +1,25 @@
-// Gradients by recomputation: a block of keys against every query row that may see it.
+// Gradients by recomputation: a unit of keys with every query row that sees some of them.
 //
-// With P = exp(S - lse) and dS = P * (dP - delta), delta = rowsum(dO * O), five products, each of which has one operand in
-// vectors and the other broadcast (see tile.h):
+// With P = exp(S - lse), dS = P * (dP - delta) and delta = rowsum(dO * O) there are five products, each with one
+// operand in vectors and the other one broadcast (see gemm/vector.h):
 //
-//     St[key][rows]   = K[key] . Qt        dPt[key][rows] = V[key] . dOt          score_tile, as in the forward
-//     dQt[d][rows]   += Kt[d] . dSt                                               weigh_tile, as in the forward
-//     dV[key][d]     += Pt[key] . dO       dK[key][d]    += dSt[key] . Q          add_tile, lanes along d
+//     S^T[key][rows]  = K[key] . Q^T       dP^T[key][rows] = V[key] . dO^T        multiply_scores, as in the forward
+//     dQ^T[d][rows]  += K^T[d] . dS^T                                             multiply_values, as in the forward
+//     dV[key][d]     += P^T[key] . dO      dK[key][d]    += dS^T[key] . Q         multiply_key_gradients, lanes along d
 //
-// Memory traffic. A unit holds its keys' K and V and their gradients' sums in L2 (512 KiB) and streams the query rows past,
-// in blocks of kRowPanels panels. Q and dO are packed for each visit, 4 * D vectors' worth of moves for 5 * keys * D
-// multiply-adds, or once beforehand, where these are fast and moves are not (AMX, 4 times Q's memory, in three parts 6). The
-// sums of dQ pass through once a tile of keys. Everything is written once by one unit, but dQ: units add to a block of its
-// rows in the order of the keys, taking turns. Units are handed out in that order, so a turn always comes; while heads are
-// many nobody waits, and where one head is cut, its units follow each other one block apart. So there are no partial
-// results, no second pass, and the order of every sum is a function of the problem alone.
+// Memory traffic. A unit keeps K, V and the sums of their gradients in L2 (512 KiB) and streams the query rows past, in
+// blocks of kRowPanels panels. Q and dO are packed for each pass, 4 * D vectors' worth of moves for 5 * keys * D
+// multiply-adds, or once beforehand if products are fast and moves are not (AMX; 4 times Q's memory, 6 times in three
+// parts). The sums of dQ pass through once per key block.
 //
-// Where heads suffice for the threads, a unit takes a head with all of its keys, block after block: then what is packed and
-// summed for its rows lies in the thread's own scratch and is never mapped anew. The order of sums is the same. Heads of few rows
-// and keys go another way: small_backward.h.
+// Order of sums. Each result is written once by one unit, except dQ: units add to a block of its rows in the order of
+// their keys, taking turns. Units are handed out in that order, so every unit gets its turn; with many heads no unit
+// waits, and the units of one head follow each other one row block apart. So there are no partial results and no second
+// pass, and the order of every sum is a function of the problem alone.
+//
+// If there are enough heads for the threads, a unit takes a head with all of its keys: the arrays of its rows then lie
+// in the thread's scratch and are never mapped anew. The order of sums is the same. Heads of few rows and keys take
+// another path: backward/small.h.
 #pragma once
 
 #include "backward/panels.h"
@@ -68,8 +70,8 @@ static void row_block_step(RowPass<Mode>& s, int64_t row_block) {
   __atomic_store_n(p.turn + s.head.index * p.row_blocks + row_block, s.index + 1, __ATOMIC_RELEASE);
 }
 
-// A block of keys against every row of a head. `alone`: it is the head's only one, so that each block of rows is described
-// just before and leaves just after.
+// One unit of keys with every row of a head. single_unit: it is the head's only one, so that each row block is begun
+// and finished here.
 template <class Mode>
 static void run_unit(const Backward& p, const Head& head, int64_t index, const BackwardSpace& w, bool single_unit) {
   const Attention& a = p.a;
@@ -95,7 +97,8 @@ static void run_head(const Backward& p, const Head& head, const BackwardSpace& w
     if (w.is_small && run_small_head<typename Mode::T>(p, head, w.head)) return;
   Backward own = p;
   layout_rows<Mode>(own, 1, w.head);
-  const bool single_unit = p.key_unit_count == 1 && !kHeadScaled<Mode> && kParts<Mode> == 1;  // scales, and the keys seen, are those of all rows
+  // scales, and the visible keys, depend on all rows
+  const bool single_unit = p.key_unit_count == 1 && !kHeadScaled<Mode> && kParts<Mode> == 1;
   for (int64_t r = 0; !single_unit && r < p.row_blocks; r++) begin_row_block<Mode>(own, head, r);
   for (int64_t index = 0; index < p.key_unit_count; index++) run_unit<Mode>(own, head, index, w, single_unit);
   for (int64_t r = 0; !single_unit && p.g.dq && r < p.row_blocks; r++) finish_row_block<Mode>(own, head, r);

@@ -1,35 +1,35 @@
-// The backward's elementwise part: scores and dP of a panel become weights and gradients of scores.
+// The elementwise part of the backward: scores and dP of a panel become P and dS.
 #pragma once
 
 #include "backward/rows.h"
 
 namespace {
 
-// What the micro-kernels take as P and dS: float, or halves; where numbers are sums of three, parts of them.
+// The element type of P and dS in the products: float, a 16-bit type, or one of its parts.
 template <class Mode>
 using Weight = std::conditional_t<Mode::Arith::kPairs, Part<Mode>, float>;
-// Elements of a panel's P or dS: [part][key of the tile][kPanel].
+// Elements of a panel's P or dS: [part][key of the key block][kPanel].
 template <class Mode>
 constexpr int64_t kSlot = kParts<Mode> * kBlockKeys * kPanel;
 // Floats of each part of dS in pairs of keys.
 constexpr int64_t kPairsPart = kBlockKeys / 2 * kPanel;
 
-// What a panel's entries are worked out from.
+// The inputs of a panel's entries.
 struct DSoftmaxInputs {
   const Attention& a;
   const Panel& panel;
-  const float *base, *lse, *delta, *sink_share;  // of its rows, as a Backward has them
-  const float *st, *dpt;  // [key of the tile][kPanel]
-  float* score_bias;           // what is added to the scores; becomes the gradients of what is added to them
+  const float *base, *lse, *delta, *sink_share;  // of its rows, as in Backward
+  const float *st, *dpt;  // [key of the key block][kPanel]
+  float* score_bias;  // what is added to the scores; replaced by its gradients if writes_bias_gradient
   const LaneMask* keep;
-  int64_t first;  // key of the tile's row 0
-  int vectors;    // of the panel that hold rows
+  int64_t first;  // first key of the key block
+  int vectors;  // vectors that hold rows
   bool has_ranges, has_bias, writes_bias_gradient;
-  bool has_large_base;  // whether some row's base is, see kLargeBase
-  double scale;        // of scores, as they are
-  const float* ds_scale;  // of a score over what P is multiplied with, scales included: of each row
-  float unit;          // what undoes the scales of P and dP
-  float bits;          // by how many powers of two P is scaled up
+  bool has_large_base;  // whether some row's base is large, see kLargeBase
+  double scale;  // of the raw scores
+  const float* ds_scale;  // per row: dS of P * (dP - delta), all scales included
+  float unit;  // undoes the scales of P and dP
+  float bits;  // exponent of the power of two that scales P up
   int64_t* out_of_range;
 };
 enum Kind { kUnmasked, kRanges, kGeneral };
@@ -37,7 +37,8 @@ struct DSoftmaxResult {
   Vec weight, score;
 };
 
-// What 2 is raised to. A large base is subtracted from the score as the forward rounded it, in natural units, of which none is above it.
+// The exponent of 2. A large base is subtracted, in natural units, from the score as the forward rounded it, so that
+// the exponent is never above 0.
 template <Kind kKind>
 INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
   const Vec base = load(d.base + v * kLanes);
@@ -87,7 +88,7 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   if (kKind != kUnmasked) u = allowed ? u : Vec{};
   if (kKind == kGeneral && d.writes_bias_gradient) store(d.score_bias + at, u * d.unit);
   score = u * ds_scale;
-  if (kKind == kGeneral) score = allowed ? score : Vec{};  // where softcap's slope may be NaN
+  if (kKind == kGeneral) score = allowed ? score : Vec{};  // softcap's derivative may be NaN there
   return {weight, score};
 }
 
@@ -125,7 +126,7 @@ static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int
   }
 }
 
-// Whether entries take more than scores as they are and ranges.
+// Whether entries depend on more than the raw scores and ranges.
 INLINE bool is_general(const DSoftmaxInputs& d) { return d.has_bias || d.a.softcap != 0 || d.has_large_base || d.sink_share; }
 
 template <class Mode>
@@ -142,7 +143,7 @@ static void dsoftmax_any(const DSoftmaxInputs& d, int64_t start, int64_t stop, W
   else call(std::integral_constant<Kind, kUnmasked>());
 }
 
-// The gradients of the scores [start, stop) to those of bias and slopes.
+// Adds the gradients of the scores [start, stop) to those of bias and slopes.
 static void add_bias_gradients(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel, const float* u,
                     int64_t block_key, int64_t start, int64_t stop) {
   const Attention& a = p.a;

@@ -1,8 +1,8 @@
-// The backward's products on AMX (see amx.h and backward.h): for 32 keys and 32 rows at a time scores and dP stay in L1.
+// The backward on AMX (see gemm/amx.h and backward/driver.h): scores and dP of 32 keys and 32 rows stay in L1.
 //
-//     St, dPt   A: K and V packed into tiles, B: Qt and dOt as packed rows have them       from zero, into 2 x 4 KiB
-//     dQt       A: Kt, transposed once a block of keys, B: pairs of keys of dSt            once a tile of keys
-//     dV, dK    A: Pt and dSt, which are tiles as they are written, B: pairs of rows       once a block of rows
+//     S^T, dP^T   A: K and V packed into tiles, B: Q^T and dO^T as packed rows have them      from zero, into 2 x 4 KiB
+//     dQ^T        A: K^T, transposed once per unit, B: pairs of keys of dS^T                  once per key block
+//     dV, dK      A: P^T and dS^T, which are written as tiles, B: pairs of rows               once per row block
 #pragma once
 
 #include "backward/dsoftmax.h"
@@ -12,7 +12,8 @@
 
 namespace {
 
-// 32 rows of A * B, from group `group` of A on; `depth` pairs are contracted. They stay in the tiles; what was there goes to `done`.
+// Multiplies 32 rows of A, from group `group` on, with B, contracting `depth` pairs. The result stays in the tiles;
+// their previous contents are stored to `done`.
 template <class T, int N>
 INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t depth, float* done) {
   constexpr int P = Products<N>::parts;
@@ -22,7 +23,7 @@ INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t
   for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, N>(rows.at + s * kTileBytes, rows, (const char*)b + s * kGroupStride);
 }
 
-// 32 halves of a row of A.
+// Stores 32 16-bit numbers of a row of A.
 INLINE void store_halves(BFloat16* to, Vec low, Vec high) {
   *(__m512i_u*)to = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
@@ -32,14 +33,14 @@ INLINE void store_halves(Float16* to, Vec low, Vec high) {
   store_from_float(to + kLanes, high);
 }
 
-// The same of numbers in parts.
+// The same for numbers in parts.
 template <int P, class Half>
 INLINE void store_parts(Half* to, const Pieces<Half, P>& low, const Pieces<Half, P>& high) {
 #pragma GCC unroll 3
   for (int p = 0; p < P; p++) *(__m512i_u*)(to + p * kBlockKeys * kPanel) = Parts<Half>::join(low[p], high[p]);
 }
 
-// P and dS of two keys: as rows of A, dS as pairs of keys besides.
+// Stores P and dS of two keys as rows of A, and dS also as pairs of keys.
 template <class Half>
 INLINE void store_dsoftmax(const DSoftmaxResult (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
 #pragma GCC unroll 2
@@ -69,11 +70,11 @@ INLINE void store_dsoftmax_parts(const DSoftmaxResult (&x)[2][kVectors], Half* w
       store(pairs + p * kPairsPart + v * kLanes, Parts<Half>::pairs(parts[0][v][p], parts[1][v][p]));
 }
 
-// The largest gradient of a score that halves, or sums of bf16, have.
+// The largest gradient of a score that this type, or a sum of its parts, represents.
 template <class Half>
 constexpr float kMaxScoreGradient = std::is_same<Half, Float16>::value ? kMaxFloat16 : 0x1p100f;
 
-// Weights and gradients of scores of kKeyBlock keys from j on.
+// Weights and gradients of scores of kSoftmaxKeys keys, from `first` on.
 template <class Mode, Kind kKind, bool kDrops>
 static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
   constexpr bool checked = !std::is_same<typename Mode::T, BFloat16>::value;
@@ -86,7 +87,7 @@ static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, in
       for (int v = 0; v < kVectors; v++) x[i][v] = dsoftmax<kKind, kDrops>(d, j + i, v);
     if constexpr (kParts<Mode> == 1) store_dsoftmax(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
     else store_dsoftmax_parts<kParts<Mode>>(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
-    for (int i = 0; checked && i < 2; i++)  // NaN, as a number without a sign, is larger than all others
+    for (int i = 0; checked && i < 2; i++)  // as an unsigned number NaN is the largest
       for (int v = 0; v < kVectors; v++) largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x[i][v].score << 1));
   }
   const UVec limit = (UVec)splat(kMaxScoreGradient<Part<Mode>>) << 1;
@@ -112,8 +113,8 @@ static void add_scaled(const float* sums, int64_t count, const Vec (&unit)[kVect
     for (int v = 0; v < kVectors; v++) store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unit[v]);
 }
 
-// add_tile's sums, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], keys in blocks of kKeyBlock; in fp32 by way of
-// `sums`, and times `unit`.
+// multiply_key_gradients on AMX, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], kSoftmaxKeys keys
+// at a time; in fp32 through `sums`, scaled by `unit`.
 template <class Mode>
 static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mode>* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
                                                       const Slots& slots, int64_t keys, int64_t columns, float* out,

@@ -1,4 +1,4 @@
-// The backward's keys: a unit's scratch, its K and V as the micro-kernels take them, and their gradients' way out.
+// The keys of a unit: its scratch, K and V in the form that the micro-kernels read, and the output of their gradients.
 #pragma once
 
 #include "backward/dsoftmax_amx.h"
@@ -10,23 +10,23 @@ struct BackwardSpace {
   Panel* panels;
   DropoutRows* dropout_rows;
   LaneMask* keep;
-  char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows where they are not read in place; k_pairs for dQ
-  char* rows;                     // PackedRows of the block's panels, where not packed beforehand
-  float *st, *dpt;                // where they are not turned into weights in place
+  char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows, unless they are read in place; k_pairs for dQ
+  char* rows;  // PackedRows of the block's panels, unless packed beforehand
+  float *st, *dpt;  // unless they become weights in place
   char *weights, *scores;         // P and dS: [slot][key][kPanel]
-  float *pairs, *score_bias, *sums;    // sums: of dQt or of dK and dV, where they are added up before they are added
+  float *pairs, *score_bias, *sums;  // sums: of dQ^T, or of dK and dV, if these are summed apart first
   float *dk, *dv;  // [column panel][key][kPanel]
-  char* head;      // what is kept of a head's rows, where the unit has all of its keys: see lay_out_rows, or SmallSpace
-  uint8_t* visible;   // which keys of the block
+  char* head;  // the arrays of a head's rows if the unit has all of its keys: see layout_rows, or SmallSpace
+  uint8_t* visible;  // one flag per key of the unit
   bool is_small;
   int64_t bytes;
 };
 
-// Elements between rows of a copy in fp32: an odd number of lines, so that neighbours share no set of L1. (In place, rows of
-// 512 bytes use an eighth of them.)
+// Elements between rows of an fp32 copy: an odd number of cache lines, so that neighbours are in different sets of L1.
+// (In place, rows of 512 bytes use an eighth of the sets.)
 INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
 
-// Bytes of the copies of K, V and K for dQ.
+// Bytes of a copy of K or V.
 template <class Mode>
 INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   if (Mode::kAmx) return p.unit_keys * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
@@ -34,7 +34,7 @@ INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   return Mode::Arith::kPairs && dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
 }
 
-// Where p describes the rows of so many heads, from `base` on. Returns the bytes that it takes.
+// Places p's arrays for the rows of `heads` heads at `base`, and returns their size in bytes.
 template <class Mode>
 static int64_t layout_rows(Backward& p, int64_t heads, char* base) {
   const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
@@ -85,7 +85,7 @@ static BackwardSpace layout_backward(const Backward& p, char* base) {
   return w;
 }
 
-// The keys of a unit as the micro-kernels take them.
+// A unit's keys in the form that the micro-kernels read.
 template <class Mode>
 struct KeyRows {
   typedef Weight<Mode> Row;
@@ -96,7 +96,7 @@ struct KeyRows {
 
 #if defined(__AVX512BF16__)
 #if !defined(UNDIVIDED_AMX)
-// Rows of an odd number of columns, with a zero behind.
+// Copies rows with an odd number of columns, padded with a zero.
 static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t rows, int64_t dim, char* to) {
   BFloat16* copy = (BFloat16*)to;
   for (int64_t j = 0; j < rows; j++, copy += dim + 1) {
@@ -107,8 +107,8 @@ static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t r
 }
 #endif
 
-// Infinities and NaN become 0. A key that a row does not see meets it with a weight of 0, and 0 * NaN is NaN; a row that
-// does see such a key has it in its score already.
+// Sets infinities and NaN to 0. A row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN; a row
+// that sees such a key already has it in its score.
 INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
 template <class Half>
@@ -118,7 +118,8 @@ static void zero_what_is_not_finite(Half* x, int64_t count) {
 #endif
 
 #if defined(UNDIVIDED_AMX)
-// Call `f` with each panel of a head that may see some of the keys [key, key + count), its block of rows, and where it is in that.
+// Calls `f` with each panel of a head that sees some of the keys [key, key + count), its row block, and its index in
+// that.
 template <class F>
 INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
   Panel panel;
@@ -131,7 +132,7 @@ INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_
     f(panel, block, first);
   }
 }
-// Which of the keys [key, key + count) some row's ranges have.
+// Which of the keys [key, key + count) are in some row's ranges.
 static void find_visible_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* visible) {
   memset(visible, 0, (size_t)count);
   with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
@@ -141,7 +142,7 @@ static void find_visible_keys(const Backward& p, const Head& head, int64_t key, 
     }
   });
 }
-// Those that a dense mask or a bias hides from every row are taken from `seen`; extra: kTile x kPanel.
+// Clears keys that a dense mask or a bias hides from every row. score_bias: room for kBlockKeys x kPanel.
 static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* score_bias, uint8_t* visible) {
   for (int64_t t = 0; t < count; t += kBlockKeys) {
     const int64_t keys = smaller_of(kBlockKeys, count - t);
@@ -210,7 +211,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
   }
 }
 
-// Sums of `count` keys, and of those that the micro-kernels take besides, start at zero.
+// Clears the sums of `count` keys, and of those that the micro-kernels compute in addition.
 template <class Mode>
 INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
   const int64_t keys = smaller_of(round_up(count, Mode::kAmx ? kKeyStep<Mode> : kBroadcasts), p.unit_keys);

@@ -1,8 +1,9 @@
-// Gradients pair by pair: each row meets the keys that it sees and nothing else.
+// Gradients pair by pair: each row meets only the keys that it sees.
 //
-// Blocks multiply rows and keys of several documents with weights of 0, and 0 * NaN is NaN. So a problem of documents whose gradients are
-// not finite is computed again in this way (see kMixed): what is not finite stays with the rows and keys that see it. Lanes lie along
-// the head axis; a pair takes two products of rows and adds to three.
+// The blocks of driver.h multiply rows and keys of several documents with weights of 0, and 0 * NaN is NaN. If the
+// gradients of a problem with documents are not finite, it is therefore computed again here (see kNonFinite), so that
+// non-finite values reach only the rows and keys that see them. Lanes lie along the head axis; a pair takes two
+// products of rows and adds to three rows.
 #pragma once
 
 #include "backward/keys.h"
@@ -84,7 +85,7 @@ class PairwiseHead {
     }
   }
 
-  // A panel's rows against keys [start, stop), at most a tile.
+  // A panel's rows with keys [start, stop), at most kBlockKeys.
   void run_keys(int64_t first, int64_t start, int64_t stop) {
     const bool has_score_bias = a_.bias || a_.dense || a_.slopes;
     uint8_t visible[kBlockKeys];
@@ -102,7 +103,7 @@ class PairwiseHead {
     if (g_.bias || g_.slopes) add_bias_gradients(p_, block_, first, panel, w_.score_bias, start, 0, stop - start);
   }
 
-  // The gradient of what is added to the score.
+  // Returns the gradient of what is added to the score.
   float run_pair(int64_t r, int64_t j, int64_t start, float score_bias) {
     const RowTerms& row = row_terms_[r];
     const float *q = w_.q + r * dk_, *grad = w_.grad + r * dv_, *k = w_.k + j * dk_, *v = w_.v + j * dv_;

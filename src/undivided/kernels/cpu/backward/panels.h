@@ -1,4 +1,4 @@
-// A block of rows against one tile of the keys of a unit.
+// A block of rows with one key block of a unit.
 #pragma once
 
 #include <sched.h>
@@ -12,16 +12,15 @@ static void wait_for(const Backward& p, const int64_t* turn, int64_t index) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    if (tries > 1000) sched_yield();  // who has the turn may be waiting for this core
+    if (tries > 1000) sched_yield();  // the unit whose turn it is may need this core
   }
 }
 
-// What the next block of rows needs, asked for line by line while this one is worked on: the processor's own prefetching does
-// not see so far.
+// Prefetches what the next row block needs, some lines per step: the hardware's prefetcher does not look so far ahead.
 class RowPrefetch {
  public:
   RowPrefetch() = default;
-  // Two runs of memory within about `steps` steps.
+  // Two ranges of memory, within about `steps` steps.
   RowPrefetch(const char* rows, int64_t row_bytes, const float* sums, int64_t sum_bytes, int64_t steps)
       : at_{rows, (const char*)sums}, left_{row_bytes / kLineBytes, sum_bytes / kLineBytes},
         lines_per_step_((left_[0] + left_[1]) / steps + 1) {}
@@ -45,17 +44,17 @@ struct RowPass {
   const BackwardSpace& w;
   const KeyRows<Mode>& keys;
   Head head;
-  int64_t index;  // of the key block
+  int64_t index;  // of the key unit
   RowBlock block;
   char* rows;  // PackedRows of the block's first panel
-  float unit;  // see Derive
+  float unit;  // see DSoftmaxInputs
   bool has_turn;
   RowPrefetch next;
-  alignas(64) float uniform_ds_scale[kPanel];  // see Derive: where rows have the same
+  alignas(64) float uniform_ds_scale[kPanel];  // see DSoftmaxInputs; if all rows have the same
 
-  // The block's numbers of one of the Backward's arrays.
+  // The block's part of one of the Backward's arrays.
   const float* of_rows(const float* array) const { return array + head.index * p.panels * kPanel + block.row; }
-  // Of a panel: see Derive, and what undoes the scales of its dQ.
+  // Of a panel: ds_scale (see DSoftmaxInputs), and the factor that undoes the scales of its dQ.
   const float* ds_scale(int64_t panel) const {
     return kRowScaled<Mode> ? p.ds_scale + (head.index * p.panels * kPanel + block.row + panel * kPanel) : uniform_ds_scale;
   }
@@ -74,8 +73,8 @@ struct RowPass {
   }
 };
 
-// The panel against keys [start, stop), counted from the tile's first, all in one segment: the elementwise part's inputs.
-// False where no row sees any of them.
+// Reads mask, bias and dropout of a panel and the keys [start, stop) of a key block, which lie in one segment. False if
+// no row sees any of them.
 template <class Mode>
 static bool read_segment(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop, uint8_t* visible) {
   const Attention& a = s.p.a;
@@ -102,7 +101,7 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
           (float)weight_bits<Mode>(a), s.p.out_of_range};
 }
 
-// P or dS of keys [from, to) of a panel's becomes 0.
+// Clears P or dS of keys [from, to) of a panel.
 template <class Mode>
 static void clear_keys(Weight<Mode>* of_slot, int64_t from, int64_t to) {
   for (int p = 0; p < kParts<Mode> && from < to; p++)
@@ -143,7 +142,8 @@ static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t bl
     const auto* k = s.keys.k + in_unit * s.keys.k_stride;
     int64_t stride = s.keys.k_stride;
     if (has_score_bias && memchr(visible, 0, (size_t)keys)) {
-      widen(k, stride, keys, a.qk_dim, visible, (float*)w.k_own);  // 0 * NaN is NaN: what no row of the panel sees becomes 0
+      // 0 * NaN is NaN: K of keys that no row of the panel sees becomes 0
+      widen(k, stride, keys, a.qk_dim, visible, (float*)w.k_own);
       k = (const float*)w.k_own, stride = a.qk_dim;
     }
     multiply_values<Arith>(scores + start * kPanel, k, stride, Runs(keys, vectors), a.qk_dim, no_decay, s.dqt(index), 0, &s.next);
@@ -151,7 +151,7 @@ static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t bl
 }
 
 #if defined(UNDIVIDED_AMX)
-// The same on AMX; start and stop are multiples of kKeyBlock.
+// The same on AMX; start and stop are multiples of kSoftmaxKeys.
 template <class Mode>
 static void amx_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block_key, int64_t start, int64_t stop) {
   typedef Weight<Mode> Half;
@@ -170,7 +170,8 @@ static void amx_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block
     const DSoftmaxInputs d = inputs_of(s, index, block_key, j, j + kSoftmaxKeys, w.st - j * kPanel, w.dpt - j * kPanel);
     dsoftmax_blocks<Mode>(d, j, weights, scores, w.pairs);
   };
-  for (int64_t j = start; j < stop; j += kSoftmaxKeys) {  // the scores of a block are multiplied before the block before is worked on
+  // the scores of a step are multiplied before the softmax of the previous one
+  for (int64_t j = start; j < stop; j += kSoftmaxKeys) {
     float* dpt = j > start ? w.dpt : nullptr;
     multiply_block<Half, N>((const char*)s.keys.k, group + j / kTileRows, rows.qt, depth_of<Mode>(a.qk_dim), dpt);
     if (dpt) dsoftmax(j - kSoftmaxKeys);
@@ -195,11 +196,11 @@ static void amx_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block
 }
 #endif
 
-// The panels' pieces of one tile; where each lies among the slots of P and dS.
+// All panels with one key block; returns which keys each panel sees, by slot of P and dS.
 template <class Mode>
 static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
   const BackwardSpace& w = s.w;
-  constexpr int64_t whole_heads = Mode::kAmx ? kKeyStep<Mode> : kKeyGranule;  // the products take so many keys at a time
+  constexpr int64_t granule = Mode::kAmx ? kKeyStep<Mode> : kKeyGranule;  // granularity of keys in the products
   Slots slots;
   slots.count = 0;
   for (int64_t i = 0; i < (s.block.rows + kPanel - 1) / kPanel; i++) {
@@ -212,9 +213,9 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
     for (int n = 0; n < panel.segments; n++) {
       int64_t start = larger_of(panel.segment[n].start - block_key, 0), stop = smaller_of(panel.segment[n].stop - block_key, keys);
       if (start >= stop) continue;
-      if (Mode::kAmx) start = larger_of(start / whole_heads * whole_heads, done), stop = round_up(stop, whole_heads);
+      if (Mode::kAmx) start = larger_of(start / granule * granule, done), stop = round_up(stop, granule);
       if (start >= stop) continue;
-      if (done < 0) first = start / whole_heads * whole_heads;
+      if (done < 0) first = start / granule * granule;
       clear(done < 0 ? first : done, start);
 #if defined(UNDIVIDED_AMX)
       if constexpr (Mode::kAmx) amx_segment(s, i, slots.count, block_key, start, stop);
@@ -224,14 +225,14 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
       done = stop;
     }
     if (done < 0) continue;
-    clear(done, smaller_of(round_up(done, whole_heads), Mode::kAmx ? kBlockKeys : round_up(keys, kBroadcasts)));
+    clear(done, smaller_of(round_up(done, granule), Mode::kAmx ? kBlockKeys : round_up(keys, kBroadcasts)));
     slots.panel[slots.count] = (int)i, slots.rows[slots.count] = (int)panel.rows;
     slots.start[slots.count] = first, slots.stop[slots.count++] = done;
   }
   return slots;
 }
 
-// What the tile's keys get from all panels of the block together: sums += A * rows / 2^bits.
+// Adds what a key block receives from all panels of the row block: sums += A * rows / 2^bits.
 template <class Mode>
 static void add_block(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a, const float* rows,
                       int64_t dim, [[maybe_unused]] int bits, float* sums) {
@@ -256,7 +257,7 @@ static void key_block_step(RowPass<Mode>& s, int64_t block_key, int64_t block_st
   if (slots.count == 0) return;
   const PackedRows<Mode> rows = s.packed(0);
   const Attention& a = s.p.a;
-  int v_bits = 0, k_bits = 0;  // powers of two in the sums of what follows
+  int v_bits = 0, k_bits = 0;  // exponents of the scales in the sums of dV and dK
   if constexpr (kRowScaled<Mode>) v_bits = weight_bits<Mode>(a) + s.scales().grad, k_bits = s.scales().query + s.scales().score;
   if (s.p.g.dv) add_block(s, slots, block_key, block_stop - block_key, s.w.weights, rows.grad, a.v_dim, v_bits, s.w.dv);
   if (s.p.g.dk) add_block(s, slots, block_key, block_stop - block_key, s.w.scores, rows.q, a.qk_dim, k_bits, s.w.dk);

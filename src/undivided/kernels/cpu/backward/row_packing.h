@@ -1,4 +1,4 @@
-// Q and dO of a panel of rows as the products of the backward take them.
+// Q and dO of a panel of rows, packed for the products of the backward.
 #pragma once
 
 #include <tuple>
@@ -7,10 +7,12 @@
 
 namespace {
 
-// Q and dO of a panel: transposed, [part][depth][kPanel], and with lanes along d, [column panel][part][row or pair of rows][kPanel].
+// Q and dO of a panel: transposed, [part][depth][kPanel], and with lanes along d, [column panel][part][row or pair of
+// rows][kPanel].
 template <class Mode>
 struct PackedRows {
-  static constexpr int64_t kPart = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;  // floats of a column panel, of each part
+  // floats of a column panel, per part
+  static constexpr int64_t kPart = kPanel / (Mode::Arith::kPairs ? 2 : 1) * kPanel;
   static constexpr int64_t kColumns = kPart * kParts<Mode>;
   float *qt, *dot, *q, *grad;
   int64_t bytes;
@@ -27,7 +29,7 @@ struct PackedRows {
   }
 };
 
-// A vector of a row from `column` on, zeros beyond its `left` columns.
+// A vector of a row, with zeros beyond its `left` columns.
 template <class T>
 INLINE Vec load_columns(const T* row, int64_t left) {
   if (left >= kLanes) return load_as_float(row);
@@ -45,7 +47,7 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 }
 #endif
 
-// Rows with lanes along d, up to `rows`, scaled by `unit` of each where they are split; a null pointer gives zeros.
+// Packs rows with lanes along d, scaled by each row's `unit` if they are split; a null pointer is a row of zeros.
 template <class Mode>
 static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
@@ -74,16 +76,17 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
     }
 }
 
-// Rows of a panel that the products read: those that are there, rounded up; on AMX all.
+// Rows of a panel that the products read: the existing ones, rounded up; on AMX all.
 template <class Mode>
 INLINE int64_t packed_lanes(int64_t rows) {
   return Mode::kAmx ? kPanel : round_up(rows, kLanes);
 }
 
-// The least number of Q, K and V of which products with dO, and of these with each other, have three parts; see Irregular.
+// The smallest largest number of a row of Q, K and V whose products with dO, and their products, still have three
+// parts; see RangeCheck.
 constexpr float kMinInput = 0x1p-20f;
 
-// kLanes rows, scaled by `unit` where they are split, into lanes.
+// Transposes kLanes rows into lanes, scaled by `unit` if they are split.
 template <class Mode>
 static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
                      [[maybe_unused]] RangeCheck& range_check) {
@@ -94,7 +97,7 @@ static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int
     transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
 }
 
-// A panel's rows; those without a key are not read.
+// Packs a panel's rows; rows without a key are not read.
 template <class Mode>
 static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
   typedef typename Mode::T T;

@@ -1,4 +1,4 @@
-// What the backward has of each query row before it meets keys: one number of each kind.
+// Per-row numbers of the backward that do not depend on the keys.
 #pragma once
 
 #include <math.h>
@@ -9,11 +9,11 @@ namespace {
 
 using undivided::Backward;
 
-// Whether weights P are those without sinks, and a row's share makes of them what they were: where the log-sum-exp has a gradient, whose
-// weights are P, and the others may have become 0 beside a sink.
+// Whether the weights P leave sinks out and sink_share puts them back: necessary if the log-sum-exp has a gradient,
+// whose weights are P without sinks, because the weights with a sink may have become 0.
 INLINE bool excludes_sinks(const Backward& p) { return p.a.sinks && p.g.grad_lse; }
 
-// What is one number a row; see Backward. length: |dO|.
+// See Backward. grad_norm: |dO|.
 struct RowTerms {
   float base, lse, delta, sink_share, grad_norm;
 };
@@ -37,7 +37,7 @@ static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_
     else x.lse = total;
   }
   if (g.grad_lse) x.delta -= g.grad_lse[batch * g.grad_lse_b + head * g.grad_lse_h + row];
-  x.base = fabsf(x.lse) < 0x1p127f ? x.lse * kLog2E : x.lse;  // what is as large is not read
+  x.base = fabsf(x.lse) < 0x1p127f ? x.lse * kLog2E : x.lse;  // larger values are not used
   return x;
 }
 

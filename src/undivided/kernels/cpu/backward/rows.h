@@ -1,16 +1,17 @@
-// What the backward does for a block of rows before the keys and after them.
+// The steps of the backward before and after the keys, for a block of rows.
 #pragma once
 
 #include "backward/row_packing.h"
 
 namespace {
 
-// |V| of the keys that a block of rows sees; but for those that are not finite, which a mask hides, or else prepare_keys finds them.
+// |V| of the keys that a block of rows sees, except non-finite ones: a mask hides those, or else prepare_keys reports
+// them.
 template <class T>
 class ValueNorms {
  public:
   ValueNorms(const Attention& a, const Head& head) : a_(a), v_((const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h) {}
-  // Of one more panel: keys that come after those of the last one mostly.
+  // Adds the keys of one more panel, which mostly come after those of the previous one.
   void add(const Panel& panel) {
     for (int s = 0; s < panel.segments; s++) {
       int64_t start = panel.segment[s].start;
@@ -24,18 +25,19 @@ class ValueNorms {
     }
   }
   float max_norm() const { return sqrtf(max_square_); }
-  // Whether gradients of scores keep their bits beside the largest that they may be. At worst all keys weigh the same; at D = 128 and
-  // this limit they are 2^-6.5 on average then, with the largest at 2^15 and errors of 2^-27: 2^-20, which sums of fp32 lose as well.
+  // Whether the gradients of scores keep their precision next to their upper bound. In the worst case all keys have
+  // equal weights; at D = 128 and this limit they are 2^-6.5 on average, with a bound of 2^15 and errors of 2^-27: a
+  // relative error of 2^-20, as in sums of fp32.
   bool are_alike() const { return max_norm() * (float)count_ <= 0x1p17f * sqrtf(square_sum_ / (float)larger_of(count_, 1)); }
 
  private:
   const Attention& a_;
   const T* const v_;
-  int64_t from_ = 0, to_ = 0, count_ = 0;  // keys [from, to) are in already
-  float max_square_ = 0, square_sum_ = 0;          // squares
+  int64_t from_ = 0, to_ = 0, count_ = 0;  // keys [from_, to_) are included
+  float max_square_ = 0, square_sum_ = 0;  // squares
 };
 
-// The scales of a block of rows, see kFitted; lengths: |dO| of each. delta is scaled as dP is.
+// Computes the scales of a row block, see kRowScaled; grad_norms: |dO| of each row. delta is scaled as dP is.
 template <class Mode>
 static void scale_rows(const Backward& p, const Head& head, int64_t row_block, const ValueNorms<typename Mode::T>& value_norms, const float* grad_norms) {
   const Attention& a = p.a;
@@ -95,7 +97,7 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
       p.base[lane] = x.base - (float)weight_bits<Mode>(a), p.lse[lane] = x.lse, p.delta[lane] = x.delta;
       if (p.sink_share) p.sink_share[lane] = x.sink_share;
       grad_norms[first + r] = x.grad_norm;
-      // rows that are not finite come to nothing at any scale
+      // non-finite rows would ruin any scale
       if (kHeadScaled<Mode> && grad_norms[first + r] < kInfinity) p.max_grad_norm[at] = fmaxf(p.max_grad_norm[at], grad_norms[first + r]);
     }
     const int64_t depth = dq_depth<Mode>(p), lanes = packed_lanes<Mode>(panel.rows);
@@ -112,7 +114,7 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
   }
 }
 
-// A vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
+// Stores a vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
 template <class T>
 INLINE void put_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
                          Vec sums) {

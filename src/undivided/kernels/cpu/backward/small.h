@@ -1,9 +1,9 @@
-// Gradients of a head of few rows and keys (see small_head.h).
+// Gradients of a head of few rows and keys (see gemm/small.h).
 //
-// backward.h packs Q and dO twice, copies K and V, clears sums and writes them in a pass of their own, which for 16 tokens takes
-// three times as long as the products. Here lanes are keys where there they are rows, and of all that is read K and V alone are transposed:
+// driver.h packs Q and dO twice, copies K and V, clears sums and writes them in a separate pass, which for 16 tokens
+// takes three times as long as the products. Here lanes are keys instead of rows, and only K and V are transposed:
 //
-//     S[row][keys] = Q[row] (broadcast) . Kt       dP[row][keys] = dO[row] (broadcast) . Vt        score_tile
+//     S[row][keys] = Q[row] (broadcast) . K^T      dP[row][keys] = dO[row] (broadcast) . V^T       multiply_scores
 //     dQ[row][d]   = dS[row][key] (broadcast) * K[key][d]                                          add_rows
 //     dV[key][d]   = P[row][key] (broadcast) * dO[row][d]    dK[key][d] = dS[row][key] (broadcast) * Q[row][d]
 #pragma once
@@ -33,9 +33,9 @@ INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
 #endif
 
 struct SmallSpace {
-  float *kt, *vt, *s, *dp;   // of a panel of keys: [d][kPanel], [row][kPanel]
+  float *kt, *vt, *s, *dp;  // of a panel of keys: [d][kPanel], [row][kPanel]
   float *weights, *scores;   // P and dS: [row][kSmallWidth]
-  float *q, *grad, *k, *v;   // rows of 16 bits, widened, one after another
+  float *q, *grad, *k, *v;  // widened rows of 16-bit types
   int64_t bytes;
   SmallSpace(const Attention& a, char* base) {
     Arena arena{base};
@@ -49,12 +49,13 @@ struct SmallSpace {
   }
 };
 
-// The rows that have a key, one after another, and the keys that some row may see: where they lie, and where results go.
+// The rows that have a key, the keys that some row sees, and the addresses of their results.
 template <class T>
 struct SmallHead {
   int64_t rows = 0, keys = 0, first_key = 0;
   int32_t start[2][kMaxSmallBackward], stop[2][kMaxSmallBackward];  // of each row
-  Segment visible[kMaxSmallBackward], by[kMaxSmallBackward];           // the keys of each row, from first_key on, and the rows of each key, or more
+  // the keys of each row, relative to first_key, and the rows of each key, or more
+  Segment visible[kMaxSmallBackward], by[kMaxSmallBackward];
   const float *q[kMaxSmallBackward], *grad[kMaxSmallBackward], *k[kMaxSmallBackward], *v[kMaxSmallBackward];
   T *dq[kMaxSmallBackward], *dk[kMaxSmallBackward], *dv[kMaxSmallBackward];
   float base[kMaxSmallBackward], lse[kMaxSmallBackward], delta[kMaxSmallBackward];
@@ -65,7 +66,8 @@ INLINE void clear_row(T* row, int64_t dim) {
   if (row) memset(row, 0, (size_t)dim * sizeof(T));
 }
 
-// What each row of the block sees, and `seen`, what some row does; false where that has a gap, in which anything may stand.
+// The keys that each row of the block sees, and in `visible` those that some row sees; false if these have a gap, since
+// keys in it may hold anything.
 template <class T>
 static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& visible) {
   Panel panel;
@@ -85,7 +87,7 @@ static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h
   return true;
 }
 
-// The rows that have a key move up.
+// Collects the rows that have a key.
 template <class T>
 static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpace& w, SmallHead<T>& h) {
   const Attention& a = p.a;
@@ -107,7 +109,7 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
   }
 }
 
-// The keys [start, stop); the others' gradients are 0.
+// Collects the keys [start, stop); the gradients of the others become 0.
 template <class T>
 static void gather_keys(const Backward& p, const Head& head, int64_t start, int64_t stop, const SmallSpace& w, SmallHead<T>& h) {
   const Attention& a = p.a;
@@ -126,7 +128,7 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
   }
 }
 
-// The rows from the first that sees some of the keys [first, stop) to the last.
+// From the first to the last row that sees some of the keys [first, stop).
 template <class T>
 static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop) {
   Segment rows = {0, h.rows};
@@ -136,7 +138,8 @@ static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop)
   return rows;
 }
 
-// S and dP of the panel of keys from `first` on become P and dS. Lanes beyond the keys, and keys that a row does not see, become 0.
+// Turns S and dP of the panel of keys from `first` on into P and dS. Unused lanes, and keys that a row does not see,
+// become 0.
 template <class T>
 static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
   const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
@@ -172,7 +175,7 @@ static void find_non_finite(const Backward& p, const SmallHead<T>& h) {
   mark_non_finite(p, zero_or_nan);
 }
 
-// False where the keys have a gap, in which anything may stand: nothing was written then.
+// False if the keys have a gap, since keys in it may hold anything; nothing is written then.
 template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Attention& a = p.a;

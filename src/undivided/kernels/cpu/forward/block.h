@@ -1,16 +1,17 @@
-// A block of query rows against every key that they may attend to: prefill and training.
+// A block of query rows with every key that they may attend to: prefill and training.
 //
-// Only what a panel's rows may attend to is computed: the union of their ranges, as a short list of segments, each cut at the
-// tiles' edges, multiples of kTile keys; where only some vectors of rows see a key, only those (see panel_step.h). What a row
-// computes does not depend on which rows share its panel, so the order of every sum is a function of the problem alone.
+// Only what a panel's rows may attend to is computed: the union of their ranges, as a short list of segments, each cut
+// at the edges of the key blocks; if only some vectors of rows see a key, only those (see panel_vector.h). A row's
+// result does not depend on which rows share its panel, so the order of every sum is a function of the problem alone.
 //
-// Memory traffic. Wide blocks take one tile of keys after another, for all panels: each tile is read from memory once and
-// worked on R / kPanel times from L2. A multiply-add costs 2 operations, a tile of 128 keys costs 128 * (Dk + Dv) elements, so
-// R rows do 2 * R operations for each element read: 768 for R = 384, some ten times what a core needs to hide DRAM. Per panel,
-// Qt (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a tile (24 KiB) share L1; the output Ot passes through
-// once a tile, 1 / kTile of the multiply-adds. Narrow blocks (windows, documents, short sequences) take one panel after
-// another, each against all of its keys: Qt and Ot stay where they are, and tiles are packed as panels come to need them and
-// kept. What comes next is prefetched a few lines at a time: the next tile, or the next panel's Q, keys and results.
+// Memory traffic. Wide blocks take one key block after another, each for all panels: it is read from memory once, and R
+// / kPanel times from L2. A multiply-add is 2 operations, and a block of 128 keys has 128 * (Dk + Dv) elements, so R
+// rows do 2 * R operations per element read: 768 for R = 384, about ten times what a core needs to hide DRAM. Per
+// panel, Q^T (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a key block (24 KiB) share L1; the output
+// O^T passes through L1 once per key block, 1 / kBlockKeys of the multiply-adds. Narrow blocks (windows, documents,
+// short sequences) take one panel after another, each with all of its keys: Q^T and O^T stay in L1, and key blocks are
+// packed when a panel first needs them, and kept. The next key block, or the next panel's Q, keys and results, are
+// prefetched a few lines at a time.
 #pragma once
 
 #include "forward/panel_amx.h"
@@ -46,7 +47,7 @@ class Block {
       read_ranges(a, block, first, w_.panels[count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
   }
 
-  // False if some numbers are not for these parts (see split.h): then what was written is of no use.
+  // False if some numbers do not fit this mode's parts (see gemm/split.h); the results are invalid then.
   bool run() {
     if (checks_finite_) memset(w_.non_finite, 0, (size_t)block_.rows);
     if (narrow_) run_panels();
@@ -58,7 +59,7 @@ class Block {
   }
 
  private:
-  // One panel after another, each against all of its keys.
+  // One panel after another, each with all of its keys.
   void run_panels() {
     for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) key_block_at(t).start = kEmpty;
     if (count_ > 0 && w_.panels[0].segments && !Mode::kAmx) {
@@ -85,11 +86,11 @@ class Block {
     }
   }
 
-  // One tile of keys after another, for all panels.
+  // One key block after another, each for all panels.
   void run_key_blocks() {
     Prefetch first = prefetch_keys(from_, smaller_of(first_block_key_ + kBlockKeys, to_), count_);
     for (int64_t i = 0; i < count_; i++) {
-      if (!Mode::kAmx) first.step();  // AMX packs K first, row by row, as the processor expects it
+      if (!Mode::kAmx) first.step();  // AMX packs K first, row by row, in the order of the hardware's prefetcher
       begin(w_.panels[i], w_.sums_of<Mode>(a_, i));
     }
     for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) {
@@ -136,7 +137,7 @@ class Block {
     }
   }
   void mark(int64_t row, bool non_finite) { w_.non_finite[row] = non_finite, any_non_finite_ |= non_finite; }
-  // A row by itself, in memory that nobody needs any more.
+  // Computes one row by itself, in scratch that is no longer in use.
   void recompute_row(int64_t r) {
     RowBlock alone = block_;
     alone.row += r, alone.rows = 1, alone.next_block = nullptr;
@@ -144,7 +145,7 @@ class Block {
     Block(a_, alone, w_.rest).run();
   }
 
-  // Whether a panel sees some of the keys [start, stop), which come later than those asked for before.
+  // Whether a panel sees some of the keys [start, stop), which come after those of the previous call.
   static bool meets(Panel& p, int64_t start, int64_t stop) {
     while (p.next < p.segments && p.segment[p.next].stop <= start) p.next++;
     return p.next < p.segments && p.segment[p.next].start < stop;
@@ -153,11 +154,11 @@ class Block {
   static int64_t last_key(const Panel& p) { return p.segment[p.segments - 1].stop; }
   KeyBlock<Mode>& key_block_at(int64_t start) { return w_.key_blocks<Mode>()[(start - first_block_key_) / kBlockKeys]; }
 
-  // The tile that starts at key t, for panels from `first` on.
+  // Places the key block that starts at key t, for panels from `first` on.
   void place_key_block(int64_t first, int64_t t, KeyBlock<Mode>& key_block) {
     const int64_t block_stop = smaller_of(t + kBlockKeys, to_);
     int64_t from = block_stop, to = t;
-    uint8_t visible[kBlockKeys] = {};  // a key in a gap may lie beside one that is seen, in one pair
+    uint8_t visible[kBlockKeys] = {};  // a key in a gap may share a pair with a visible one
     for (int64_t i = first; i < count_; i++) {
       const Panel& p = w_.panels[i];
       for (int s = p.next; s < p.segments && p.segment[s].start < block_stop; s++) {
@@ -187,7 +188,7 @@ class Block {
 #endif
   }
 #if defined(UNDIVIDED_AMX)
-  // Keys that a dense mask or a bias hides from every row may hold anything.
+  // Clears keys that a dense mask or a bias hides from every row: they may hold anything.
   void clear_masked_keys(KeyBlock<Mode>& key_block, int64_t start, int64_t stop) {
     uint8_t visible[kBlockKeys] = {}, by_panel[kBlockKeys];
     for (int64_t i = 0; i < count_; i++) {
@@ -199,7 +200,7 @@ class Block {
   }
 #endif
 
-  // A panel against what it sees of a tile's keys [t, tile_stop).
+  // One panel with the keys [t, block_stop) of a key block that it sees.
   void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t t, int64_t block_stop, Prefetch& prefetch) {
     for (int s = p.next; s < p.segments && p.segment[s].start < block_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
@@ -211,7 +212,7 @@ class Block {
     }
   }
 
-  // Keys [start, stop), within so many steps.
+  // Prefetches keys [start, stop) within this many steps.
   Prefetch prefetch_keys(int64_t start, int64_t stop, int64_t steps) const {
     Prefetch prefetch;
     prefetch.add(k_, start, stop, a_.qk_dim);
@@ -220,7 +221,7 @@ class Block {
     return prefetch;
   }
 
-  // While panel i is worked on: where its rows will be written, the next panel's Q, and keys that nobody has needed so far.
+  // During panel i: the results of its rows, the next panel's Q, and keys that no earlier panel needed.
   Prefetch prefetch_for_panel(int64_t i) {
     Prefetch prefetch;
     const Panel& p = w_.panels[i];
@@ -245,7 +246,7 @@ class Block {
     prefetch.pace(steps);
     return prefetch;
   }
-  // How often a panel asks for something while it works on so many keys.
+  // The number of prefetch steps that a panel takes for this many keys.
   int64_t work_of(int64_t keys) const {
     if (Mode::kAmx) return (keys + kKeyStep<Mode> - 1) / kKeyStep<Mode> * (kKeyStep<Mode> / 2 + a_.qk_dim / 32 + a_.v_dim / 32);
     return keys / kBroadcasts + (keys + kBlockKeys - 1) / kBlockKeys * (a_.v_dim / kBroadcasts);
@@ -266,13 +267,13 @@ class Block {
   Workspace w_;
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
   int64_t from_, to_, first_block_key_;  // keys that some row sees
-  int64_t count_, prefetched_to_ = 0;     // panels; keys before it have been asked for
+  int64_t count_, prefetched_to_ = 0;  // number of panels; keys before prefetched_to_ have been prefetched
   bool narrow_, row_major_;
-  const bool checks_finite_;  // whether rows may come to hold what is another document's
+  const bool checks_finite_;  // whether sums may contain another document's non-finite values
   bool any_non_finite_ = false;
 };
 
-// False if some numbers are not for this mode.
+// False if some numbers do not fit this mode.
 template <class Mode>
 static bool run_block(const Attention& a, const RowBlock& block, char* scratch) {
 #if defined(UNDIVIDED_AMX)
@@ -287,7 +288,7 @@ static bool run_block(const Attention& a, const RowBlock& block, char* scratch) 
   return Block<Mode>(a, block, scratch).run();
 }
 
-// Scratch of a block of so many rows: short, or narrow or not.
+// Scratch bytes of a block of this many rows, for whichever path it takes.
 template <class Mode>
 static int64_t block_bytes(const Attention& a, int64_t rows, [[maybe_unused]] bool is_short) {
 #if defined(UNDIVIDED_AMX)

@@ -1,12 +1,13 @@
-// A few query rows against a long cache: decoding.
+// Decoding: a few query rows with a long cache.
 //
-// Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, kFewRows at
-// most), 2 operations an element and row: reading the cache is the whole cost. So lanes lie along the head axis, where K and
-// V are contiguous: a multiply-add serves kLanes elements of one row, where lanes over rows would leave most of them idle.
-// The cache is cut into chunks of keys, by sizes and lengths alone; a chunk is read in steps of kStep keys, and, where the
-// rows of all heads lie side by side (bshd), for all heads at each step. While a step is computed the next one is prefetched,
-// in the order of memory: hardware stops at each 4 KiB page. Rows are found through a table of a step's addresses, so that
-// pages of a cache cost nothing. Partial results (sums, largest score, total) of the chunks are merged in order.
+// Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, at
+// most kMaxDecodeRows), 2 operations per element and row: reading the cache is the whole cost. Lanes therefore lie
+// along the head axis, where K and V are contiguous: a multiply-add computes kLanes elements of one row, whereas with
+// rows in lanes most lanes would be idle. The cache is cut into chunks of keys by sizes and lengths alone. A chunk is
+// read in steps of kDecodeStepKeys keys, for all heads at once if their rows are adjacent ("bshd"). During a step the
+// next one is prefetched in the order of memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are
+// found through a table of a step's addresses, so that paged caches cost nothing extra. The partial results of the
+// chunks (sums, largest score, total) are merged in order.
 #pragma once
 
 #include "forward/decode_amx.h"
@@ -16,13 +17,13 @@ namespace {
 
 using undivided::KeyChunk;
 
-// A partial result of one row: Dv sums, largest score in natural units, total.
+// Floats of a row's partial result: Dv sums, the largest score in natural units, the sum of the weights.
 INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 16); }
 
 struct DecodeSpace {
   Panel* panel;
-  float *scores, *q, *sums, *max_score, *total;  // the latter four of one head after the other
-  float* row;                               // sums of one row
+  float *scores, *q, *sums, *max_score, *total;  // the last four for each head in turn
+  float* row;  // sums of one row
   char* steps;
   int64_t bytes;
 };
@@ -43,13 +44,13 @@ static DecodeSpace layout_decode(const Attention& a, int64_t kv_heads, char* bas
   return space;
 }
 
-// The segments of a chunk, step by step.
+// Iterates over the segments of a chunk in steps.
 template <class T>
 struct Steps {
   const Attention& a;
   const KeyChunk& chunk;
   const Panel& panel;
-  int64_t max_keys;  // keys of a step
+  int64_t max_keys;  // keys per step
   int64_t key = chunk.key;
   int segment = 0;
 
@@ -85,8 +86,8 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int
   for (int64_t r = 0; r < kRowSlots; r++) state.max_score[r] = -kInfinity, state.total[r] = 0;
 }
 
-// What `rows` rows of each head of a chunk come to, from `first` on: finish(few, n, r, row) is called for row r of the n-th head, with
-// room for its sums.
+// Computes `rows` rows of each head of a chunk, from `first` on, and calls finish(state, n, r, row) for row r of the
+// n-th head, with room for its sums.
 template <class Engine, class Finish>
 static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first, int64_t rows,
                       char* scratch, Finish finish) {
@@ -110,7 +111,7 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
   StepPrefetch k_prefetch, v_prefetch;
-  // a head's second product follows the next one's first: neither then waits for the softmax between them
+  // a head's second product follows the next head's first one, so that neither waits for the softmax between them
   int64_t pending = -1;
   auto finish_head = [&](const Step<T>& of) {
     HeadState state = state_of(pending);
@@ -146,7 +147,7 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
 template <class Engine>
 static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, float* partials,
                       char* scratch) {
-  typedef DecodeVectors<typename Engine::T> VectorEngine;  // where a column's sums see no other column
+  typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
   constexpr bool independent_columns = std::is_same<Engine, VectorEngine>::value;
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
@@ -173,8 +174,8 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   }
 }
 
-// One row's chunks, in order, into out and lse. `partials` is the row's first, which becomes their sum; the next chunk's lies
-// `stride` further.
+// Merges one row's chunks, in order, into out and lse. `partials` is the row in the first chunk, which receives the
+// sum; the other chunks follow at distance `stride`.
 template <class T>
 static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                       int64_t stride) {
@@ -192,7 +193,7 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   for (int64_t c = 0; c < count; c++) {
     const float weight = expf(max_scores[c * stride] - max_score);
     const bool first = c == 0;
-    if (weight == 0 && !first && all == all) continue;  // NaN is not left out
+    if (weight == 0 && !first && all == all) continue;  // NaN is not skipped
     total += totals[c * stride] * weight;
     const float* from = partials + c * stride;
     for (int64_t d = 0; d < a.v_dim; d += kLanes)

@@ -1,13 +1,14 @@
-// The two products of a step on AMX, for 16-bit types and head sizes of whole tiles. K and V are read in place, as they lie:
+// The two products of a decoding step on AMX, for 16-bit types and head sizes of whole tiles. K and V are read in
+// place:
 //
-//     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, made once a chunk
+//     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, made once per chunk
 //     O[row][d]   += P[row][key, 0] * V[key][d, d + 1]       A: weights, B: 16 keys of V
 //
-// The second product contracts pairs of neighbours along d, of which one is wanted: a weight beside a zero gives the even
-// columns, a zero beside it the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate, and no shuffle:
-// memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is NaN): sums that are not finite
-// are computed again in vectors (see run_chunk). Groups of 16 keys that do not lie at one
-// stride (a cache's small pages, a sequence's end) are copied first.
+// The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives the
+// even columns, a zero beside the weight the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate but needs
+// no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is NaN), so
+// non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride (small pages of
+// a cache, the end of a sequence) are copied first.
 #pragma once
 
 #include "forward/decode_step.h"
@@ -17,10 +18,10 @@
 
 namespace {
 
-constexpr int64_t kGroup = kTileRows;  // keys of a tile
+constexpr int64_t kGroup = kTileRows;  // keys per tile
 static_assert(kGroup == kStepAlignment);
 
-// A pair whose lower, whose upper half is the weight.
+// A pair whose lower half, and one whose upper half, is the weight.
 INLINE void split_weights(Vec w, UVec& lower, UVec& upper, BFloat16) {
   UVec bits = (UVec)w + 0x8000;
   lower = bits >> 16, upper = bits & 0xffff0000u;
@@ -30,7 +31,7 @@ INLINE void split_weights(Vec w, UVec& lower, UVec& upper, Float16) {
   upper = lower << 16;
 }
 
-// Scores of 16 keys [key][Rows] as scores[row][key], for four rows.
+// Transposes the scores of 16 keys, [key][Rows], to scores[row][key], for four rows.
 template <int Rows>
 INLINE void transpose_scores(const float* raw, float* scores) {
   Vec x[4];
@@ -49,18 +50,18 @@ INLINE void transpose_scores(const float* raw, float* scores) {
   store(scores + 3 * kDecodeStepKeys, (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d));
 }
 
-// For up to `Rows` rows, 4 or 8. Queries are [d block][d pair][row] pairs, sums are [d block][2 x Rows][16]: the rows' even
-// columns, then their odd ones. Tiles of four rows are as fast as those of eight, but all of this has to stay in L1 while K and
-// V pass through it.
+// For up to `Rows` rows, 4 or 8. Queries are pairs [d block][d pair][row]; sums are [d block][2 x Rows][16], the rows'
+// even columns, then their odd ones. Tiles of four rows are as fast as those of eight, but all of this must stay in L1
+// while K and V pass through it.
 template <class Half, int Rows>
 class DecodeAmx {
  public:
   typedef Half T;
-  // weights of fp16 reach 2^15: small ones keep their bits
+  // fp16 weights are scaled up to 2^15, so that small ones keep their bits
   static constexpr int kBits = kWeightBits<Half> == 0 ? 0 : 15;
   static constexpr int64_t kScores = kDecodeStepKeys * Rows;  // floats of a step's raw scores
 
-  // A cache of less than a tile of keys would be copied, and vectors are faster at it.
+  // A cache of less than a tile of keys would be copied; vectors are faster then.
   static bool fits(const Attention& a) {
     return a.qk_dim % kTileDepth == 0 && a.v_dim % kTileDepth == 0 && a.kv_len >= kGroup;
   }
@@ -80,11 +81,11 @@ class DecodeAmx {
 
   static void clear_sums(const Attention& a, const HeadState& state) { memset(state.sums, 0, (size_t)sum_floats(a) * 4); }
 
-  // Turns at prefetching in the products of a step: one a tile.
+  // Prefetch steps of the products: one per tile.
   static int64_t score_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.qk_dim / kTileDepth); }
   static int64_t value_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.v_dim / kTileDepth); }
 
-  // Into `raw` [key][Rows], which `turned` makes scores.
+  // Writes raw scores [key][Rows], which to_scores transposes.
   void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* raw, StepPrefetch& prefetch) {
     const Operand k = {step.k.row, step.keys, a.k_s, n * a.k_h};
     const float* q = state.q;
@@ -146,7 +147,7 @@ class DecodeAmx {
     const T* const* row;
     int64_t keys, stride, offset;
   };
-  // Columns [d, d + 32) of a group as tile N.
+  // Loads columns [d, d + 32) of a group as tile N.
   template <int N, bool InPlace>
   void load_group(const Operand& o, int64_t g, int64_t d) {
     const T* const* at = o.row + g * kGroup;
@@ -158,8 +159,8 @@ class DecodeAmx {
     tile_load<N>(copy, 64);
   }
 
-  // Call f with a first column and how many blocks are computed together from there, and whether rows are read in place. Two
-  // blocks of a group's rows, then the next group's: L1 is filled from L2 half as fast again as by single ones.
+  // Calls f with a first column, the number of blocks to compute together from there, and whether rows are read in
+  // place. Two blocks of a group's rows, then the next group's: L2 feeds L1 1.5 times as fast as with single blocks.
   template <class F>
   static void for_each_block(int64_t columns, uint32_t split_groups, F f) {
     if (split_groups) for_each_block(columns, f, std::false_type());
@@ -203,7 +204,7 @@ class DecodeAmx {
   }
 
   alignas(64) float scores_[Rows * kDecodeStepKeys];
-  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kSumBlock] = {};  // rows beyond the real ones stay 0
+  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kSumBlock] = {};  // unused rows stay 0
   alignas(64) char copies_[2 * kTileBytes];
   TileSetup setup_{kShapes};
 };

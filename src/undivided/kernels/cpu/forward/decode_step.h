@@ -1,5 +1,5 @@
-// A step of decoding: the keys that are worked on together, what is prefetched meanwhile, and the softmax between the two
-// products. How the products are computed is an engine's affair: decode_vectors.h, decode_tiles.h.
+// A step of decoding: the keys that are computed together, the prefetch of the next step, and the softmax between the
+// two products. The products are in decode_vector.h and decode_amx.h.
 #pragma once
 
 #include "forward/block.h"
@@ -7,11 +7,13 @@
 namespace {
 
 constexpr int64_t kMaxDecodeRows = 8;
-constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;  // what there is one of for each row, in whole vectors
-constexpr int64_t kStepAlignment = 16;           // steps start at multiples of it, but for a segment's first; a tile of keys
+// numbers per row, rounded up to whole vectors
+constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;
+// steps start at multiples of it, except at the start of a segment; one tile of keys
+constexpr int64_t kStepAlignment = 16;
 
-// What the query rows of one key/value head have come to: sums of V as the engine keeps them, and for each row the largest
-// score, in its unit, and the sum of the weights.
+// The state of the query rows of one key/value head: sums of V in the engine's layout, and each row's largest score (in
+// its unit) and sum of weights.
 struct HeadState {
   const float* q;
   float* sums;
@@ -19,22 +21,22 @@ struct HeadState {
   int64_t rows;
 };
 
-// Lines of memory one after another.
+// Consecutive cache lines.
 struct Region {
   const char* at;
   int64_t lines;
 };
 
-// Where a step's rows of K or V lie. row: of the first head, filled up to a multiple of kLanes with the last one. stretch: the
-// memory of all heads' rows, in order.
+// Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kLanes by repeating the last
+// one. region: the memory of all heads' rows, in order.
 template <class T>
 struct StepRows {
   const T* row[kDecodeStepKeys];
   Region region[kDecodeStepKeys];
   int64_t regions, lines;
-  uint32_t split_groups;  // bit g: rows [kAligned g, kAligned (g + 1)) are not all there, or not at one stride
+  uint32_t split_groups;  // bit g: rows [g, g + 1) * kStepAlignment are incomplete or not at one stride
 
-  // `span`: elements from where the first head's row starts to where the last one's ends.
+  // span: elements from the start of the first head's row to the end of the last one's.
   void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
     regions = lines = 0;
     split_groups = keys % kStepAlignment ? 1u << keys / kStepAlignment : 0;
@@ -55,7 +57,7 @@ struct StepRows {
  private:
   void add(const T* at, int64_t count) {
     const Region added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
-    // one line of each page of memory at once: their translations are looked up side by side, before they are waited for
+    // one line of each memory page at once, so that the page translations overlap
     for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
     region[regions++] = added;
     lines += added.lines;
@@ -67,11 +69,11 @@ struct Step {
   StepRows<T> k, v;
 };
 
-// What is read next, in the order of memory: so many lines at a time while something else is computed.
+// Prefetches a step in the order of memory, some lines per call of step().
 class StepPrefetch {
  public:
   StepPrefetch() : next_(nullptr), end_(nullptr) {}
-  // Rows of a step, none where it has no keys. `times`: how often lines will be taken.
+  // The rows of a step, none if it has no keys. times: how often step() will be called.
   template <class T>
   StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region) {
     if (step.keys == 0) return;
@@ -108,7 +110,7 @@ class StepPrefetch {
   }
 };
 
-// Lanes with the same place among R come to those of one x[i], pair by pair.
+// Folds lanes with the same index modulo R into one x[i], pair by pair.
 template <int Step, int R, class F>
 INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
   if constexpr (R == 1) {
@@ -132,8 +134,8 @@ INLINE Vec fold(const Vec (&x)[R], F f) {
   return all;
 }
 
-// Scores [row][key] of R rows from `first` on become weights, which `bits` scales up by a power of two; decay is what a row's
-// sums shrink by.
+// Turns the scores [row][key] of R rows, from `first` on, into weights, scaled by 2^bits; decay is the factor of each
+// row's earlier sums.
 template <int R>
 static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key, int64_t keys, int bits,
                        float* scores, float* decay) {
@@ -163,7 +165,8 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
   }
   const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), max_score = load(state.max_score + first);
   const Vec grown = now > max_score ? now : max_score, base = grown == -kInfinity ? Vec{} : grown;
-  const Vec shrink = max_score == base ? splat(1) : exp2_or_zero((max_score - base) * factor);  // 2^0 is not quite 1 there
+  // the polynomial's 2^0 is not exactly 1
+  const Vec shrink = max_score == base ? splat(1) : exp2_or_zero((max_score - base) * factor);
   store(state.max_score + first, grown);
   store(decay + first, shrink);
 #pragma GCC unroll 8

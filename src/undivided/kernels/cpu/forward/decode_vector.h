@@ -1,4 +1,4 @@
-// The two products of a step on vector registers: lanes lie along the head axis, where K and V are contiguous.
+// The two products of a decoding step on vectors: lanes lie along the head axis, where K and V are contiguous.
 #pragma once
 
 #include "forward/decode_step.h"
@@ -7,13 +7,14 @@ namespace {
 
 constexpr int kRowsPerPass = kLanes < 8 ? kLanes : 8;
 constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the second product
-constexpr int64_t kKeysPerPrefetch = 4;             // keys between two looks at what to prefetch
+constexpr int64_t kKeysPerPrefetch = 4;  // keys per prefetch step in the second product
 
-// Rows are computed 1, 2, 4 or 8 at a time; those beyond the real ones are zeros.
+// Rows are computed 1, 2, 4 or 8 at a time; the added rows are zeros.
 INLINE int64_t round_up_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 
-// One load, as kVecs vectors of fp32. Of bf16 these are the even elements and the odd ones: two operations, where widening
-// in order takes four. Queries are put into this order before, sums out of it afterwards; a last single vector keeps its own.
+// One load, as kVecs vectors of fp32. For bf16 these are the even and the odd elements, which takes two operations;
+// widening in order takes four. Queries are stored in this order, and sums are reordered at the end; a last single
+// vector keeps its order.
 template <class T>
 struct Load {
   static constexpr int kVecs = 1;
@@ -55,7 +56,7 @@ INLINE Vec decode_scores(const float* q, int64_t q_stride, const T* const* k, in
   return lane_sums(acc);
 }
 
-// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is filled up to a multiple of kLanes.
+// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kLanes.
 template <int R, class T>
 static void decode_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
                            float* scores, StepPrefetch& shared) {
@@ -101,7 +102,7 @@ INLINE void decode_value_columns(const float* weights, const T* const* v, int64_
   shared = prefetch;
 }
 
-// Columns of so many rows that are computed together.
+// The number of loads of columns that R rows compute together.
 template <int R, class T>
 constexpr int value_loads() {
   constexpr int vecs = Load<T>::kVecs, limit = kAccumulators / R / vecs;
@@ -125,7 +126,7 @@ static void decode_value_step(const float* weights, const T* const* v, int64_t o
     }
 }
 
-// Call f(integral_constant R, row) so that every row from 0 to `rows`, which is 1, 2, 4 or 8, is in a pass.
+// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass.
 template <class F>
 INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
@@ -154,7 +155,7 @@ INLINE void load_row(const T* from, int64_t dim, float* to) {
   if (d < dim) store(to + d, load_as_float(from + d));
 }
 
-// The reverse, of fp32.
+// Stores sums in the original order, as fp32.
 template <class T>
 INLINE void restore_order(const float* from, int64_t dim, float* to) {
   constexpr int vecs = Load<T>::kVecs;
@@ -165,7 +166,7 @@ INLINE void restore_order(const float* from, int64_t dim, float* to) {
   memcpy(to + d, from + d, (size_t)(dim - d) * 4);
 }
 
-// Queries and sums are rows in fp32, in the order of Load.
+// The vector engine. Queries and sums are rows in fp32, in the order of Load.
 template <class Half>
 struct DecodeVectors {
   typedef Half T;
@@ -182,7 +183,7 @@ struct DecodeVectors {
   static void clear_sums(const Attention& a, const HeadState& state) {
     memset(state.sums, 0, (size_t)(round_up_rows(state.rows) * a.v_dim) * 4);
   }
-  // Turns at prefetching in the products of a step: one for the keys of a vector of scores, one every kTogether keys.
+  // Prefetch steps of the products: one per vector of scores, one per kKeysPerPrefetch keys.
   static int64_t score_steps(const Attention&, int64_t rows, int64_t keys) {
     int64_t steps = 0;
     for_each_pass(round_up_rows(rows), [&](auto count, int64_t) { steps += (keys * count + kLanes - 1) / kLanes; });

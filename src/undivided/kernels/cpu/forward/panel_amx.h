@@ -1,11 +1,12 @@
-// A panel of query rows against a tile of keys, on AMX (see amx.h).
+// A panel of query rows with a key block, on AMX (see gemm/amx.h).
 //
-// Vector and matrix instructions hardly overlap: both want port 5 (Granite Rapids: 64 cycles of multiplications and 56 of
-// fused multiply-adds took 114). So what counts is that each finds its operands in L1. Keys are taken kKeyBlock at a time:
-// 4 KiB of scores, which become 2 KiB of weights while the next are computed; the second product follows once a tile.
+// Vector and matrix instructions hardly overlap, because both need port 5 (Granite Rapids: 64 cycles of tile
+// multiplications and 56 cycles of fused multiply-adds take 114). So operands must come from L1. Keys are taken
+// kSoftmaxKeys at a time: 4 KiB of scores become 2 KiB of weights while the next scores are computed; the second
+// product follows once per key block.
 //
-// Weights are powers of two relative to a base, which is not the largest score so far but an earlier one: it is looked for
-// where a row has none, and where the weights of a block add up to more than kMostSum. That saves a pass over the scores.
+// Weights are relative to a base, which is an earlier maximum rather than the current one. A new base is computed if a
+// row has none, or if the weights of a step add up to more than kMaxBlockSum. That saves one pass over the scores.
 #pragma once
 
 #include "forward/query_rows.h"
@@ -32,8 +33,8 @@ static void add_sums(const float* sums, int64_t count, float* to) {
     for (int v = 0; v < V; v++) store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes));
 }
 
-// What the blocks to come need, and the extras of the next step, so many lines at a time: none beside the softmax, which would
-// take twice as long.
+// Prefetches what later panels need (`shared`) and the mask and bias of the next step (`own`), `times` lines of the
+// latter per call: 0 during the softmax, which would take twice as long.
 struct PrefetchPair {
   Prefetch &shared, own;
   int times;
@@ -43,7 +44,7 @@ struct PrefetchPair {
   }
 };
 
-// One panel against keys [start, stop) of a tile.
+// One panel with the keys [start, stop) of a key block.
 template <class Mode>
 class AmxStep {
  public:
@@ -81,7 +82,7 @@ class AmxStep {
   float* scores_of(int64_t i) { return scores_ + i % 2 * kSoftmaxKeys * kPanel; }
   float* pairs_of(int64_t i) { return pairs_ + (i - multiplied_) * kSoftmaxKeys / 2 * kPanel; }
 
-  // Scores of block i, which stay in tiles; those of the block before go to `done`.
+  // Computes the scores of step i, which stay in tiles; those of the previous step are stored to `done`.
   void multiply(int64_t i, char* done) {
     prefetch_.times = 5;
     const char *k = k_.at + 2 * i * k_.group, *q = (const char*)q_;
@@ -93,7 +94,7 @@ class AmxStep {
       }
     });
   }
-  // Scores of block i leave the tiles, if they have not yet.
+  // Stores the scores of step i unless they have been stored.
   void store_scores(int64_t i) {
     if (stored_ > i) return;
     with_vectors(vectors_, [&](auto v) { store_sums<v.value>((char*)scores_of(i)); });
@@ -145,7 +146,7 @@ class AmxStep {
     for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
   }
 
-  // The second product, for the blocks up to `to` that it has not seen.
+  // The second product, for the steps before `to` that it has not done.
   void multiply_v(int64_t to) {
     if (multiplied_ == to) return;
     prefetch_.times = 5;
@@ -164,7 +165,7 @@ class AmxStep {
   const int64_t start_, blocks_;
   const float factor_;
   const AmxScoreBias& score_bias_;
-  const LaneMask* visible_;  // null: all are seen
+  const LaneMask* visible_;  // null: all are visible
   const int64_t steps_;
   const float* q_;
   float *ot_, *max_score_, *total_, *scores_, *pairs_;
@@ -175,9 +176,9 @@ class AmxStep {
   const int vectors_;
   bool& has_sums_;
   PrefetchPair& prefetch_;
-  // In fp32 a tile is summed from zero before it is added: one chain over all keys would let the error grow with their number.
+  // fp32 sums a key block from zero: in one chain over all keys the error would grow with their number
   const bool separate_sums_;
-  bool has_block_sums_;  // whether the sums that the second product adds to hold something
+  bool has_block_sums_;  // whether the sums that the second product adds to have been written
   AmxOperand k_, v_;
   int64_t stored_ = 0, multiplied_ = 0;
 };
@@ -196,7 +197,8 @@ static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const 
     if (visibility == Visibility::kNone) return;
     if (visibility == Visibility::kSome) visible = w.visible;
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
-    if ((a.dense || forbids) && memchr(visible_keys, 0, (size_t)keys)) {  // 0 * NaN is NaN: what no row of the panel sees becomes 0
+    // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
+    if ((a.dense || forbids) && memchr(visible_keys, 0, (size_t)keys)) {
       put_v<Mode>(key_block.own_v + (start - key_block.start) * key_block.own_v_stride, key_block.own_v_stride, keys, a.v_dim, visible_keys, w.v_own,
                   range_check);
       v = w.v_own;

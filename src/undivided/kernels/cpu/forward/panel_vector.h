@@ -1,4 +1,4 @@
-// One panel of rows against keys of a tile, in vectors.
+// One panel of query rows with the keys of a key block, on vectors.
 #pragma once
 
 #include "forward/query_rows.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// One panel against keys [start, stop) of a tile, all of which lie in one segment.
+// One panel with keys [start, stop) of a key block, which lie in one segment.
 template <class Mode>
 static void panel_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block,
                        int64_t start, int64_t stop, const Workspace& w, Prefetch& prefetch) {
@@ -19,12 +19,12 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   const bool has_score_bias = changes_scores(a, block, p.first, p, start, stop);
   uint8_t visible[kBlockKeys];
   if (has_score_bias && !fill_score_bias(a, block, p.first, p, start, stop, w.score_bias, visible)) return;
-  // pairs of keys start at even keys: a key too many in front or behind gets the weight 0
+  // pairs of keys start at even keys: an additional key before or after gets the weight 0
   int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
   const Runs runs = runs_of(p, start, stop, kBroadcasts);
-  for (int i = 0; i < runs.count; i++) {  // what a run leaves out is masked below
+  for (int i = 0; i < runs.count; i++) {  // keys that a run leaves out are masked below
     const Run& run = runs.run[i];
     multiply_scores<Arith>(sums.qt + run.first * kLanes, (const KT*)key_block.k + (start - key_block.start + run.start) * key_block.k_stride,
                       key_block.k_stride, q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
@@ -42,7 +42,7 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   const typename Mode::PackedV* v;
   int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;
   if (has_score_bias && memchr(visible, 0, (size_t)keys)) {
-    // 0 * NaN is NaN: what no row of the panel sees becomes 0
+    // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
     const typename Mode::T* from = key_block.own_v + (start - key_block.start) * key_block.own_v_stride;
     if constexpr (Arith::kPairs) interleave(from, key_block.own_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
     else widen(from, key_block.own_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
@@ -61,7 +61,7 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
       p.has_sums = true;
       return;
     }
-  // in pairs, a group of columns is twice as many keys
+  // in pairs, a group of columns spans twice as many keys
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
   Runs weight_runs = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);
   for (int i = 0; each == 2 && i < weight_runs.count; i++) weight_runs.run[i].start /= 2, weight_runs.run[i].stop /= 2;

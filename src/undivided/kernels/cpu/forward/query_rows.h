@@ -1,4 +1,4 @@
-// Q in, O out: rows become lanes, and lanes rows.
+// Transposes Q into lanes, and the results back into rows.
 #pragma once
 
 #include <math.h>
@@ -30,7 +30,7 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
   }
 }
 
-// What a weight of 1 is scaled to, and a number of V.
+// The factor that scales a weight of 1.
 template <class Mode>
 constexpr float unit_weight() {
 #if defined(UNDIVIDED_AMX)
@@ -59,7 +59,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
     }
     if (a.dropout) inverse *= (float)a.survivor_scale;
-    IVec used = inverse != 0.0f;  // NaN is used
+    IVec used = inverse != 0.0f;  // NaN is not 0
     const float* from = ot + v * kLanes;
     int64_t d = 0;
 #if defined(__AVX512F__)
@@ -84,7 +84,8 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
   }
 }
 
-// The same, unscaled, where other blocks have the other keys: Dv sums, the largest score in natural units, the total.
+// The same without the division, if other blocks have the other keys: Dv sums, the largest score in natural units, the
+// total.
 template <class Mode>
 static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                            const float* max_score, const float* total) {
@@ -99,13 +100,14 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
 
 // Whether the second product works row by row (gemm/row_product.h).
 INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
-  const int64_t rest = a.v_dim % (4 * kLanes);  // one vector after those that come in fours costs little, two or three do not
+  // one vector in addition to groups of four costs little, two or three do not
+  const int64_t rest = a.v_dim % (4 * kLanes);
   return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
          longest_row_keys(a, block) <= kMaxRowMajorKeys &&
          count_visible_keys(a, block) * a.v_dim * 4 <= block.rows * kMaxRowMajorBytes;
 }
 
-// The sums of a panel as results.
+// Writes row-major sums of a panel as results.
 static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
                                   const float* max_score, const float* total) {
   const float natural = score_unit<Direct>(a).natural;

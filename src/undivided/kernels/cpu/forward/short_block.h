@@ -1,8 +1,9 @@
-// A block of query rows that see few keys each, on AMX: packed documents, windows, short sequences (see short_tiles.h).
+// A block of query rows that see few keys each, on AMX: packed documents, windows, short sequences (see
+// gemm/amx_short.h).
 //
-// Panels of 32 rows, one after another: all scores of a panel, one softmax over them, all results. Steps of 32 keys begin
-// where a document begins, so that a panel meets as few as it can, and quarters of a step that no row sees are not computed.
-// Keys are packed as panels come to need them, into a ring, and kept until it comes round.
+// Panels of 32 rows, one after another: all scores of a panel, one softmax, all results. Steps of 32 keys start where a
+// document starts, so that a panel meets few steps, and quarters of a step that no row sees are skipped. Keys are
+// packed when a panel first needs them, into a ring buffer.
 #pragma once
 
 #include "forward/short_softmax.h"
@@ -10,7 +11,7 @@
 
 namespace {
 
-// Rows that see no more keys take the path of few keys; 0: none do.
+// The largest number of visible keys with which rows take this path; 0: none do.
 INLINE int64_t max_short_keys(const Attention& a) {
   const bool plain = keeps_products(a) && !a.dense && !a.dropout;
   if (!plain || (a.ranges && a.columns != 2)) return 0;
@@ -26,23 +27,23 @@ namespace {
 
 constexpr int64_t kShortRows = 2 * kTileRows;
 constexpr int64_t kMaxShortSteps = kMaxShortKeys / kShortStep + 4;  // of a ring
-// Steps of the ring: what a panel sees of keys that begin anywhere in a step, its rows one key further each.
+// Steps of the ring: what a panel sees of keys that start anywhere in a step, with one more key per row.
 INLINE int64_t ring_steps(int64_t longest) { return longest / kShortStep + 4; }
 
 struct ShortPanel {
-  int64_t first, rows;  // first: row of the block
-  int64_t from, to;     // keys that some row sees; from >= to: none
-  int64_t key;          // where its first step begins
+  int64_t first, rows;  // first: index in the row block
+  int64_t from, to;  // keys that some row sees; empty if from >= to
+  int64_t key;  // where its first step starts
   alignas(64) int32_t start[kShortRows], stop[kShortRows];
   int64_t head[kShortRows], at[kShortRows];  // of each row
   int64_t steps() const { return (to - key + kShortStep - 1) / kShortStep; }
 };
 
 struct ShortSpace {
-  uint8_t* non_finite;  // of each row, if there are several: see is_mixed
-  char* rest;      // free once all are known
+  uint8_t* non_finite;  // one flag per row, if there are several; see has_non_finite_sums
+  char* rest;  // free once all flags are known
   char *q, *scores, *sums, *k, *v;
-  char* zeros;   // a row of K or V
+  char* zeros;  // a row of zeros, as long as one of K or V
   char* halves;  // a step's rows of K in parts
   int64_t bytes;
 };
@@ -52,7 +53,7 @@ static ShortSpace layout_short(const Attention& a, int64_t rows, char* base) {
   const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
   Arena arena{base};
-  w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for a row by itself
+  w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for recompute_row
   w.q = arena.allocate(k_bytes);
   w.scores = arena.allocate(kMaxShortSteps * kStepScores<P>);
   w.sums = arena.allocate(round_up(a.v_dim, kTileDepth) * kShortRows * 4);
@@ -78,7 +79,7 @@ class ShortBlock {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
-  // False if some numbers are not for these parts (see split.h): then what was written is of no use.
+  // False if some numbers do not fit the parts (see gemm/split.h); the results are invalid then.
   bool run() {
     ShortPanel panels[2], *p = &panels[0], *next = &panels[1];
     find_panel(0, *p);
@@ -101,14 +102,13 @@ class ShortBlock {
   }
 
  private:
-  // A row by itself, in memory that nobody needs any more.
+  // Computes one row by itself, in scratch that is no longer in use.
   void recompute_row(int64_t r) const {
     RowBlock alone = block_;
     alone.row += r, alone.rows = 1, alone.next_block = nullptr;
     ShortBlock(a_, alone, w_.rest).run();
   }
 
-  // ---- panels
 
   Segment range_of(int64_t at) const {
     if (a_.band) return {larger_of(0, at + a_.first), larger_of(0, smaller_of(a_.kv_len, at + a_.last))};
@@ -117,8 +117,9 @@ class ShortBlock {
     return {range[0], range[1]};
   }
 
-  // Steps of a row's keys begin at this modulo 32: its first key's, if kFewestAlike rows beside it begin there too, as in a
-  // document. No panel is asked, so that a row's sums are the same in any.
+  // The offset, modulo 32, at which the steps of a row's keys start: that of its first key, if at least kMinEqualStarts
+  // consecutive rows start at the same key, as in a document. It does not depend on the panel, so that a row's sums are
+  // the same in any.
   int64_t phase_of(int64_t at) {
     if (!a_.ranges) return 0;
     const int32_t* range = a_.ranges + block_.batch * a_.ranges_b + at * 2;
@@ -132,8 +133,8 @@ class ShortBlock {
     return phase_;
   }
 
-  // Rows from `first` on whose steps of keys are the same; a panel ends where a document ends, but for very short ones, and
-  // where a key lies between that no row sees, which may be anything.
+  // Takes rows from `first` on whose steps start at the same offset. A panel ends where a document ends (very short
+  // ones apart), and where a key between is seen by no row, since such a key may hold anything.
   void find_panel(int64_t first, ShortPanel& p) {
     const int64_t limit = smaller_of(kShortRows, block_.rows - first);
     int64_t phase = 0, head = block_.first_head + (block_.row + first) / a_.q_len, at = (block_.row + first) % a_.q_len;
@@ -149,7 +150,7 @@ class ShortBlock {
       else {
         const int64_t from = smaller_of(p.from, s.start), to = larger_of(p.to, s.stop);
         if (own != phase || s.start > p.to || s.stop < p.from || to - from > max_extent_) {
-          previous_ = -1;  // the row is looked at again
+          previous_ = -1;  // looks at the row again
           break;
         }
         p.from = from, p.to = to;
@@ -163,7 +164,6 @@ class ShortBlock {
   }
   static int64_t phase_start(int64_t key, int64_t phase) { return phase + round_down(key - phase, kShortStep); }
 
-  // ---- what will be needed
 
   // Rows of Q, or of the results.
   void prefetch_rows(Prefetch& prefetch, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns, const ShortPanel& p) const {
@@ -181,17 +181,17 @@ class ShortBlock {
     prefetch.add(v_, from, p.to, a_.v_dim);
   }
 
-  // ---- keys
 
   int64_t step_of(int64_t key) const { return (key - origin_) / kShortStep; }
   int64_t slot(int64_t step) const { return (uint32_t)step % (uint32_t)ring_; }
 
-  // Keys of a panel, step by step, zeros beyond those that some row has come to see.
+  // Packs a panel's keys step by step, with zeros beyond those that some row sees so far.
   void pack(const ShortPanel& p) {
     const int64_t phase = p.key % kShortStep;
     const bool known = origin_ >= 0 && phase == origin_ % kShortStep && p.from >= packed_from_ && p.from <= packed_to_ &&
                        step_of(larger_of(packed_to_, p.to) - 1) - step_of(p.from) < ring_;
-    if (!known) origin_ = p.key, packed_from_ = packed_to_ = p.from;  // from slot 0, where the last document's lay
+    // restarts at slot 0, where the previous document was
+    if (!known) origin_ = p.key, packed_from_ = packed_to_ = p.from;
     if (p.to <= packed_to_) return;
     const int64_t unfinished = smaller_of(packed_to_, p.to - 1);
     packed_to_ = p.to;
@@ -213,12 +213,11 @@ class ShortBlock {
     }
   }
 
-  // ---- a panel
 
-  // What a group of 16 rows sees, in units of 16 keys since the panel's first step.
+  // What a group of 16 rows sees, in units of 16 keys from the panel's first step.
   struct Reach {
     int64_t first, last, rows;
-    int64_t all_from, all_to;  // keys that every row of it sees
+    int64_t all_from, all_to;  // keys that all its rows see
   };
   Reach reach_of_group(const ShortPanel& p, int64_t g) const {
     Reach reach = {0, 0, larger_of(0, smaller_of(p.rows - g * kTileRows, kTileRows)), 0, 0};
@@ -234,7 +233,7 @@ class ShortBlock {
   void copy_queries(const ShortPanel& p) {
     for (int64_t r = 0; r < p.rows; r++) {
       const T* row = (const T*)a_.q + block_.batch * a_.q_b + p.head[r] * a_.q_h + p.at[r] * a_.q_s;
-      const T* from = p.start[r] < p.stop[r] ? row : (const T*)w_.zeros;  // one without keys may hold anything
+      const T* from = p.start[r] < p.stop[r] ? row : (const T*)w_.zeros;  // a row without keys may hold anything
       char* to = w_.q + r / kTileRows * P * depth_ * kTileBytes + r % kTileRows * 64;
       if constexpr (P > 1) {
         split_row<Mode>(from, a_.qk_dim, to, kTileBytes, depth_ * kTileBytes, range_check_);
@@ -299,10 +298,8 @@ class ShortBlock {
     multiply_values_short<Mode>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, prefetch);
   }
 
-  // ---- results
 
-  // Results that are larger than caches near by go past them: lines are written whole and need not be read first. (16 and 32 MiB: 1 to 11 %
-  // faster, documents of 16-128 and of 64-512 tokens.)
+  // Large results are written past the caches: whole lines, which need not be read first.
   static bool are_streamed(const Attention& a) {
     const int64_t bytes = a.batch * a.heads * a.q_len * a.v_dim * (int64_t)sizeof(T);
     return bytes >= kMinStreamedBytes && a.v_dim % kTileDepth == 0 && (uintptr_t)a.out % 64 == 0 &&
@@ -354,13 +351,13 @@ class ShortBlock {
   const RowBlock& block_;
   const ShortSpace w_;
   const Rows<T> k_, v_;
-  const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // of a step of the ring, in bytes
+  const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // sizes of a step in the ring, in bytes
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
-  const int64_t ring_, max_extent_;  // most_hull_: keys from the first to the last that a panel sees
-  const bool streams_, checks_finite_;  // looks_: whether rows may come to hold what is another document's
+  const int64_t ring_, max_extent_;  // max_extent_: limit of the distance between the first and the last key of a panel
+  const bool streams_, checks_finite_;  // checks_finite_: whether sums may contain another document's non-finite values
   bool any_non_finite_ = false;
-  int64_t previous_ = -1, phase_ = 0;                          // the row that phase_of looked at last
-  int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; keys in the ring
+  int64_t previous_ = -1, phase_ = 0;  // the last row that phase_of looked at
+  int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; the keys in the ring
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The softmax of rows that see few keys, on AMX: scores of a row lie side by side.
+// The softmax of rows that see few keys, on AMX: the scores of a row are consecutive.
 #pragma once
 
 #include "forward/weights_amx.h"
@@ -9,11 +9,11 @@
 
 namespace {
 
-// ---- softmax of 16 rows: scores of steps are kStepScores apart, of rows kScoreRow
+// Scores of steps are kStepScores apart, of rows kScoreRow.
 
-// What the rows may see of 16 keys from `key` on is kept, the rest becomes -inf.
+// Sets scores of 16 keys, from `key` on, to -inf if the row does not see the key.
 static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores, int64_t pitch) {
-  auto up_to = [&](const int32_t* bound) {  // bits below it
+  auto up_to = [&](const int32_t* bound) {  // the bits below it
     const __m512i at = _mm512_sub_epi32(_mm512_loadu_si512(bound), _mm512_set1_epi32((int32_t)key));
     const __m512i bits = _mm512_min_epi32(_mm512_max_epi32(at, _mm512_setzero_si512()), _mm512_set1_epi32(16));
     return _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), bits), _mm512_set1_epi32(1));
@@ -30,7 +30,7 @@ INLINE void larger_stage(Vec (&x)[kLanes]) {
     x[i] = larger(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
 }
 
-// A row's scores lose its base.
+// Subtracts a row's base from its scores.
 template <int P>
 static void lower_scores(char* scores, int64_t first, int64_t last, float base) {
   for (int64_t j = first; j < last; j++) {
@@ -39,8 +39,8 @@ static void lower_scores(char* scores, int64_t first, int64_t last, float base) 
   }
 }
 
-// Weights in pairs of keys j and j + 16 where the scores lay, of keys 16 * first to 16 * last; the largest score, in its unit, and the
-// sum of the weights of each row.
+// Turns scores of keys 16 * first to 16 * last into weights in place, in pairs of keys j and j + 16, and writes each
+// row's largest score (in its unit) and sum of weights.
 template <class Mode>
 static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
                                                   float* max_score, float* total, Prefetch& prefetch) {

@@ -1,7 +1,7 @@
-// The forward of a head that is one panel of rows against no more keys than that (see small_head.h).
+// The forward of a head with at most one panel of rows and as many keys (see gemm/small.h).
 //
-//     S[row][keys] = Q[row] (broadcast) . Kt              score_rows
-//     O[row][d]    = P[row][key] (broadcast) * V[key][d]  add_rows, of weights that add up to 1 already
+//     S[row][keys] = Q[row] (broadcast) . K^T             score_rows
+//     O[row][d]    = P[row][key] (broadcast) * V[key][d]  add_rows, with weights that are normalised already
 #pragma once
 
 #include "gemm/small.h"
@@ -10,8 +10,8 @@
 
 namespace {
 
-// Up to so many rows and keys, and those of 16-bit types on AMX. A few rows against more keys than need no transposition are left to
-// decoding, which reads K by rows.
+// Rows and keys, at most; tuning.h has the limit of 16-bit types on AMX. A few rows with enough keys to need a
+// transposition are left to decoding, which reads K row by row.
 constexpr int64_t kMaxSmallForward = kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
 INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
   const int64_t rows = rows_of_group(a);
@@ -21,7 +21,7 @@ INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForwar
 
 struct SmallForwardSpace {
   float *kt, *weights;  // [d][kPanel], [row][kPanel]
-  float *q, *k, *v;     // rows of 16 bits, widened, one after another
+  float *q, *k, *v;  // widened rows of 16-bit types
   int64_t bytes;
   SmallForwardSpace(const Attention& a, char* base) {
     Arena arena{base};
@@ -32,8 +32,8 @@ struct SmallForwardSpace {
   }
 };
 
-// Whether the rows of a panel are of one piece: their keys have no gap, in which anything may stand, and no neighbours see none of each
-// other's, as two documents do: what is not finite stays in its own.
+// Whether a panel's keys have no gap (a key in a gap may hold anything) and consecutive rows share keys (rows of two
+// documents do not, and non-finite values must stay in their own).
 static inline bool is_one_piece(const Attention& a, const RowBlock& block, const Panel& p) {
   if (p.segments > 1) return false;
   const int32_t* previous = nullptr;
@@ -47,8 +47,8 @@ static inline bool is_one_piece(const Attention& a, const RowBlock& block, const
   return true;
 }
 
-// Scores of the keys from `first` on become weights that add up to 1, or less beside a sink; false where there is nothing to see, not even
-// NaN. Lanes beyond the keys, and keys that the row does not see, become 0.
+// Turns the scores of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
+// Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
 INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
                        float* lse) {
   const ScoreUnit unit = score_unit<Direct>(a);
@@ -78,7 +78,7 @@ INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t h
   return !empty;
 }
 
-// False where rows are not of one piece: nothing was written then.
+// False if the rows are not one piece; nothing is written then.
 template <class T>
 static bool run_small_block(const Attention& a, const RowBlock& block, char* scratch) {
   Panel panel;
@@ -91,14 +91,14 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
-  Segment own[kPanel];  // keys of each row, from the first that is seen on
+  Segment own[kPanel];  // keys of each row, relative to the first visible one
   auto place = [&](int64_t r) { return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len); };
   auto clear = [&](T* row) { memset(row, 0, (size_t)a.v_dim * sizeof(T)); };
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);
     out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
     own[rows] = alike ? visible : keys_of_row(panel, r);
-    if (own[rows].start >= own[rows].stop) {  // one without keys may hold anything
+    if (own[rows].start >= own[rows].stop) {  // a row without keys may hold anything
       clear(out[rows]);
       if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
       continue;

@@ -1,4 +1,4 @@
-// Scores of a tile become weights.
+// The softmax of a panel and a key block, on vectors.
 #pragma once
 
 #include "gemm/vector.h"
@@ -9,12 +9,12 @@
 
 namespace {
 
-// Products become scores in their unit, with what is added to them.
+// Converts products to scores in their unit, with the bias.
 static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
   const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
     Vec x = load(st + i);
-    x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // as gradients have it
+    x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // rounded as the gradients round it
     if (score_bias) {
       Vec e = load(score_bias + i);
       x = e == -kInfinity ? e : x + e;
@@ -23,7 +23,7 @@ static void apply_score_bias(const Attention& a, const float* score_bias, int64_
   }
 }
 
-// Scores outside of their rows' ranges are masked. The others keep their bits, as they do where all is within the ranges: a
+// Masks scores outside of their rows' ranges. The other scores keep their bits, also if all are in range, so that a
 // row's result does not depend on which rows share its panel.
 static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
@@ -39,8 +39,8 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st)
   }
 }
 
-// Scores become weights in place (pairs of bf16 for Dot), 0 where dropped, which the total does not see; decay is what the
-// sums so far shrink by. factor: what makes units of log 2 of scores.
+// Turns scores into weights in place (pairs of bf16 for Dot), 0 if dropped; the totals include dropped weights. decay
+// is the factor of the earlier sums. factor converts scores to units of log 2.
 template <class Arith, bool kDrops, int V>
 static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score,
                                                      float* total, Vec* decay) {
@@ -59,7 +59,8 @@ static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, f
   for (int v = 0; v < V; v++) {
     Vec previous = load(max_score + v * kLanes), now = larger(larger(high[0][v], high[1][v]), previous);
     base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);  // the polynomial's 2^0 is not quite 1
+    // the polynomial's 2^0 is not exactly 1
+    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);
     store(max_score + v * kLanes, now);
   }
   if constexpr (Arith::kPairs) {

@@ -1,4 +1,4 @@
-// The softmax of a block of keys on AMX: scores become 16-bit weights, relative to a base.
+// The softmax of kSoftmaxKeys keys on AMX: scores become 16-bit weights, relative to a base.
 #pragma once
 
 #include "forward/weights_amx.h"
@@ -9,19 +9,19 @@
 
 namespace {
 
-constexpr float kMaxBlockSum = 0x1p15f;  // each of them fits fp16, even after kWeightBits
-// How far a base may lie above all scores so far where ALiBi makes later ones larger. Their weights, as small as they are, keep
-// their precision in bf16; fp16 has not the range.
+constexpr float kMaxBlockSum = 0x1p15f;  // a sum of weights; each of them fits fp16, even after scaling by kWeightBits
+// How far a base may lie above all scores so far if ALiBi makes later scores larger. The weights are then small, but
+// keep their precision in bf16; fp16 lacks the range.
 template <class Half>
 constexpr float kMaxBaseRise = std::is_same<Half, Float16>::value ? 0 : 48 * kLn2;
 
-// Blocks of weights that await the second product: a tile's, 12 KiB, or 24 in two parts; in three parts half a tile's, 18 KiB
-// (8 % faster than the whole).
+// Steps of weights per second product: those of a key block, 12 KiB, or 24 KiB in two parts; in three parts those of
+// half a key block, 18 KiB (8 % faster than the whole).
 template <int P>
 constexpr int64_t kMaxWeightBlocks = kBlockKeys / kSoftmaxKeys / (P > 2 ? 2 : 1);
 constexpr int64_t kWeightsPart = kMaxWeightBlocks<2> * kSoftmaxKeys / 2 * kPanel;
 
-// Pairs of weights: of halves, or of the parts of fp32, one part after another.
+// Stores pairs of weights: 16-bit ones, or the parts of fp32, one part after another.
 template <class Mode>
 INLINE void store_weights(Vec even, Vec odd, float* to) {
   constexpr int P = kParts<Mode>;
@@ -35,9 +35,9 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
   }
 }
 
-// Weights of a block of scores in pairs, 0 where unseen or dropped, and their sums, which see those that are dropped. Where it
-// is asked for, `large` says in which rows these are too large; then nothing is added to the totals and the result is false. factor:
-// what makes units of log 2 of scores.
+// Turns scores into pairs of weights, 0 if not visible or dropped, and adds them to the totals, dropped ones included.
+// If `large` is given, it receives the rows whose sums are too large; the totals stay unchanged then, and the result is
+// false. factor converts scores to units of log 2.
 template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Prefetcher>
 static __attribute__((noinline)) bool softmax_block(const float* scores, const Extra& score_bias, const LaneMask* visible, const float* max_score,
                                                    float factor, float* total, const LaneMask* keep, float* pairs, uint16_t* large,
@@ -70,9 +70,9 @@ static __attribute__((noinline)) bool softmax_block(const float* scores, const E
   return true;
 }
 
-// New bases of the rows that want one, kHeadroom at most below the largest scores, and above them by what is known to come;
-// decay is what earlier sums shrink by. False where none does. A row's base is a function of its own scores, so that its result
-// does not depend on its neighbours.
+// New bases for the rows in `rebase_rows`: at most kHeadroom below their largest scores, and above these by `rise`.
+// decay is the factor of the earlier sums. Returns whether some sums must be rescaled. A row's base depends on its own
+// scores only, so that its result does not depend on its neighbours.
 template <int V, class Extra>
 static bool find_base(const float* scores, const Extra& score_bias, const LaneMask* visible, const uint16_t* rebase_rows, const Vec* rise, float factor,
                       float* max_score, Vec* decay) {
@@ -99,7 +99,7 @@ static bool find_base(const float* scores, const Extra& score_bias, const LaneMa
   return shrinks;
 }
 
-// The rows that have no base yet.
+// The rows without a base.
 static bool lack_base(const float* max_score, int vectors, uint16_t* rows) {
   bool some = false;
   for (int v = 0; v < vectors; v++) {

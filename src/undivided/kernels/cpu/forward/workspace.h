@@ -1,4 +1,4 @@
-// The memory of a block of rows.
+// The scratch memory of a block of rows.
 #pragma once
 
 #include "gemm/key_block.h"
@@ -7,15 +7,16 @@
 
 namespace {
 
-// What a panel keeps from one piece of keys to the next. most: the largest score so far, in its unit.
+// What a panel keeps from one step of keys to the next. max_score: the largest score so far (on AMX the base), in its
+// unit.
 struct PanelSums {
   float *qt, *ot, *max_score, *total;
   DropoutRows* dropout_rows;
 };
 
 struct Workspace {
-  uint8_t* non_finite;  // of each row, if there are several: see is_mixed
-  char* rest;      // free once all are known
+  uint8_t* non_finite;  // one flag per row, if there are several; see has_non_finite_sums
+  char* rest;  // free once all flags are known
   Panel* panels;
   float *scores, *score_bias, *block_sums;
   char *v_own, *sums, *key_block_list, *key_block_copies;
@@ -39,7 +40,8 @@ struct Workspace {
   }
 };
 
-// `keys`: how many to keep tiles of, for one panel at a time; kEveryKey: one tile, for all panels at once.
+// keys: how many of them have key blocks that are kept, for one panel at a time; kAllKeys: one key block, for all
+// panels at once.
 constexpr int64_t kAllKeys = -1;
 template <class Mode>
 static Workspace layout_block(const Attention& a, int64_t rows, int64_t keys, char* base) {
@@ -48,12 +50,12 @@ static Workspace layout_block(const Attention& a, int64_t rows, int64_t keys, ch
   const bool narrow = keys != kAllKeys, has_score_bias = a.bias || a.dense || a.slopes;
   const int64_t whole = (rows + kPanel - 1) / kPanel, panels = narrow && has_cuts(a) ? rows / kMinDocumentRows + 1 : whole;
   const int64_t key_blocks = narrow ? keys / kBlockKeys + 2 : 1;
-  w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for a row by itself
+  w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for recompute_row
   w.panels = (Panel*)arena.allocate(panels * (int64_t)sizeof(Panel));
   w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropoutRows) : 0);
   w.sums_bytes = round_up(w.sums_bytes, 64);
   w.sums = arena.allocate((narrow ? 1 : whole) * w.sums_bytes);
-  // of AMX two blocks of scores, then weights
+  // on AMX two steps of scores, then weights
   w.scores = (float*)arena.allocate((kBlockKeys + 2) * kPanel * 4 + (kParts<Mode> - 1) * kBlockKeys / 2 * kPanel * 4);
   w.block_sums = (float*)arena.allocate(Mode::kAmx && kIsFloat32<Mode> ? o_depth<Mode>(a) * kPanel * 4 : 0);
   w.score_bias = (float*)arena.allocate(has_score_bias ? kBlockKeys * kPanel * 4 : 0);

@@ -1,13 +1,14 @@
-// The micro-kernel on AMX: the same two products as tile.h's (lanes are query rows), 16 x 16 outputs and 32 halves of the
-// contracted axis an instruction.
+// The AMX micro-kernel: the two products of gemm/vector.h (lanes are query rows); one instruction computes 16 x 16
+// outputs from 32 16-bit numbers of the contracted axis.
 //
-//     St[key][rows] += K[key][d]  * Qt[d / 2][rows][2]       A: 16 rows of K in place, B: pairs of Q, as tile.h keeps them
-//     Ot[d][rows]   += Vt[d][key] * Pt[key / 2][rows][2]     A: V transposed once a key tile, B: pairs of weights
+//     S^T[key][rows] += K[key][d]    * Q^T[d / 2][rows][2]      A: 16 rows of K, B: pairs of Q, as in gemm/vector.h
+//     O^T[d][rows]   += V^T[d][key]  * P^T[key / 2][rows][2]    A: V transposed once per key block, B: pairs of weights
 //
-// C is two panels of A by the two vectors of rows, so that four multiply-adds (64 cycles) need four loads of 16 lines. Sums
-// begin at what C holds: in 16-bit types a chain over all keys adds nothing to the rounding of the weights (2^-9, 2^-12).
-// TDPBF16PS takes subnormal bf16 as 0; TDPFP16PS takes subnormal fp16 as they are, and both flush subnormal fp32 sums.
-// Instructions are written in assembly: GCC 12 knows none for fp16, and its intrinsics do not say that they read memory.
+// C is two groups of A by the two vectors of rows, so that four multiply-adds (64 cycles) need four loads of 16 lines.
+// Sums start from what C holds: with 16-bit types a chain over all keys adds nothing to the rounding of the weights
+// (2^-9, 2^-12). TDPBF16PS reads subnormal bf16 as 0; TDPFP16PS reads subnormal fp16 exactly; both flush subnormal
+// fp32 sums. Instructions are inline assembly: GCC 12 has none for fp16, and its intrinsics do not declare that they
+// read memory.
 #pragma once
 
 #include "gemm/vector.h"
@@ -16,7 +17,7 @@
 
 namespace {
 
-constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and halves
+constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and 16-bit numbers
 constexpr int64_t kTileBytes = 1024;
 
 template <int N>
@@ -36,7 +37,7 @@ INLINE void tile_multiply(BFloat16) {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 template <int C, int A, int B>
-INLINE void tile_multiply(Float16) {  // tdpfp16ps, which assemblers know later than the others
+INLINE void tile_multiply(Float16) {  // tdpfp16ps as bytes, because older assemblers do not have it
   __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(3 | (15 - B) << 3), "i"(0xc0 | C << 3 | A));
 }
 
@@ -44,7 +45,7 @@ struct TileShape {
   uint8_t rows, bytes;
 };
 
-// Tiles are set up for as long as an object of this lives: a thread that holds some pays for them at every switch.
+// Configures the tiles during its lifetime. A thread with configured tiles pays for them at every context switch.
 class TileSetup {
  public:
   TileSetup() {
@@ -63,23 +64,25 @@ class TileSetup {
   }
 };
 
-// Where A lies, in bytes: its rows, its steps along the contracted axis, its groups of kTileRows rows.
+// The A operand: the address, and the strides in bytes of its rows, its steps along the contracted axis and its groups
+// of kTileRows rows.
 struct AmxOperand {
   const char* at;
   int64_t row, step, group;
-  int64_t part = 0, b_part = 0;  // of A and of B, where numbers are sums of parts (see split.h)
+  int64_t part = 0, b_part = 0;  // of A and of B, if numbers are sums of parts (see gemm/split.h)
 };
 
 constexpr int64_t kPanelBytes = kPanel * 4;  // a row of B and of C
 
-// Tile N of C: the sums so far, or zero.
+// Initialises tile N of C: the sums so far, or zero.
 template <int N, bool kFromZero>
 INLINE void begin_sum(const char* c) {
   if constexpr (kFromZero) tile_zero<N>();
   else tile_load<N>(c, kPanelBytes);
 }
 
-// The products of parts that make one of numbers (see split.h), by how many there are, in an order that loads few tiles anew.
+// The products of parts that make one product of two numbers (see gemm/split.h), by their number, in an order that
+// reloads few tiles.
 template <int N>
 struct Products;
 template <>
@@ -99,7 +102,7 @@ struct Products<6> {
   static constexpr int parts = 3, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
 };
 
-// What is left of a step after the first product.
+// The products of a step after the first one.
 template <class T, int V, int N>
 INLINE void multiply_parts(const char* a, const AmxOperand& rows, const char* b) {
   typedef Products<N> Order;
@@ -130,10 +133,10 @@ INLINE void multiply_step(const char* a, const AmxOperand& rows, const char* b) 
   if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
 
-constexpr int64_t kGroupStride = kTileRows * kPanelBytes;  // from a group of C, or a step of B, to the next
+constexpr int64_t kGroupStride = kTileRows * kPanelBytes;  // from one group of C, or step of B, to the next
 
-// The first step, in which the sums of the two groups before (at `done`) are stored tile by tile: side by side, the four
-// stores would hold up the multiplications for a third of their time.
+// The first step. It also stores the sums of the previous two groups to `done`, tile by tile: four stores in succession
+// would delay the multiplications by a third of their time.
 template <class T, bool kFromZero, int V = kVectors, int N = 1>
 INLINE void multiply_first(const char* a, const AmxOperand& rows, const char* b, const char* c, char* done) {
   const char* first = a + Products<N>::a[0] * rows.part;
@@ -154,14 +157,14 @@ INLINE void multiply_first(const char* a, const AmxOperand& rows, const char* b,
   }
   if constexpr (N > 1) multiply_parts<T, V, N>(a, rows, b);
 }
-// The sums of two groups.
+// Stores the sums of two groups.
 template <int V = kVectors>
 INLINE void store_sums(char* to) {
   tile_store<0>(to, kPanelBytes), tile_store<2>(to + kGroupStride, kPanelBytes);
   if constexpr (V == 2) tile_store<1>(to + 64, kPanelBytes), tile_store<3>(to + kGroupStride + 64, kPanelBytes);
 }
 
-// C[groups * kTileRows][kPanel] += A * B, or = A * B; B holds `steps` x kTileDepth / 2 rows of pairs.
+// C[groups * kTileRows][kPanel] += A * B, or = A * B if kFromZero; B holds `steps` x kTileDepth / 2 rows of pairs.
 template <class T, int V = kVectors, bool kFromZero = false, class Prefetcher = NoPrefetch, int N = 1>
 static __attribute__((noinline)) void multiply_amx(const AmxOperand& of, const float* pairs, int64_t steps, int64_t groups,
                                                      float* sums, Prefetcher* prefetch = nullptr) {

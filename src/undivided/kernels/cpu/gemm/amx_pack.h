@@ -1,5 +1,5 @@
-// K and V as A: tiles of 1 KiB, each read in a run. (K in place, rows 256 bytes apart, took half as long again: such
-// rows share a quarter of L1's sets.)
+// Packs K and V into the A operand: tiles of 1 KiB of consecutive memory. (K in place, with rows 256 bytes apart, took
+// 1.5 times as long: such rows share a quarter of L1's sets.)
 #pragma once
 
 #include "gemm/amx.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Rows of `keys` keys, padded with zeros to steps of kTileDepth columns and to `padded` keys.
+// Packs the rows of `keys` keys, padded with zeros to steps of kTileDepth columns and to `padded` keys.
 template <class T>
 static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, char* to) {
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth;
@@ -26,7 +26,8 @@ static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int
   }
 }
 
-// 16 pairs of keys (32 halves) by 16 columns to a tile of A: row d holds the keys in order. Unseen keys give zeros.
+// Transposes 16 pairs of keys by 16 columns into one tile: row d holds 32 keys in order. Keys that no row sees become
+// zeros.
 template <class T>
 INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* tile) {
   Vec x[kLanes];
@@ -49,8 +50,8 @@ INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t co
   for (int i = 0; i < kLanes; i++) store((float*)(tile + i * 64), x[i]);
 }
 
-// The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so that columns 4 to 7, 12 to 15
-// and so on come out of the upper halves.
+// The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so columns 4 to 7, 12 to
+// 15 and so on come from the upper halves.
 template <class T>
 INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* visible, char* tile, int64_t group) {
   Vec low[kLanes], high[kLanes];
@@ -74,7 +75,7 @@ INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, cons
   }
 }
 
-// V of `keys` keys, `capacity` steps of kTileDepth keys a group of columns, as multiply_tiles takes it.
+// Packs V of `keys` keys for multiply_amx, `capacity` steps of kTileDepth keys per group of columns.
 template <class T>
 static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity,
                         char* to) {

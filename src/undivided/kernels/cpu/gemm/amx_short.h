@@ -1,11 +1,11 @@
-// The micro-kernel on AMX for rows that see few keys: 32 rows against all of their keys at once.
+// The AMX micro-kernel for rows that see few keys: 32 rows with all of their keys at once.
 //
-//     S[row][key] = Q[row][d]        * Kt[d / 2][key][2]           A: 16 rows of Q as they lie, B: pairs of 32 keys
-//     O[row][d]   = P[row][key pair] * V[key pair][d][2]           A: weights where the scores lay, B: keys j and j + 16 in pairs
+//     S[row][key] = Q[row][d]        * K^T[d / 2][key][2]         A: 16 rows of Q in place, B: pairs of 32 keys
+//     O[row][d]   = P[row][key pair] * V[key pair][d][2]          A: weights in the place of scores, B: keys j and j + 16
 //
-// Of all that goes in and out only K is transposed: tiled.h, whose lanes are query rows, transposes Q, V and the results, which
-// is most of its time where keys are few. The price is that maxima and sums of a row lie across lanes, once a panel. In fp32 Q, K, V
-// and the weights have P parts (see split.h), one behind the other.
+// Only K is transposed. With query rows in lanes (gemm/amx.h) Q, V and the results are transposed too, which takes most
+// of the time if there are few keys. In exchange maxima and sums of a row are taken across lanes, once per panel. If
+// numbers are split, Q, K, V and the weights have P parts, one after another (see gemm/split.h).
 #pragma once
 
 #include <math.h>
@@ -21,7 +21,8 @@ namespace {
 
 constexpr int64_t kShortStep = 2 * kTileRows;  // keys
 
-// Scores of a step: two groups of 16 rows by 32 keys in fp32. The parts of a row's weights take its place. In bytes:
+// Sizes in bytes of the scores of a step: two groups of 16 rows by 32 keys in fp32. The parts of a row's weights
+// replace them.
 template <int P>
 constexpr int64_t kScoreRow = P > 2 ? P * 64 : 128;
 template <int P>
@@ -31,14 +32,15 @@ constexpr int64_t kStepScores = 2 * kScoreGroup<P>;
 
 // ---- B: 32 keys
 
-// 32 halves of a row from column d on, zeros beyond its end.
+// 32 numbers of a row from column d on; zeros beyond its end.
 template <class T>
 INLINE __m512i load_halves(const T* row, int64_t d, int64_t columns) {
   if (d + kTileDepth <= columns) return _mm512_loadu_si512(row + d);
   return _mm512_maskz_loadu_epi16((__mmask32)((1u << (columns - d)) - 1), row + d);
 }
 
-// 16 pairs of 16 rows to columns, kPanelBytes apart. Pieces of 128 bits come together as they are loaded: half the shuffles.
+// Transposes 16 pairs of 16 rows into columns kPanelBytes apart. Loads combine pieces of 128 bits, which halves the
+// shuffles.
 INLINE void transpose_16_pairs(const char* const* row, int64_t offset, char* to) {
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++, to += 4 * kPanelBytes, offset += 16) {
@@ -72,7 +74,8 @@ static void pack_key_pairs(const T* const (&row)[kShortStep], int64_t columns, c
     }
 }
 
-// Columns 0 to 3, 8 to 11 and so on of 32, then the others: as interleaving leaves them, and join_columns takes them.
+// The columns 0 to 3, 8 to 11 and so on of 32 come first, then the others: the order of interleaving, which
+// join_columns undoes.
 template <class T>
 static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns, char* to) {
   for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
@@ -85,7 +88,7 @@ static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns,
   }
 }
 
-// The same where numbers are sums of parts, `part` bytes apart; `copy` holds 32 rows of them. Columns stay in order.
+// The same for split numbers, whose parts are `part` bytes apart; `copy` holds 32 split rows. Columns stay in order.
 template <class Mode>
 static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
                             RangeCheck& range_check) {
@@ -113,7 +116,7 @@ static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], 
   }
 }
 
-// Past the caches.
+// Writes past the caches.
 INLINE void stream_partial(Vec x, float* to) { _mm512_stream_ps(to, (__m512)x); }
 INLINE void stream_partial(Vec x, Float16* to) {
   _mm256_stream_si256((__m256i*)(void*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
@@ -132,12 +135,12 @@ INLINE __m512i join_columns(Vec low, Vec high, Float16) {
 
 // ---- products
 
-// The four sums of 32 rows by 32 columns, and where those that lie in the tiles go: stored one by one beside the first
-// multiplications of the next, as four stores in a row would hold these up.
+// The four tiles of C (32 rows by 32 columns) that are not stored yet, and where they go. Each is stored beside the
+// first multiplications of the next C, because four stores in succession would delay those.
 struct PendingTiles {
   char* at = nullptr;
-  int64_t row = kPanelBytes;  // from one row to the next, in bytes
-  int quarters = 0;           // bit 2 * g + h: of the g-th 16 rows and the h-th 16 columns
+  int64_t row = kPanelBytes;  // stride in bytes
+  int quarters = 0;  // bit 2 * g + h: the g-th 16 rows and the h-th 16 columns
 
   template <int N>
   static inline __attribute__((always_inline)) void quarter(const PendingTiles& u) {
@@ -146,14 +149,14 @@ struct PendingTiles {
   void all() const { quarter<0>(*this), quarter<1>(*this), quarter<2>(*this), quarter<3>(*this); }
 };
 
-// 16 rows of A twice, `group` bytes apart, and 32 columns of B; parts of either.
+// A: two groups of 16 rows, `group` bytes apart; B: 32 columns; and the strides of their parts.
 struct Operands {
   const char* a;
   int64_t row, group, a_part;
   const char* b;
   int64_t b_part;
 };
-// Those quarters += A * B; a first product stores what the tiles hold and begins at zero.
+// The given quarters of C += A * B; the first product stores the pending tiles and starts from zero.
 template <class T, int N, int Quarters, bool kFirst>
 INLINE void multiply_quarters(const Operands& of, const PendingTiles& previous) {
   const Operands x = of;
@@ -176,7 +179,7 @@ INLINE void multiply_quarters(const Operands& of, const PendingTiles& previous) 
   }
 }
 
-// Scores of 32 rows and 32 keys, of such quarters.
+// The given quarters of the scores of 32 rows and 32 keys.
 template <class T, int N, int Quarters>
 static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
   Operands x = of;
@@ -188,11 +191,11 @@ static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t
   }
   prefetch.step_rows();
 }
-// Those, or more.
+// Computes these quarters, or more, with the nearest instantiation.
 template <class T, int N>
 static int score_step(int quarters, const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
   auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, previous, prefetch), which.value; };
-  if (quarters == 13) return call(std::integral_constant<int, 13>());  // the diagonal
+  if (quarters == 13) return call(std::integral_constant<int, 13>());  // on the diagonal
   if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
   if (quarters == 1) return call(std::integral_constant<int, 1>());
   if (quarters == 4) return call(std::integral_constant<int, 4>());
@@ -202,13 +205,13 @@ static int score_step(int quarters, const Operands& of, int64_t steps, const Pen
   return call(std::integral_constant<int, 15>());
 }
 
-// A stretch of steps and the groups of rows, bit by bit, that take part in it.
+// A range of steps, and a bit for each group of rows that takes part in it.
 struct GroupRun {
   int64_t from, to;
   int groups;
 };
 
-// Those sums += weights * values of the run's steps; v: where each step's values lie.
+// C += weights * values for the steps of a run; v: address of each step's values.
 template <class Mode, int Groups>
 INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
                       const PendingTiles& previous, Prefetch& prefetch) {
@@ -221,7 +224,7 @@ INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, c
   if (first) multiply_quarters<T, N, quarters, true>(operands(t), previous), t++, prefetch.step_rows();
   for (; t < run.to; t++) prefetch.step_rows(), multiply_quarters<T, N, quarters, false>(operands(t), previous);
 }
-// The results, 32 columns after the other: 16 rows of kPanelBytes for each group. v: where each step's values lie.
+// The results, 32 columns at a time: 16 rows of kPanelBytes per group. v: address of each step's values.
 template <class Mode>
 static __attribute__((noinline)) void multiply_values_short(const GroupRun* runs, int count, bool both, const char* weights,
                                                    const char* const* v, int64_t v_part, int64_t columns, char* sums,

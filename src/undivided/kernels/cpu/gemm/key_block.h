@@ -1,4 +1,4 @@
-// A tile of K and V as the micro-kernels take it: in place, converted, or packed.
+// A key block: K and V in the form that the micro-kernels read, in place, converted or packed.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,9 @@
 
 namespace {
 
-// A tile of V is copied, for all panels but the only one, into groups of kBroadcasts columns: what a micro-kernel reads then
-// lies in one run, where rows of V in place share few of L1's sets. Groups are a line apart beyond a power of two.
+// V is copied into groups of kBroadcasts columns if several panels read it: a micro-kernel then reads consecutive
+// memory, where rows of V in place share few of L1's sets. The padding of one line keeps groups from being a power of
+// two apart.
 constexpr int64_t kColumnGroup = kBlockKeys * kBroadcasts + 16;
 INLINE int64_t groups_of(int64_t columns) { return (columns + kBroadcasts - 1) / kBroadcasts; }
 
@@ -27,7 +28,7 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
-// Rows as groups of kBroadcasts columns, kColumnGroup apart, each row by row; unseen rows give zeros.
+// Copies rows into groups of kBroadcasts columns, kColumnGroup apart, each stored row by row.
 [[maybe_unused]] static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
   for (int64_t j = 0; j < rows; j++, from += stride, to += kBroadcasts) {
     int64_t d = 0;
@@ -36,7 +37,8 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
-// Keys j and j + 1 side by side in 32 bits, from key `start` at v on; a key outside [start, stop) or unseen gives zeros.
+// Puts keys j and j + 1 side by side in 32 bits, from key `start` at v on; keys outside [start, stop), or that no row
+// sees, become zeros.
 [[maybe_unused]] static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,
                        uint32_t* to) {
   for (int64_t j = start & ~(int64_t)1; j < stop; j += 2, to += columns) {
@@ -52,13 +54,13 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
-// Floats between rows of the copy: an odd number of lines.
+// Floats between rows of the copy: an odd number of cache lines.
 INLINE int64_t padded_stride(int64_t columns) { return round_up(columns, 32) + 16; }
 
-// Where the copies of a tile lie.
+// Memory for the copies of a key block.
 struct KeyBlockSpace {
   char *k, *v;
-  char *k_rows, *v_rows;  // of a tile that lies in several pages
+  char *k_rows, *v_rows;  // rows gathered from several pages
   int64_t bytes;
 };
 template <class Mode>
@@ -77,33 +79,33 @@ static KeyBlockSpace layout_key_block(const Attention& a, char* base) {
   return w;
 }
 
-// A tile as the micro-kernels take it: row `key` of K is at k + key * k_stride, of V (or pairs of V) at v + ...
+// A key block: row `key` of K is at k + (key - start) * k_stride, and likewise the rows (or pairs of rows) of V.
 template <class Mode>
 struct KeyBlock {
   typedef typename Mode::T T;
   int64_t start, stop;  // the keys that some panel needs
-  int64_t packed;       // those before it are ready
+  int64_t packed;  // keys before this one are packed
   const void* k;
   int64_t k_stride;
   const typename Mode::PackedV* v;  // row (or pair) of key `start`
   int64_t v_stride;
-  int64_t v_group;         // see weigh_tile
-  const T *own_k, *own_v;  // the rows of key `start` as the caller has them, or collected from pages
+  int64_t v_group;  // see multiply_values
+  const T *own_k, *own_v;  // the row of key `start` in the caller's memory, or gathered from pages
   int64_t own_k_stride, own_v_stride;
   bool gathers_pages, copies_k, copies_v;
   KeyBlockSpace space;
   uint8_t visible[kBlockKeys];  // by some panel, from `start` on
 };
 
-// A tile of keys [start, stop), none of which are packed yet. Where it is not shared by several panels, or read row by row, V may
-// stay in place.
+// Initialises a block of keys [start, stop) without packing any. V may stay in place unless several panels read it
+// column by column.
 template <class Mode>
 static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const KeyBlockSpace& w, bool shared,
                        bool row_major, KeyBlock<Mode>& key_block) {
   typedef typename Mode::T T;
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
   key_block.start = key_block.packed = start, key_block.stop = stop, key_block.space = w;
-  // in a page of its own, or not in any; steps reach beyond what is seen
+  // a block within one page is read in place, except on AMX, whose steps reach beyond the visible keys
   key_block.gathers_pages = !k.is_contiguous(start, stop) || (Mode::kAmx && a.pages);
   key_block.own_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start), key_block.own_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
   key_block.own_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start), key_block.own_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
@@ -124,7 +126,7 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
 }
 
 #if defined(UNDIVIDED_AMX)
-// V of `keys` keys as the second product takes it.
+// Packs V of `keys` keys for the second product.
 template <class Mode>
 static void put_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* to,
                   [[maybe_unused]] RangeCheck& range_check) {
@@ -133,7 +135,7 @@ static void put_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64
 }
 #endif
 
-// The keys of a tile from those that are packed up to `stop`: a multiple of kPackStep, or the tile's last.
+// Packs the keys up to `stop`, a multiple of kPackStep or the block's last key.
 constexpr int64_t kPackStep = 32;
 template <class Mode>
 static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, KeyBlock<Mode>& key_block,

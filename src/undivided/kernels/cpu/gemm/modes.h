@@ -1,4 +1,4 @@
-// How K and V reach the micro-kernels, and what sizes follow from that.
+// Modes: the types in which K and V reach the micro-kernels, and the sizes that follow.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@ struct Direct {  // fp32, in place
   static constexpr bool kConvertsK = false, kAmx = false;
 };
 template <class Half>
-struct Widened {  // 16 bits converted to fp32, tile by tile
+struct Widened {  // 16 bits, converted to fp32 one key block at a time
   typedef Half T;
   typedef Fma Arith;
   typedef float PackedV;
@@ -45,7 +45,7 @@ struct Amx {  // AMX: K and V packed into tiles
   static constexpr bool kConvertsK = false, kAmx = true;
 };
 template <class Half, class Number = float>
-struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 of two bf16, see split.h
+struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 as sums of two bf16; see gemm/split.h
   typedef Number T;
   typedef AmxPairs Arith;
   typedef char PackedV;
@@ -53,13 +53,13 @@ struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 of two bf16
 };
 #endif
 
-// How many 16-bit numbers stand for one of Q, K, V and the weights, side by side in whatever holds them, of which type, and by how
-// many powers of two Q, K and V are scaled up.
+// Number of 16-bit parts per number of Q, K, V and the weights; the exponent of the power of two that scales Q, K and V
+// up; and the type of the parts.
 template <class Mode>
 constexpr int kParts = 1;
 template <class Mode>
 constexpr int kInputBits = 0;
-// Products of parts that make one of numbers, and one of Q and K.
+// Products of parts per product of two numbers, and per product of Q and K.
 template <class Mode>
 constexpr int kProducts = kParts<Mode> * (kParts<Mode> + 1) / 2;
 template <class Mode>
@@ -89,7 +89,7 @@ constexpr bool kIsFloat32 = std::is_same<typename Mode::T, float>::value;
 template <class Mode>
 using Part = typename PartOf<Mode>::type;
 
-// Keys are taken in steps of so many, and both head sizes are padded to multiples of the other two.
+// Granularity of keys, and of both head sizes.
 template <class Mode>
 constexpr int64_t kKeyStep = Mode::kAmx ? 32 : 1;
 template <class Mode>
@@ -97,13 +97,13 @@ constexpr int64_t kDkStep = Mode::kAmx ? 32 : 1;
 template <class Mode>
 constexpr int64_t kDvStep = Mode::kAmx ? 16 : 1;
 
-// Elements along Dk of Qt, in 32-bit lanes.
+// Rows of Q^T, in 32-bit lanes.
 template <class Mode>
 INLINE int64_t q_depth(const Attention& a) {
   const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>);
   return Mode::Arith::kPairs ? (dim + 1) / 2 * kParts<Mode> : dim;
 }
-// Elements along Dv of Ot.
+// Rows of O^T.
 template <class Mode>
 INLINE int64_t o_depth(const Attention& a) {
   return round_up(a.v_dim, kDvStep<Mode>);

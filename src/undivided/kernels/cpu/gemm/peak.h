@@ -6,7 +6,7 @@
 
 namespace {
 
-// Let the compiler believe that x is needed.
+// Forces x into a register, so that the compiler does not remove its computation.
 INLINE void force_register(Vec& x) {
 #if defined(__x86_64__)
   __asm__ volatile("" : "+x"(x));
@@ -17,7 +17,7 @@ INLINE void force_register(Vec& x) {
 #endif
 }
 
-// The multiply-adds of the micro-kernel without its loads: what the arithmetic units can do at most.
+// The multiply-adds of the micro-kernel without its loads: the limit of the arithmetic units.
 template <class Arith>
 double vector_peak(int64_t repeats) {
   Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];

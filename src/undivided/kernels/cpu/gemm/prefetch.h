@@ -1,5 +1,5 @@
-// What will be needed soon, asked for line by line while something else is worked on: the processor's own prefetching sees
-// neither so far nor from one row to the next where rows lie apart.
+// Software prefetch, a few lines per step of other work: the hardware's prefetcher does not look so far ahead, and
+// stops at the end of a row if rows are not contiguous.
 #pragma once
 
 #include "gemm/modes.h"
@@ -26,7 +26,7 @@ class Prefetch {
       start = end;
     }
   }
-  // All of it within so many steps.
+  // Spreads all lines over this many steps.
   void pace(int64_t steps) { lines_per_step_ = steps > 0 ? (lines_ + steps - 1) / steps : 0; }
 
   inline __attribute__((always_inline)) void step() {
@@ -38,7 +38,7 @@ class Prefetch {
       if (--s.rows == 0) next_++;
     }
   }
-  // The same by whole rows: less to count where there is little to do beside them.
+  // The same by whole rows, which costs less per step.
   void pace_rows(int64_t steps) {
     int64_t rows = 0;
     for (int i = 0; i < count_; i++) rows += region_[i].rows;

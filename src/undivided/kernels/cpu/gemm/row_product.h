@@ -1,10 +1,10 @@
-// The second product and the results in rows, for panels that see few keys, in fp32.
+// The second product row by row, for panels that see few keys, in fp32.
 //
 //     R[row][d] += P[key][row] (broadcast) * V[key][d]
 //
-// Lanes are columns of V, where tile.h's are query rows: results need no transposition, and each three or six rows take only the
-// keys that one of them sees. The sums of each entry are added in the same order, so that results are the same bits. All of V
-// is read for every few rows, which pays where it stays in L1.
+// Lanes are columns of V, where those of gemm/vector.h are query rows: results need no transposition, and three or six
+// rows take only the keys that one of them sees. Each sum is added in the same order, so results are bitwise equal. All
+// of V is read once per few rows, which pays off if it stays in L1.
 #pragma once
 
 #include <math.h>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// acc[r][c] += weight[r] * value; indices are constants from the start, so that GCC keeps acc in registers.
+// acc[r][c] += weight[r] * value. Indices are constant expressions, so that GCC keeps acc in registers.
 template <int c, int R, int C, int... r>
 INLINE void add_column(Vec (&acc)[R][C], const Vec (&weight)[R], Vec value, std::integer_sequence<int, r...>) {
   ((acc[r][c] += weight[r] * value), ...);
@@ -41,7 +41,8 @@ static __attribute__((noinline)) void multiply_row_group(const float* pt, const 
     }
 }
 
-// Call `f` with the constant rows, R at most. (What lies in other lanes may be subnormal, which costs hundreds of cycles.)
+// Calls `f` with the number of rows, R at most, as a constant. (Unused lanes may hold subnormal numbers, which cost
+// hundreds of cycles.)
 template <int R, class F>
 INLINE void with_rows(int64_t rows, F f) {
   if constexpr (R > 1)
@@ -49,7 +50,7 @@ INLINE void with_rows(int64_t rows, F f) {
   f(std::integral_constant<int, R>());
 }
 
-// R rows from `row` on, as far as the panel has them, C vectors of columns at once.
+// R rows from `row` on, or as many as the panel has, C vectors of columns at once.
 template <int R, int C>
 static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
                              int64_t columns, const float* decay, float* sums) {
@@ -74,8 +75,8 @@ static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, con
   }
 }
 
-// The weights of keys [start, start + keys) at pt; V's first row is that of key `start`. Without decay, sums begin here: kPanel
-// rows of `columns`, a multiple of kLanes.
+// Multiplies the weights of keys [start, start + keys) with V, whose first row is that of key `start`. Without decay
+// the sums start here: kPanel rows of `columns`, a multiple of kLanes.
 static inline void multiply_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
                               int64_t columns, const float* decay, float* sums) {
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do

@@ -1,9 +1,9 @@
-// What heads of few rows and keys need, forward (small_forward.h) and backward (small_backward.h): all rows against a panel of keys at a
-// time, in fp32, with lanes that are keys, and then columns.
+// Products for heads of few rows and keys, forward (forward/small.h) and backward (backward/small.h): fp32, all rows
+// with one panel of keys at a time; lanes are keys, and in the second product columns.
 //
-// The kernels for longer ones pack what they read and clear what they add to, which for 16 tokens takes longer than the products. Here the
-// keys' rows are transposed, or not even that; everything else is read where it lies, a few rows of some D floats that stay in L1, and
-// results leave the registers once. Rows of 16 bits are widened first.
+// The general kernels pack what they read and clear what they add to, which for 16 tokens takes longer than the
+// products. Here at most the keys' rows are transposed; everything else is read in place, a few rows of about D floats
+// that stay in L1, and results are stored once. Rows of 16-bit types are widened first.
 #pragma once
 
 #include "gemm/row_product.h"
@@ -12,18 +12,19 @@
 
 namespace {
 
-// Up to so many keys scores are single products of rows: a transposition takes as long for one key as for kLanes.
+// Up to this many keys a score is one dot product of rows: a transposition takes as long for one key as for kLanes.
 constexpr int64_t kMinTransposedKeys = kLanes / 4;
-// Rows and vectors of columns of add_rows: 6 x 4 sums, 4 operands and a broadcast in 32 registers, 2 x 4 in 16.
+// Tile of registers in add_rows, rows by vectors of columns: 6 x 4 sums, 4 operands and a broadcast in 32 registers; 2
+// x 4 in 16.
 constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 
-// Whether all of a problem is heads of `most` rows and keys at most, and plain.
+// Whether every head has at most `limit` rows and keys, and scores have no bias, mask, ALiBi, dropout or softcap.
 INLINE bool is_small(const Attention& a, int64_t limit) {
   const bool has_score_bias = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
   return rows_of_group(a) <= limit && a.kv_len <= limit && !has_score_bias && a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
 }
 
-// From the first key that a row of a panel sees to the last; start >= stop: none.
+// From the first to the last key that a row of a panel sees; empty if start >= stop.
 INLINE Segment keys_of_row(const Panel& p, int64_t r) {
   const Segment first = {p.start[0][r], p.stop[0][r]}, second = {p.start[1][r], p.stop[1][r]};
   if (second.start >= second.stop) return first;
@@ -31,7 +32,7 @@ INLINE Segment keys_of_row(const Panel& p, int64_t r) {
   return {smaller_of(first.start, second.start), larger_of(first.stop, second.stop)};
 }
 
-// A row in fp32; copies are rows of `dim` floats.
+// A row in fp32. `copies` holds rows of `dim` floats.
 INLINE const float* as_floats(const float* row, int64_t, int64_t, float*) { return row; }
 template <class T>
 INLINE const float* as_floats(const T* row, int64_t dim, int64_t index, float* copies) {
@@ -50,7 +51,7 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   return reduce_sum(total) + rest;
 }
 
-// to[row][keys] = rows . keys. turned: room for the keys' rows, transposed.
+// to[row][keys] = rows . keys. turned: room for the transposed keys.
 static inline void score_rows(const float* const* rows, int64_t count, const float* const* keys, int64_t key_count, int64_t dim,
                               float* turned, float* to) {
   if (key_count <= kMinTransposedKeys) {
@@ -64,7 +65,7 @@ static inline void score_rows(const float* const* rows, int64_t count, const flo
     for (int64_t j = 0; j < smaller_of(key_count - v * kLanes, kLanes); j++) some[j] = keys[v * kLanes + j];
     transpose_rows<Direct>(some, dim, dim, turned + v * kLanes);
   }
-  for (int64_t r = 0; r < count;) {  // as many at once as lie equally far apart
+  for (int64_t r = 0; r < count;) {  // as many rows at once as have the same distance
     const int64_t stride = r + 1 < count ? rows[r + 1] - rows[r] : 0;
     int64_t stop = r + 1;
     while (stop < count && rows[stop] - rows[stop - 1] == stride) stop++;
@@ -92,12 +93,13 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store_from_float(out[i] + d + c * kLanes, acc[i][c]);
 }
-// out[i][d] = sum over the n of some[i] of a[i * apart + n * next] * rows[n][d], for i < results; a is 0 where another one's n are not.
+// out[i][d] = sum over n in some[i] of a[i * row_stride + n * step_stride] * rows[n][d], for i < results; a is 0 for
+// the n of other results.
 template <class T>
 static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows, const Segment* some, int64_t dim,
                      int64_t results, T* const* out) {
   int64_t d = 0;
-  auto columns = [&](auto vectors) {  // of all results, while those of the rows are near by
+  auto columns = [&](auto vectors) {  // all results for these columns, while their rows are in L1
     constexpr int C = decltype(vectors)::value;
     for (; d + C * kLanes <= dim; d += C * kLanes)
       for (int64_t i = 0; i < results; i += kSmallRows)

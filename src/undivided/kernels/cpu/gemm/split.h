@@ -1,22 +1,24 @@
-// fp32 on tiles of 16-bit numbers: each number is a sum of two fp16 or of three bf16, and a product of two numbers three or six
-// products of theirs. And fp16 on tiles of bf16, as sums of two.
+// fp32 on AMX, whose tiles hold 16-bit numbers: each number is a sum of two fp16 or three bf16 parts, and a product of
+// two numbers takes three or six products of parts. fp16 on tiles of bf16 is a sum of two parts.
 //
-//     fp16   x = x0 + x1,       |x1| <= 2^-11 |x|                           x y = x1 y0 + x0 y0 + x0 y1
-//     bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|, |x2| <= 2^-17 |x|         x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
+//     fp16   x = x0 + x1,       |x1| <= 2^-11 |x|                      x y = x1 y0 + x0 y0 + x0 y1
+//     bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|, |x2| <= 2^-17 |x|    x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
 //
-// Three bf16 hold the 24 bits of fp32, and what is left out is below 2^-25 |x y|. Two fp16 hold 23 or 24 (what is lost is at most
-// 2^-24 |x|, half of fp32's last bit), and what is left out is below 2^-22 |x y|, 2^-25 on average: less than sums of fp32 lose by
-// rounding. Each product is exact in fp32, where tiles add them up: 32 to one sum first, and that to the sum so far, so that there are
-// fewer roundings than in a chain of multiply-adds. A tile instruction does 8192 products of halves in 16 cycles; six of them are
-// 8192 products of fp32 in 96, three in 48, for which vectors take 256.
+// Accuracy. Three bf16 hold the 24 bits of fp32, and the omitted products are below 2^-25 |x y|. Two fp16 hold 23 or 24
+// bits (an error of at most 2^-24 |x|, half of fp32's last bit), and the omitted products are below 2^-22 |x y|, 2^-25 on
+// average: less than the rounding of fp32 sums. Each product is exact in fp32. A tile adds 32 of them to one sum, and
+// that to the sum so far, which takes fewer roundings than a chain of multiply-adds. fp16 is exactly a sum of two bf16;
+// scores take all four products, so that the log-sum-exp equals that of other kernels, the rest three, whose error of up
+// to 2^-18 is below the rounding of the results to fp16 (2^-12).
 //
-// A number of fp16 is a sum of two bf16 to the last bit. Scores take all four products, so that the log-sum-exp is that of other kernels;
-// the rest three, which lose up to 2^-18, before results are rounded to fp16, 2^-12.
+// Speed. A tile instruction computes 8192 products of parts in 16 cycles: 8192 products of fp32 take 96 cycles with six
+// products, 48 with three, and 256 on vectors.
 //
-// Range. fp16 has 40 powers of two, subnormal numbers included. Q, K and V are scaled up by 2^kInputBits, after which one number is
-// lost by 2^-25 at most; that is below 2^-24 of its row's largest as long as that is 2^-9 or more, and it has to stay below 255. Tiles take
-// bf16 below 2^-126 as 0, and infinite numbers have no parts. So `Irregular` watches the largest number of each row: a problem for which
-// fp16 does not do is computed again with bf16, all of it, and one for which bf16 does not do in vectors.
+// Range. fp16 spans 40 powers of two, subnormal numbers included. Q, K and V are scaled up by 2^kInputBits; the error of
+// a number is then at most 2^-25, below 2^-24 of its row's largest number if that is at least 2^-9, and numbers must stay
+// below 255. Tiles read bf16 below 2^-126 as 0, and infinite numbers cannot be split. RangeCheck therefore tracks the
+// largest number of each row: if fp16 does not fit, the whole problem is repeated with bf16, and if that does not fit, on
+// vectors.
 #pragma once
 
 #include "gemm/amx.h"
@@ -25,14 +27,15 @@
 
 namespace {
 
-// What a number of Q, K and V is scaled to.
+// The factor that scales the numbers of Q, K and V up.
 template <class Mode>
 constexpr float unit_input() {
   return (float)(1 << kInputBits<Mode>);
 }
 
 #if defined(UNDIVIDED_AMX)
-INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u << count) - 1 : 0); }  // of less than kLanes
+// for counts below kLanes
+INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count > 0 ? (1u << count) - 1 : 0); }
 INLINE Vec load_partial(const float* p, int64_t count) {
   return count >= kLanes ? load(p) : (Vec)_mm512_maskz_loadu_ps(first_lanes(count), p);
 }
@@ -48,11 +51,12 @@ INLINE void store_partial(Vec x, Float16* p, int64_t count) {
   else _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// The sizes of numbers as integers without a sign, which are in the order of the sizes; NaN is the largest.
+// Magnitudes as unsigned integers, in the order of the numbers; NaN is the largest.
 INLINE UVec max_magnitudes(UVec magnitudes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)magnitudes, (__m512i)((UVec)x << 1)); }
 INLINE UVec magnitude(float x) { return (UVec)splat(x) << 1; }
 
-// Of a row. (A pass of its own over whole rows is also how they come from memory fastest where they are transposed.)
+// The largest magnitudes of a row, per lane. (A separate pass over whole rows also loads them fastest from memory if
+// they are transposed next.)
 template <class T>
 static UVec row_magnitudes(const T* row, int64_t dim) {
   UVec magnitudes = {};
@@ -67,15 +71,16 @@ static float largest_magnitude(const T* row, int64_t dim) {
 
 constexpr float kMaxFloat16 = 65504;
 
-// Whether some row seen so far has numbers that are not for the parts.
+// Whether some row so far has numbers that the parts cannot represent.
 class RangeCheck {
  public:
-  // What fp16 has the range for, and bf16 where products are of two numbers, or more that are no smaller than `low`.
+  // The range of this mode: that of fp16; or that of bf16, for products of two numbers, or of more that are at least
+  // `low`.
   template <class Mode>
   static RangeCheck of_mode(float low = 0x1p-80f) {
     return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, unit_input<Mode>()) : RangeCheck(low, 0x1p100f, 1);
   }
-  // Between which the largest number of a row may lie, once scaled by `unit`, if it is not 0.
+  // low and high bound the largest number of a row after scaling by `unit`, unless it is 0.
 #if defined(UNDIVIDED_AMX)
   RangeCheck(float low, float high, float unit) : low_(magnitude(low / unit)), high_(magnitude(high / unit)) {}
   void add(UVec magnitudes) {  // of a row
@@ -99,13 +104,13 @@ class RangeCheck {
 
 namespace {
 
-// How numbers are taken apart: x loses a part; the last part is all of x. Parts of two numbers in each lane side by side, and of two
-// vectors one behind the other.
+// How a number is split: split_off subtracts one part from x; `last` is the rest. Parts of two vectors are put into
+// pairs lane by lane, or one vector after the other.
 template <class Half>
 struct Parts;
 
 template <>
-struct Parts<BFloat16> {  // in the upper halves, with something below them
+struct Parts<BFloat16> {  // in the upper 16 bits, with garbage below
   typedef UVec Piece;
   INLINE Piece split_off(Vec& x) {
     const UVec rounded = (UVec)x + 0x8000;
@@ -148,7 +153,7 @@ INLINE void split_into(Vec x, Pieces<Half, P>& parts) {
   for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::split_off(x);
   parts[P - 1] = Parts<Half>::last(x);
 }
-// Pairs of the parts of two numbers in each lane.
+// Pairs of the parts of two vectors, lane by lane.
 template <class Half, int P>
 INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
   Pieces<Half, P> e, o;
@@ -162,7 +167,8 @@ INLINE Vec scaled_up(Vec x) {
   return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
 }
 
-// A row, scaled up, in order: kTileDepth halves of each part, which are `part` bytes apart, then, `step` bytes on, the next.
+// A row, scaled up, in order: kTileDepth numbers of each part, `part` bytes apart; the next kTileDepth numbers are
+// `step` bytes further on.
 template <class Mode>
 INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, RangeCheck& range_check) {
   typedef Part<Mode> Half;
@@ -178,7 +184,8 @@ INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, in
   range_check.add(magnitudes);
 }
 
-// kLanes rows, or null pointers for rows of zeros, scaled by `unit`, into lanes as pairs: to[part][d / 2][lane], zeros up to `depth` pairs.
+// Transposes kLanes rows (a null pointer is a row of zeros), scaled by `unit`, into pairs: to[part][d / 2][lane], zeros
+// up to `depth` pairs.
 template <class Mode>
 static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, RangeCheck& range_check,
                        float unit = unit_input<Mode>()) {
@@ -195,7 +202,7 @@ static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim
   }
 }
 
-// pack_k: groups of kTileRows keys, each of all parts. Unseen keys give zeros.
+// pack_k for split numbers: groups of kTileRows keys, each with all parts. Keys that no row sees become zeros.
 template <class Mode>
 static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* visible, char* to,
                     RangeCheck& range_check) {
@@ -210,7 +217,7 @@ static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int
   }
 }
 
-// transpose_v: groups of kTileRows columns, each of all parts of `capacity` steps.
+// transpose_v for split numbers: groups of kTileRows columns, each with all parts of `capacity` steps.
 template <class Mode>
 static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity, char* to,
                     RangeCheck& range_check) {

@@ -1,4 +1,4 @@
-// Rows of a tensor become lanes.
+// Transposes rows of a tensor into lanes.
 #pragma once
 
 #include "gemm/modes.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// kLanes fp32 values, or kLanes pairs of bf16, of a row.
+// kLanes fp32 numbers, or kLanes pairs of bf16, of a row.
 template <class Mode>
 INLINE Vec load_lanes(const typename Mode::T* p) {
   if constexpr (Mode::Arith::kPairs) return load((const float*)(const void*)p);
@@ -18,7 +18,7 @@ INLINE float load_lane(const typename Mode::T* p, bool whole) {
   else return to_float(*p);
 }
 
-// kLanes rows of a tensor, or null pointers for rows of zeros, into lanes: to[d][lane], zeros from `dim` to `depth`.
+// Transposes kLanes rows (a null pointer is a row of zeros) into to[d][lane]; zeros from `dim` to `depth`.
 template <class Mode>
 static void transpose_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;

@@ -1,12 +1,12 @@
-// The micro-kernels. Every vector lane is one query row; both products of attention are then the same loop:
+// The vector micro-kernels. Every lane is one query row, so both products of attention are the same loop:
 //
-//     St[key][rows] = sum over d of   K[key][d] (broadcast) * Qt[d][rows]
-//     Ot[d][rows]   = sum over key of V[key][d] (broadcast) * Pt[key][rows]
+//     S^T[key][rows] = sum over d of   K[key][d] (broadcast) * Q^T[d][rows]
+//     O^T[d][rows]   = sum over key of V[key][d] (broadcast) * P^T[key][rows]
 //
-// so K and V are read in place at any row stride, no size needs padding, and max, sum, mask and rescale need no shuffles.
-// kBroadcasts x kVectors accumulators stay in registers; each step loads kVectors vectors and kBroadcasts scalars for
-// kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the contracted axis.
-// A panel with few rows takes only the `vectors` that hold them; the rest of its lanes is neither read nor written.
+// K and V are read in place at any row stride, no size needs padding, and maximum, sum, mask and rescaling need no
+// shuffles. kBroadcasts x kVectors accumulators stay in registers; each step loads kVectors vectors and kBroadcasts
+// scalars for kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the contracted
+// axis. A panel with few rows computes only the `vectors` that hold them; its other lanes are neither read nor written.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@
 
 namespace {
 
-// acc += broadcast * vector, for fp32, and for pairs of bf16 in 32 bits.
+// acc += broadcast * vector, for fp32 and for pairs of bf16 in 32 bits.
 struct Fma {
   typedef float Scalar;
   static constexpr bool kPairs = false;
@@ -32,7 +32,7 @@ struct Dot {
 };
 #endif
 
-// Call `f` with the constant V = vectors, 1 to kVectors.
+// Calls `f` with the constant V = vectors, 1 to kVectors.
 template <class F>
 INLINE void with_vectors(int vectors, F f) {
   static_assert(kVectors <= 3, "one case each");
@@ -41,12 +41,12 @@ INLINE void with_vectors(int vectors, F f) {
   else f(std::integral_constant<int, 2>());
 }
 
-// A stretch of the contracted axis, or of keys, and the vectors of rows that take part in it.
+// A range of the contracted axis, or of keys, and the vectors of rows that take part in it.
 struct Run {
   int64_t start, stop;
   int first, vectors;
 };
-// In order and without gaps. Where a causal or windowed panel begins and ends, only some of its vectors see a key.
+// Consecutive runs without gaps. At the edges of a causal mask or a window only some vectors of a panel see a key.
 struct Runs {
   static constexpr int kMax = 32;
   int vectors, count;  // vectors: all that hold rows
@@ -55,7 +55,7 @@ struct Runs {
   Runs(int64_t length, int v = kVectors) : vectors(v), count(1) { run[0] = {0, length, 0, v}; }
 };
 
-// Call `f` with the constants First and Some of a run in a panel of V vectors.
+// Calls `f` with the constants First and Some of a run in a panel of V vectors.
 template <int V, class F>
 INLINE void with_run(const Run& run, F f) {
   auto call = [&](auto first, auto some) {
@@ -76,8 +76,8 @@ INLINE Scalar fetch(const T* p) {
   return x;
 }
 
-// acc[i][lanes] += sum over c < count of a[i * row + c * next] (broadcast) * b[c][lanes], for i < N, and for `Some` vectors of
-// lanes from `First` on.
+// acc[i][lanes] += sum over c < count of a[i * row + c * next] (broadcast) * b[c][lanes], for i < N and `Some` vectors
+// of lanes from `First` on.
 template <class Arith, int First, int Some, int N, int V, class T, int... I>
 INLINE void accumulate_each(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count,
                             std::integer_sequence<int, I...>) {
@@ -87,7 +87,7 @@ INLINE void accumulate_each(Vec (&acc)[N][V], const T* a, int64_t row, int64_t n
 }
 template <class Arith, int First, int Some, int N, int V, class T>
 INLINE void accumulate_some(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
-  // indices are constants from the start: GCC then keeps acc in registers from one call to the next
+  // indices are constant expressions, so that GCC keeps acc in registers between calls
   accumulate_each<Arith, First, Some>(acc, a, row, next, b, count, std::make_integer_sequence<int, N * Some>());
 }
 template <class Arith, int N, int V, class T>
@@ -107,7 +107,7 @@ INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t coun
     for (int v = 0; v < V; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
 }
 
-// What a micro-kernel may do besides, once for every kBroadcasts keys or columns.
+// A micro-kernel calls step() once per kBroadcasts keys or columns, to prefetch.
 struct NoPrefetch {
   inline __attribute__((always_inline)) void step() {}
 };
@@ -120,7 +120,7 @@ static __attribute__((noinline)) void score_vectors(const float* qt, const T* k,
     if (prefetch) prefetch->step();
     score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
   }
-  if (j < keys && keys > kBroadcasts) {  // the last ones: some once more rather than few at a time
+  if (j < keys && keys > kBroadcasts) {  // the last keys: recomputes some rather than taking few at a time
     j = keys - kBroadcasts;
     score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
     return;
@@ -131,15 +131,15 @@ static __attribute__((noinline)) void score_vectors(const float* qt, const T* k,
   }
   for (; j < keys; j++) score_keys<Arith, 1, V>(qt, k + j * stride, stride, count, st + j * kPanel);
 }
-// The scores of `keys` keys; count is the contracted length in Scalars.
+// The scores of `keys` keys; `count` is the contracted length in Scalars.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
 static void multiply_scores(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys, float* st,
                        int vectors = kVectors, Prefetcher* prefetch = nullptr) {
   with_vectors(vectors, [&](auto v) { score_vectors<Arith, v.value>(qt, k, stride, count, keys, st, prefetch); });
 }
 
-// ot[i][rows] = ot[i][rows] * decay[rows] + the tile's sum, for i < N columns of V. A tile is summed from zero before it is
-// added: one chain over all keys would let the error grow with their number. Without decay, ot begins here.
+// ot[i][rows] = ot[i][rows] * decay[rows] + the sum over a key block, for i < N columns of V. The block is summed from
+// zero: in one chain over all keys the error would grow with their number. Without decay, ot starts here.
 template <class Arith, int N, int V, class T>
 INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
@@ -177,7 +177,7 @@ static __attribute__((noinline)) void value_vectors(const float* pt, const T* v,
   }
   for (; d < columns; d++, v += step) value_columns<Arith, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
 }
-// V lies row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
+// V is stored row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
 static void multiply_values(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns, const Vec* decay, float* ot,
                        int64_t group = 0, Prefetcher* prefetch = nullptr) {
@@ -186,12 +186,12 @@ static void multiply_values(const float* pt, const T* v, int64_t stride, const R
   });
 }
 
-// The tiles of several panels of rows that meet the same keys: which keys of the tile each sees.
+// The panels of rows that see some keys of one key block, and which.
 constexpr int kMaxSlots = 16;
 struct Slots {
   int count;
-  int panel[kMaxSlots], rows[kMaxSlots];      // where in b its rows lie, and how many they are
-  int64_t start[kMaxSlots], stop[kMaxSlots];  // outside of these its entries are not read, but for N keys' sake
+  int panel[kMaxSlots], rows[kMaxSlots];  // the panel's place in b, and its number of rows
+  int64_t start[kMaxSlots], stop[kMaxSlots];  // entries outside are not read, except to fill a group of N keys
 };
 
 // out[i][lanes] += sum over the rows of the slots of a[slot][i][row] (broadcast) * b[row][lanes], for i < N keys.
@@ -213,7 +213,7 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel
     }
 }
 
-// The same for keys [from, to), a multiple of N, of a tile.
+// The same for keys [from, to) of a key block, a multiple of N.
 template <class Arith, int N, int V, class T, class Prefetcher>
 INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t from, int64_t to,
                        float* out, Prefetcher* prefetch) {
@@ -226,7 +226,7 @@ INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_pan
   }
 }
 
-// Keys that one micro-kernel takes at V vectors, so that its sums fill the registers, and what all of these divide.
+// Keys per micro-kernel call with V vectors, so that the sums fill the registers, and a multiple of all of these.
 template <int V>
 constexpr int kKeysPerCall = kBroadcasts * kVectors / V;
 constexpr int kKeyGranule = kBroadcasts * kVectors;
@@ -239,7 +239,7 @@ static __attribute__((noinline)) void add_vectors(const T* a, int64_t a_slot, co
   add_groups<Arith, kBroadcasts, V>(a, a_slot, b, b_panel, slots, whole, all, out, prefetch);
 }
 
-// The same for a tile's keys and `vectors` of the lanes; kBroadcasts divides the rows that a and out have.
+// The same for all keys of a key block and `vectors` vectors of lanes; a and out have a multiple of kBroadcasts rows.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
 static void multiply_key_gradients(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t keys, int vectors,
                      float* out, Prefetcher* prefetch = nullptr) {

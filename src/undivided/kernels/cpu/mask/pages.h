@@ -1,4 +1,4 @@
-// Where the rows of keys or values lie: one after the other, or in the pages of a cache.
+// Addresses of the rows of keys or values: contiguous, or in the pages of a cache.
 #pragma once
 
 #include "abi/attention.h"
@@ -6,20 +6,20 @@
 
 namespace {
 
-// The rows of one key/value head. In a cache, row j lies in page pages[j / page_size]; an entry that is no page of the pool is
-// taken for page 0, so that nothing outside the pool is ever read. Only rows that some query may see are looked at.
+// The rows of one key/value head. In a cache, row j is in page pages[j / page_size]; an entry outside the pool is read
+// as page 0, so that nothing outside the pool is ever read. Only rows that some query sees are read.
 template <class T>
 struct Rows {
   const T* base;  // row 0, or row 0 of page 0
   int64_t stride, page_stride, page_size, page_count;
-  const int32_t* pages;  // null: one after the other
+  const int32_t* pages;  // null: no pages
 
   const T* operator()(int64_t j) const {
     if (!pages) return base + j * stride;
     const int64_t page = pages[j / page_size];
     return base + (page >= 0 && page < page_count ? page : 0) * page_stride + j % page_size * stride;
   }
-  // Whether rows [start, stop) lie one after the other, `stride` apart.
+  // Whether rows [start, stop) are `stride` apart.
   bool is_contiguous(int64_t start, int64_t stop) const {
     return !pages || start / page_size == (stop - 1) / page_size;
   }
@@ -40,7 +40,7 @@ INLINE Rows<T> value_rows(const Attention& a, int64_t batch, int64_t head) {
   return rows_at<T>(a, a.v, a.v_b, a.v_h, a.v_s, batch, head);
 }
 
-// Rows [start, stop) side by side in `to`; those that nobody sees become 0.
+// Copies rows [start, stop) to consecutive rows of `to`; rows that no query sees become 0.
 template <class T>
 static void gather_pages(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible, T* to) {
   for (int64_t j = start; j < stop; j++, to += columns) {

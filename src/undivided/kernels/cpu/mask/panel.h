@@ -1,4 +1,4 @@
-// A panel of query rows: what its rows may see.
+// A panel of query rows, and the keys that its rows see.
 #pragma once
 
 #include <string.h>
@@ -12,25 +12,25 @@ struct Segment {
 };
 constexpr int kMaxSegments = 2 * kPanel;
 
-// What a panel of at most kPanel virtual rows may see.
+// The keys that a panel of at most kPanel rows sees.
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
-  int64_t first, rows;    // first: row of the block
-  bool has_sums;            // whether its sums hold something
-  bool row_major;           // whether they are rows, see row_sums.h
-  int64_t covered[2][2];  // keys that every row sees through its first, its second range
-  int segments, next;     // next: the first segment that the tiles to come may touch
+  int64_t first, rows;  // first: index in the row block
+  bool has_sums;  // whether its sums have been written
+  bool row_major;  // whether its sums are stored row by row; see gemm/row_product.h
+  int64_t covered[2][2];  // keys that every row sees through its first range, and through its second
+  int segments, next;  // next: the first segment that later key blocks may touch
   Segment segment[kMaxSegments];
 
-  // That hold its rows.
+  // Vectors that hold rows.
   int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
-  // Whether every row sees keys [from, to) through one of its ranges.
+  // Whether every row sees keys [from, to) through the same one of its ranges.
   bool covers(int64_t from, int64_t to) const {
     return (covered[0][0] <= from && to <= covered[0][1]) || (covered[1][0] <= from && to <= covered[1][1]);
   }
 };
 
-// Which keys lie in one of two ranges, each bound a lane or the same for all.
+// Which keys are in one of two ranges. A bound is a vector, or one number for all lanes.
 template <class Bound>
 INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bound second_stop) {
   return ((key >= start) & (key < stop)) | ((key >= second_start) & (key < second_stop));
@@ -42,7 +42,7 @@ static void find_segments(Panel& p) {
     for (int r = 0; r < p.rows; r++) {
       Segment s = {p.start[side][r], p.stop[side][r]};
       if (s.stop <= s.start) continue;
-      // rows come nearly in order, so the place is found from the end; neighbours that touch are joined
+      // rows are nearly sorted, so the search starts at the end; segments that touch are joined
       int first = p.segments;
       while (first > 0 && p.segment[first - 1].stop >= s.start) first--;
       int last = first;
@@ -59,7 +59,7 @@ static void find_segments(Panel& p) {
     }
 }
 
-// The ranges of row `row` of a block: a.columns numbers.
+// The ranges of row `row` of a block, a.columns numbers.
 INLINE const int32_t* ranges_at(const Attention& a, const RowBlock& block, int64_t row) {
   return a.ranges + block.batch * a.ranges_b + (block.row + row) % a.q_len * a.columns;
 }
@@ -67,7 +67,7 @@ INLINE const int32_t* ranges_at(const Attention& a, const RowBlock& block, int64
 static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
   p.first = first, p.rows = smaller_of(block.rows - first, rows);
   for (int r = 0; r < kPanel; r++) {
-    // lanes beyond the last row repeat it: what they compute is never stored
+    // lanes beyond the last row repeat it; their results are never stored
     int64_t row = (block.row + first + smaller_of(r, p.rows - 1)) % a.q_len;
     p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
     p.stop[0][r] = (int32_t)a.kv_len;
@@ -96,7 +96,7 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
   }
 }
 
-// Whether no key is seen by both of two rows.
+// Whether two rows have no key in common.
 INLINE bool are_disjoint(const Attention& a, const int32_t* x, const int32_t* y) {
   for (int64_t i = 0; i < a.columns; i += 2)
     for (int64_t j = 0; j < a.columns; j += 2)
@@ -104,9 +104,9 @@ INLINE bool are_disjoint(const Attention& a, const int32_t* x, const int32_t* y)
   return true;
 }
 
-// Panels of documents end where the next row sees none of the keys before, so that no row pays for keys of another document,
-// but for very short ones, which share a vector. What a row computes does not depend on the other rows of its panel, unless
-// there is a dense mask (see has_extra): then panels are whole.
+// A panel ends where the next row shares no key with the previous one, so that no row computes keys of another
+// document; very short documents share a vector. A row's result does not depend on the other rows of its panel, unless
+// there is a dense mask (see changes_scores): then panels are full.
 constexpr int64_t kMinDocumentRows = kLanes / 2;
 INLINE bool has_cuts(const Attention& a) { return a.ranges && !a.dense; }
 static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t first) {
@@ -117,7 +117,7 @@ static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t 
   return limit;
 }
 
-// From the first key that some row of a block sees to the last.
+// From the first to the last key that some row of a block sees.
 static Segment reach_of(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return {0, a.kv_len};
   Segment reach = {a.kv_len, 0};
@@ -137,7 +137,7 @@ static Segment reach_of(const Attention& a, const RowBlock& block) {
   return reach;
 }
 
-// The most keys between the first and the last that a row of a block sees.
+// The largest distance between the first and the last key that a row of a block sees.
 static int64_t longest_row_keys(const Attention& a, const RowBlock& block) {
   if (a.band) return smaller_of(a.last - a.first, a.kv_len);
   if (!a.ranges) return a.kv_len;
@@ -152,7 +152,7 @@ static int64_t longest_row_keys(const Attention& a, const RowBlock& block) {
   return longest;
 }
 
-// The keys that the rows of a block see, added up.
+// The number of (row, key) pairs of a block.
 static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return block.rows * a.kv_len;
   int64_t visible = 0;
@@ -165,7 +165,7 @@ static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
   return visible;
 }
 
-// The keys [from, to) of a panel in groups of so many: which vectors have a row that may see one.
+// The keys [from, to) of a panel in groups of `group`, and the vectors that have a row which sees some of them.
 static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
   static_assert(kBlockKeys / kBroadcasts <= Runs::kMax);
   if (p.covers(from, to)) return Runs(to - from, p.vectors());

@@ -1,8 +1,9 @@
-// What is added to the scores of a panel against a tile of keys: additive bias, ALiBi, and -inf where a boolean mask or a
-// range forbids.
+// The terms that are added to the scores of a panel and a key block: bias, ALiBi, and -inf where a boolean mask or a
+// range forbids the pair.
 //
-// Scores have query rows in lanes, while masks and biases usually lie row by row: kLanes rows are read 32 bits a lane, that
-// is 1, 2 or 4 keys of a row, and transposed, so that a mask costs a fourth of the shuffles of an fp32 bias.
+// Scores have query rows in lanes, but masks and biases are usually stored row by row. Here kLanes rows are read 32
+// bits per lane, which is 1, 2 or 4 keys of a row, and transposed, so that a boolean mask takes a fourth of the
+// shuffles of an fp32 bias.
 #pragma once
 
 #include "mask/panel.h"
@@ -10,12 +11,12 @@
 
 namespace {
 
-// Where the query row of each lane is found in an array with axes H and Sq.
+// The head and query row of each lane.
 struct LaneRows {
   int64_t head[kLanes], row[kLanes];
 
   LaneRows() {}
-  // Virtual rows from `first` on of which the last, `last`, is repeated.
+  // Rows from `first` on; rows beyond `last` repeat it.
   LaneRows(const Attention& a, const undivided::RowBlock& block, int64_t first, int64_t last) {
     if (first > last) first = last;
     int64_t h = block.first_head + first / a.q_len, r = first % a.q_len;
@@ -28,24 +29,24 @@ struct LaneRows {
   }
 };
 
-// Entries of an array [..., H, Sq, Sk] for kLanes rows.
+// Entries of an array [.., H, Sq, Sk] for kLanes rows.
 template <class T>
 class RowLanes {
  public:
-  static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys in 32 bits
-  static constexpr int kKeys = kPerWord * kLanes;      // keys of a transposition
+  static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys per 32-bit word
+  static constexpr int kKeys = kPerWord * kLanes;  // keys per transposition
 
   RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at) : stride_(k), keys_(keys) {
     for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
     for (int i = 1; i < kLanes; i++) same_ &= row_[i] == row_[0];
   }
 
-  // Keys [key, key + kLanes), the `unit`-th since the first.
+  // Reads keys [key, key + kLanes), the `unit`-th group since the first.
   void read(int64_t key, int64_t unit) {
     at_ = unit % kPerWord * (kLanes / kPerWord);
     if (at_ != 0 || (unit > 0 && stride_ == 0)) return;
     if (same_) {
-      const IVec x = (IVec)words(row_[0], key);  // an addition of floats would change some
+      const IVec x = (IVec)words(row_[0], key);  // broadcasting with a float addition would change some bits
       for (int i = 0; i < kLanes; i++) word_[i] = (Vec)isplat(x[i]);
       return;
     }
@@ -55,13 +56,13 @@ class RowLanes {
     for (int i = 0; i < kLanes; i++) word_[i] = words(row_[i], key);
     transpose(word_);
   }
-  // The word that holds key i of those.
+  // The word that holds key i of the group.
   UVec operator[](int i) const { return (UVec)word_[at_ + i / kPerWord]; }
 
  private:
 #if defined(__AVX512F__)
-  // The transposition of whole rows: loads put fours of words side by side, which takes half of the shuffles. A row's line is
-  // read four times in a row, because 16 rows a power of two apart do not fit one set of L1.
+  // A transposition whose loads put four words side by side, which halves the shuffles. A row's cache line is read four
+  // times in succession, because 16 rows a power of two apart do not fit one set of L1.
   void read_transposed(int64_t key) {
     __m512i x[4][4];
 #pragma GCC unroll 4
@@ -105,7 +106,7 @@ INLINE Vec entry(UVec word, int i, Float16) {
 }
 INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8) != 0; }
 
-// Keys [start, stop) of the kLanes rows from `first` of panel p on; `seen` gathers the keys that some row sees.
+// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees.
 template <class B>
 static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first, const Panel& p,
                        int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
@@ -156,8 +157,8 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
   }
 }
 
-// What is added to the scores of rows and keys [start, stop), -inf where masked; and which keys some row
-// sees. False where none is.
+// Writes what is added to the scores of rows and keys [start, stop), -inf where masked, and which keys some row sees.
+// Returns whether any is seen.
 static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
                        int64_t stop, float* score_bias, uint8_t* visible) {
   memset(visible, 0, (size_t)kBlockKeys);
@@ -168,8 +169,8 @@ static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block
   return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
 }
 
-// Whether the panel's scores against keys [start, stop) change by more than its rows' ranges: not where all that there is, a
-// boolean mask, lets every row see them.
+// Whether more than the rows' ranges changes the scores of keys [start, stop): false if there is only a boolean mask,
+// and it allows all of them.
 static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
                       int64_t stop) {
   if (!a.dense || a.bias || a.slopes) return a.bias || a.slopes;

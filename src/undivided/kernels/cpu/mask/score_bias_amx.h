@@ -1,6 +1,7 @@
-// What AMX adds to the scores of a panel: additive bias and ALiBi, besides softcap, a block of keys at a time.
+// Bias, ALiBi and softcap on AMX, for kSoftmaxKeys keys at a time.
 //
-// A step's bias is kept as it is read, transposed words of 32 bits (1 or 2 keys), and becomes fp32 when its block is softened.
+// A step's bias is stored as it is read, in transposed words of 32 bits (1 or 2 keys), and is converted to fp32 in the
+// softmax.
 #pragma once
 
 #include "gemm/prefetch.h"
@@ -13,10 +14,10 @@
 namespace {
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
-constexpr int64_t kSoftmaxKeys = 2 * kTileRows;  // whose scores are softened at once
+constexpr int64_t kSoftmaxKeys = 2 * kTileRows;  // keys per softmax step
 
-// What is taken from the scores of rows: their bases, in the multiply-add that units of log 2 take anyway. Large ones (see kLargeBase) are
-// `apart`, subtracted from scores in their unit before that.
+// The bases that are subtracted from the scores of rows. `offset` is part of the multiply-add that converts to units of
+// log 2. A large base (see kLargeBase) is subtracted before that, from scores in their unit.
 template <int V>
 struct Bases {
   Vec offset[V], large_base[V];
@@ -35,7 +36,7 @@ INLINE Bases<V> bases_of(const float* max_score, float factor, float bits) {
   }
   return bases;
 }
-// Whether some base is.
+// Whether some base is large.
 INLINE bool has_large(const float* max_score, float factor, int vectors) {
   IVec some = {};
   for (int v = 0; v < vectors; v++) {
@@ -45,7 +46,7 @@ INLINE bool has_large(const float* max_score, float factor, int vectors) {
   return any(some);
 }
 
-// How the scores of an even key of a block and of the next, of V vectors each, become what 2 is raised to: x[2 v] and x[2 v + 1].
+// Converts the scores of two consecutive keys, V vectors each, to exponents of 2: x[2 v] and x[2 v + 1].
 template <bool kLarge>
 class ScaledScores {
  public:
@@ -70,7 +71,8 @@ class BiasedScores;
 
 class AmxScoreBias {
  public:
-  // For a panel and the keys from `start` on; scale: of scores as they are computed; words: of the bias, kTile x kPanel at most.
+  // For a panel and the keys from `start` on. scale: of the raw scores; words: room for the bias, kBlockKeys x kPanel
+  // at most.
   AmxScoreBias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, double scale, float* words)
       : a_(a), batch_(block.batch), start_(start), scale_(scale), words_(words) {
     if (!a.bias && !a.slopes) return;
@@ -84,13 +86,13 @@ class AmxScoreBias {
     }
   }
 
-  // Read the bias. What it forbids is taken from `seen`; whether it forbids something.
+  // Reads the bias and clears the pairs that it forbids in `visible`. Returns whether it forbids any.
   bool read_bias(int64_t stop, int vectors, LaneMask* visible) {
     if (!a_.bias) return false;
     return with_bias([&](auto b) { return read<decltype(b)>(stop, vectors, visible); });
   }
 
-  // By how much ALiBi rises from the last key of block i to where a row's position is, `most` at most; in natural units.
+  // How much ALiBi rises from the last key of step i to a row's own position, at most `limit`, in natural units.
   Vec rise(int64_t i, int v, float limit) const {
     if (!a_.slopes || limit == 0) return Vec{};
     const int64_t last = smaller_of(start_ + (i + 1) * kSoftmaxKeys, a_.kv_len) - 1;
@@ -98,7 +100,8 @@ class AmxScoreBias {
     return smaller(larger(slope_[v] * kLn2 * distance, Vec{}), splat(limit));
   }
 
-  // Call `f` with what is added to block i; kRough: with a softcap good enough for scores of half types. kLarge: some base is.
+  // Calls `f` with the function object for step i. kApproximate: softcap with the accuracy of 16-bit types. kLarge:
+  // some base is large.
   template <bool kApproximate, bool kLarge, class F>
   void with_block(int64_t i, F f) const {
     if (keeps_products(a_)) f(ScaledScores<kLarge>((float)(scale_ * (double)kLog2E)));
@@ -137,7 +140,7 @@ class AmxScoreBias {
           }
         }
       }
-      // -inf is the largest but for NaN
+      // as an unsigned number -inf is the largest, NaN apart
       const __m512i least = _mm512_set1_epi32((int)forbids);
       const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(largest_word, least) != 0 : _mm512_cmpge_epu16_mask(largest_word, least) != 0;
       for (int64_t j = 0; found && j < stop - start_; j++)
@@ -161,7 +164,7 @@ class AmxScoreBias {
   IVec position_[kVectors] = {};
 };
 
-// The same as Scaled, with a bias of type B, ALiBi and softcap.
+// As ScaledScores, with a bias of type B, ALiBi and softcap.
 template <class B, bool kCapped, bool kApproximate, bool kLarge>
 class BiasedScores {
  public:
@@ -172,7 +175,7 @@ class BiasedScores {
         cap_((float)(of.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_)),
         natural_cap_((float)of.a_.softcap), words_(of.words_ + first / kPerWord * kPanel) {
     if (!positions_) return;
-    // both relative to the block's first key, so that they are exact
+    // relative to the first key of the step, so that they are exact in fp32
     const int32_t* positions = of.a_.key_position + of.batch_ * of.a_.key_position_b;
     const int32_t origin = positions[of.start_ + first];
     for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(of.position_[v] - origin, Vec), slope_[v] = of.slope_[v];
@@ -199,7 +202,8 @@ class BiasedScores {
   }
 
  private:
-  // x and what is added to it, in natural units as gradients round it, or in those of log 2; rest: what is there already.
+  // Adds bias and ALiBi to x, in natural units, rounded as the gradients round them, or in units of log 2. rest: the
+  // initial summand.
   template <bool kNatural, int N>
   INLINE_MEMBER void add(int64_t j, Vec (&rest)[N], Vec (&x)[N]) const {
     constexpr float bias_unit = kNatural ? 1 : kLog2E, slope_unit = kNatural ? kLn2 : 1;
@@ -228,8 +232,8 @@ class BiasedScores {
   alignas(64) float key_[kSoftmaxKeys];
 };
 
-// What the step after this one will read of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's at the
-// next tile.
+// Prefetches what the next step reads of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's
+// rows at the next key block.
 static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start, int64_t stop,
                          int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q, int64_t k) {
   int64_t first = p.first + p.rows;

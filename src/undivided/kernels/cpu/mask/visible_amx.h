@@ -1,9 +1,9 @@
-// Which entries of a panel and a tile's keys are seen: not forbidden by a boolean mask, by ranges or by a bias of -inf. A bit
-// for each, so that a mask costs the softmax no arithmetic.
+// Which pairs of a panel and a key block are visible, that is not forbidden by a boolean mask, by ranges or by a bias
+// of -inf. One bit per pair, so that a mask adds no arithmetic to the softmax.
 //
-// The mask lies row by row, a byte a key, and lanes are rows. 64 keys of a row become 64 bits by one comparison; the bits of 32
-// rows are transposed as bytes, 16 shuffles, then read off one bit of every byte at a time: about a vector instruction for
-// 16 entries.
+// The mask is stored row by row, one byte per key, but lanes are rows. One comparison turns 64 keys of a row into 64
+// bits; the bits of 32 rows are transposed as bytes (16 shuffles), then extracted one bit of every byte at a time:
+// about one vector instruction per 16 pairs.
 #pragma once
 
 #include "mask/score_bias.h"
@@ -13,12 +13,12 @@
 
 namespace {
 
-constexpr int64_t kBits = 64;  // keys that are read at once
+constexpr int64_t kBits = 64;  // keys per read
 static_assert(kPanel == 32 && kBlockKeys % kBits == 0, "a key's rows are 32 bits");
 
 enum class Visibility { kNone, kSome, kAll };
 
-// What row r sees of a boolean mask, from `key` on.
+// The boolean mask of each row.
 struct MaskRows {
   const uint8_t* row[kPanel];
   int64_t stride, keys;
@@ -30,7 +30,7 @@ struct MaskRows {
       if (r + 1 < p.rows && ++at == a.q_len) at = 0, head++;
     }
   }
-  // Of kBits keys; 0 beyond the last.
+  // kBits keys from `key` on; 0 beyond the last key.
   uint64_t bits(int64_t r, int64_t key) const {
     const int64_t left = smaller_of(keys - key, kBits);
     __m512i x;
@@ -45,10 +45,10 @@ struct MaskRows {
   }
 };
 
-// kBits keys of a mask as a bit for each row, kKept a key.
+// Transposes kBits keys of a mask into one bit per row, one LaneMask per key and vector.
 static void read_mask(const MaskRows& rows, int64_t key, LaneMask* visible) {
   alignas(64) uint64_t bits[kPanel];
-  // in this order the shuffles below, which work within 128 bits, leave rows in theirs
+  // in this order the shuffles below, which work within 128 bits, keep the rows in order
   for (int r = 0; r < kPanel; r++) bits[r % 8 / 2 * 8 + r / 8 * 2 + r % 2] = rows.bits(r, key);
   const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
   __m512i x[4];
@@ -59,7 +59,7 @@ static void read_mask(const MaskRows& rows, int64_t key, LaneMask* visible) {
   x[2] = _mm512_unpacklo_epi32(high[0], high[1]), x[3] = _mm512_unpackhi_epi32(high[0], high[1]);
   const __m512i apart = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {  // bytes of keys 16 i to 16 i + 7, then of the 8 that follow
+  for (int i = 0; i < 4; i++) {  // bytes of keys 16 i to 16 i + 7, then of the 8 after them
     __m512i y = _mm512_permutexvar_epi64(apart, x[i]);
 #pragma GCC unroll 8
     for (int bit = 7; bit >= 0; bit--) {
@@ -72,7 +72,7 @@ static void read_mask(const MaskRows& rows, int64_t key, LaneMask* visible) {
   }
 }
 
-// Rows whose ranges leave out a key do not see it.
+// Clears the keys outside of each row's ranges.
 static void apply_ranges(const Panel& p, int64_t start, int64_t keys, LaneMask* visible) {
   for (int v = 0; v < p.vectors(); v++) {
     UVec first[2], count[2];
@@ -89,7 +89,7 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, LaneMask* 
   }
 }
 
-// What the panel's rows see of keys [start, stop): of the mask, if any, and within their ranges.
+// Which of the keys [start, stop) each row of the panel sees, by its mask and its ranges.
 static void find_visible(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, LaneMask* visible) {
   if (a.dense) {
     const MaskRows rows(a, block, p);
@@ -100,7 +100,7 @@ static void find_visible(const Attention& a, const RowBlock& block, const Panel&
   if (!p.covers(start, stop)) apply_ranges(p, start, stop - start, visible);
 }
 
-// Whether all of them are seen, and which keys some row sees.
+// Whether all pairs are visible, and which keys some row sees.
 static Visibility summarize(const LaneMask* visible, int64_t keys, int vectors, uint8_t* visible_keys) {
   const uint32_t every = vectors == kVectors ? ~0u : 0xffffu;
   uint32_t all = every, some = 0;

@@ -1,4 +1,4 @@
-// Gradients: blocks of keys of some heads, and what they share.
+// Schedules gradients: cuts the keys into units, and allocates what the units share.
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -21,19 +21,20 @@ int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
   return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
 }
 
-// Panels of a block of rows; fewer where that leaves few blocks, at which a head's units take turns. Not by the number of threads either.
+// Panels of a row block. Fewer if there would be few blocks otherwise, because the units of a head take turns at
+// blocks. Never a function of the number of threads.
 int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
   int64_t limit = k.row_panels(a.dtype);
   while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits) limit /= 2;
   return limit;
 }
 
-// What all units of a backward share, in one allocation.
+// The arrays that all units of a backward share, in one allocation.
 class Shared {
  public:
   Shared(Backward& p, const Kernels& k) {
     p.out_of_range = &out_of_range_, p.non_finite = &non_finite_;
-    if (p.whole_heads) return;  // units have the rest in their scratch
+    if (p.whole_heads) return;  // the arrays lie in each unit's scratch
     const int64_t heads = p.a.batch * p.a.kv_heads;
     if (posix_memalign(&memory_, 64, (size_t)k.layout_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
     else k.layout_rows(p, heads, (char*)memory_);
@@ -49,8 +50,8 @@ class Shared {
   int64_t out_of_range_ = 0, non_finite_ = 0;
 };
 
-// In the order of the keys, heads side by side: see backward.h. Where batch elements or heads add to the same gradients of a
-// bias, one unit takes them all.
+// Units in the order of their keys, the heads of one range side by side (see backward/driver.h). If batch elements or
+// heads add to the same gradients of a bias, one unit takes them all.
 std::vector<KeyUnit> key_units(const Backward& p) {
   const Attention& a = p.a;
   const bool has_sums = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
@@ -63,9 +64,8 @@ std::vector<KeyUnit> key_units(const Backward& p) {
   return units;
 }
 
-// Whether a unit takes a head with all its keys, so that what is kept of its rows stays in one scratch: where threads have as many of
-// them, all but an eighth, which is what that saves. (Two threads, 2 to 7 heads of 512 to 4096 tokens: 1.1 to 1.3 times as fast.) The order
-// of sums is the same either way.
+// Whether a unit takes all keys of a head, which keeps the arrays of its rows in one scratch: if at least 7/8 of the
+// threads are busy then, since that is what it saves. The order of sums is the same either way.
 bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   p.whole_heads = true;
   const int64_t units = (int64_t)key_units(p).size(), rounds = (units + threads - 1) / threads;
@@ -74,7 +74,7 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
 }
 
-// Whether two rows side by side, but for rows without keys, share none, as those of two documents.
+// Whether two consecutive rows (rows without keys apart) share no key, as rows of two documents do.
 bool has_documents(const Attention& a) {
   if (a.dense) return true;
   for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
@@ -94,12 +94,13 @@ bool has_documents(const Attention& a) {
 }
 
 int run_pairwise(const Kernels& k, const Backward& p) {
-  const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);  // heads may add to one bias
+  // heads may add to one bias
+  const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);
   return run_units(even_shares(heads, threads), k.pairwise_scratch(p.a), threads,
                    [&](int64_t i, char* scratch) { k.pairwise(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
 }
 
-// What blocks of rows and keys a problem is cut into. Documents have those of their pack, at most.
+// Sizes of the row blocks and key units of a problem. Documents use those of their pack, as upper limits.
 struct UnitSizes {
   int64_t row_panels, unit_keys;
 };
@@ -129,7 +130,7 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
                        [&](int64_t i, char*) { k.begin_rows(p, i / row_blocks, i % row_blocks); });
   const std::vector<KeyUnit> units = key_units(p);
   const int64_t count = (int64_t)units.size();
-  const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // turns need one order
+  const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // taking turns needs one order
   if (status == kOk)
     status = run_units(shares, k.key_scratch(p), threads, [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
   if (status == kOk && *p.out_of_range) return kOutOfRange;
@@ -141,7 +142,7 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
 
 int64_t cost_of(const Document& d) { return d.pairs + kRowCost * d.a.q_len; }
 
-// A head of a document, all of it.
+// One head of a document.
 struct DocumentHead {
   const Kernels* k;
   const Backward* p;
@@ -149,7 +150,8 @@ struct DocumentHead {
   int64_t cost;
 };
 
-// Runs of heads that cost the same, in each the most expensive first: they follow each other in memory, and the last ones end together.
+// Consecutive heads of equal total cost, one share per thread, each sorted by falling cost: a share is one range of
+// memory, and the threads end at about the same time.
 Shares distribute(std::vector<DocumentHead>& heads, int64_t threads) {
   int64_t total = 0, previous = 0;
   for (const DocumentHead& head : heads) total += head.cost;
@@ -164,8 +166,9 @@ Shares distribute(std::vector<DocumentHead>& heads, int64_t threads) {
   return starts;
 }
 
-// Packed documents, each as a problem of its own: what is kept of its rows then stays in a thread's caches and its scratch. A large one,
-// for so many threads, is shared by all of them. The order of sums is the same either way.
+// Runs packed documents as separate problems, which keeps the arrays of their rows in one thread's caches and scratch.
+// A document that is large for this number of threads is shared by all of them. The order of sums is the same either
+// way.
 int run_documents(const Attention& pack, const std::vector<Document>& documents) {
   const int64_t threads = threads_for(pack);
   int64_t total = 0, scratch = 0, out_of_range = 0, non_finite = 0;
@@ -195,7 +198,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
     head.k->key_unit(*head.p, head.unit, own);
   });
   if (status == kOk && out_of_range) return kOutOfRange;
-  // documents are apart already; their own parts, as chunks are, may not be
+  // documents are separate already, but a document may itself consist of disjoint parts, such as chunks
   const auto has_parts = [](const Document& d) { return has_documents(d.a); };
   return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite : status;
 }

@@ -1,4 +1,4 @@
-// Decoding: chunks of the keys, each against all query rows, and their merging.
+// Schedules decoding: cuts the keys into chunks, each with all query rows, and merges their results.
 #include <stdint.h>
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace undivided {
 namespace {
 
-// The chunks of every sequence: by sizes and lengths alone, so that results do not depend on the threads.
+// The chunks of every sequence. They depend on sizes and lengths only, so that results do not depend on the threads.
 struct Chunks {
-  std::vector<KeyChunk> all;       // of one sequence after the other, of one head after the other, by key
-  std::vector<int64_t> per_sequence;  // how many a head of each
+  std::vector<KeyChunk> all;  // ordered by sequence, then head, then key
+  std::vector<int64_t> per_sequence;  // chunks per head of each sequence
 };
 Chunks split_keys(const Attention& a, int64_t heads) {
   Chunks chunks;
@@ -36,7 +36,7 @@ Chunks split_keys(const Attention& a, int64_t heads) {
   return chunks;
 }
 
-// Whether the heads of a key lie within its row of memory, and little else does: then they are read together, at every step.
+// Whether the heads of a key lie within its row of memory and fill most of it; then all heads are read at every step.
 bool are_side_by_side(const Attention& a) {
   const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
     return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);

@@ -1,4 +1,4 @@
-// Packed documents as problems of their own.
+// Packed documents as separate problems.
 #pragma once
 
 #include <stdint.h>
@@ -10,11 +10,11 @@
 
 namespace undivided {
 
-// Some rows of a problem and some of its keys, where these rows see no other keys and no other row sees these.
+// Rows and keys of a problem such that these rows see no other keys, and no other row sees these keys.
 struct Document {
   Attention a;
   Gradients g;
-  int64_t pairs;  // that its ranges allow, of one head
+  int64_t pairs;  // allowed (row, key) pairs of one head
 };
 
 inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }
@@ -30,7 +30,7 @@ inline void advance(void*& pointer, int64_t elements, int64_t size) {
   if (pointer) pointer = (char*)pointer + elements * size;
 }
 
-// Rows [row, row + rows) and keys [key, key + keys) of a batch of one without pages.
+// Rows [row, row + rows) and keys [key, key + keys) of a problem with batch 1 and without pages.
 inline Document make_document(const Attention& a, const Gradients& g, int64_t row, int64_t rows, int64_t key, int64_t keys,
                         const int32_t* ranges, int64_t pairs) {
   Document d = {a, g, pairs};
@@ -47,8 +47,8 @@ inline Document make_document(const Attention& a, const Gradients& g, int64_t ro
   return d;
 }
 
-// The documents of a batch of one, by its ranges alone; empty if it is not packed. `ranges` becomes their rows' ranges, counted from
-// each document's first key.
+// The documents of a problem with batch 1, found from its ranges; empty if it is one document. `ranges` receives the
+// rows' ranges relative to each document's first key.
 inline std::vector<Document> find_documents(const Attention& a, const Gradients& g, std::vector<int32_t>& ranges) {
   if (a.batch != 1 || !a.ranges || a.pages || a.q_len < 2) return {};
   const int64_t columns = a.columns;

@@ -1,4 +1,5 @@
-// Prefill: blocks of query rows, each thread's most expensive first; where rows are few and keys many, of parts of the keys.
+// Schedules prefill: blocks of query rows, each thread's most expensive ones first; if there are few rows and many
+// keys, the keys are split too (split-KV).
 #include <stdint.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -30,7 +31,7 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
-// The keys of a sequence in at most `parts` parts of whole tiles.
+// The keys of a sequence in at most `parts` parts of whole key blocks.
 struct KeyParts {
   int64_t start = 0, size = 0, count = 0;
 };
@@ -42,15 +43,15 @@ KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
 
-// How blocks of a problem divide its heads, rows and keys.
+// How the blocks of a problem divide its heads, rows and keys.
 struct Division {
-  int64_t heads, rows;  // of a head, virtual
-  bool share;           // the heads of a group lie in one block
-  int64_t parts;        // of the keys
+  int64_t heads, rows;  // rows of a head
+  bool share;  // the heads of a group share a block
+  int64_t parts;  // of the keys
 };
 
-// Few rows over many keys leave threads idle unless the keys are divided too: by sizes alone, so that results do not depend on
-// the number of threads.
+// Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
+// results do not depend on the number of threads.
 Division divide(const Attention& a) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
@@ -61,13 +62,14 @@ Division divide(const Attention& a) {
   return d;
 }
 
-// Virtual rows of a sequence, side by side. few: the most keys that one of them sees, where they are so few that the rows are
-// worked on apart (see short_block.h); 0: with whatever they see.
+// Consecutive rows of a sequence. short_keys: the largest number of keys that one of them sees, if all run on the path
+// of few keys (forward/short_block.h); 0: they run on the general path.
 struct Span {
   int64_t row, rows, short_keys;
 };
-// What is few is a question of a document, rows side by side that see from the same key on: where its longest row sees no more
-// than `most` keys, all of them go the same way, so that what they compute depends on no other document.
+// The path is chosen per document, rows side by side whose ranges start at the same key: if its longest row sees at
+// most max_short_keys keys, the whole document takes the path of few keys. So a document's results depend on no other
+// document.
 std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t max_short_keys) {
   const Span whole = {0, d.rows, 0};
   if (max_short_keys == 0 || d.parts > 1) return {whole};
@@ -91,25 +93,27 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
   return spans;
 }
 
-// Query rows of a block of a span with so few keys. One thread takes as many as it can; several what makes the last of them done first:
-// the more blocks, the more evenly they are shared, and the more often keys are packed.
+// Query rows of a block. One thread takes as many as it can. With several threads, the number that minimises the time
+// of the thread that ends last: more blocks balance better, but pack the keys more often.
 int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t short_keys, int64_t threads) {
   auto whole_panels = [&](int64_t rows) { return std::max((rows + k.panel - 1) / k.panel, (int64_t)1) * k.panel; };
-  const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;  // blocks that are not alike
+  // blocks of unequal cost
+  const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;
   int64_t best = max_rows, best_time = INT64_MAX;
   for (int64_t pieces = std::max((d.rows + max_rows - 1) / max_rows, (int64_t)1), rows = max_rows, rounds = 0;
        threads > 1 && rows > k.panel && rounds < kMaxRounds; pieces++) {
     const int64_t blocks = a.batch * d.heads * pieces * d.parts;
     rows = whole_panels((d.rows + pieces - 1) / pieces);
     rounds = std::max((blocks + threads - 1) / threads, min_rounds);
-    const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);  // a quarter of a block: threads do not begin at once
+    // plus a quarter of a block, because threads do not start at the same time
+    const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);
     if (time < best_time) best_time = time, best = rows;
   }
   return best;
 }
 
-// The blocks of a problem: of a span, and of consecutive rows of it, one head after another, so that its keys stay in L2 (2048 and 4096
-// tokens up to 7 % faster than with all heads' first rows first).
+// The blocks of a problem: consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048
+// and 4096 tokens: up to 7 % faster than with the first rows of all heads first).
 class RowBlockList {
  public:
   RowBlockList(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
@@ -157,7 +161,8 @@ class RowBlockList {
   std::vector<RowBlock> blocks_;
 };
 
-// Every thread's share of the blocks, the most expensive first. Of those that cost the same, heads side by side, each has a run.
+// One share of the blocks per thread, the most expensive first. Blocks of equal cost are adjacent heads; each share
+// gets a run of them.
 Shares distribute(std::vector<RowBlock>& blocks, int64_t threads) {
   if (threads == 1) return one_share((int64_t)blocks.size());
   std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
@@ -185,8 +190,8 @@ void merge_parts(const Attention& a, const Kernels& k, const Division& d, float*
   }
 }
 
-// Results above 32 MiB are mapped anew for each call (glibc keeps smaller ones), and as small pages they fault in so slowly,
-// some 3 GB/s, that it shows beside the arithmetic: huge pages are asked for, which the system may ignore.
+// Large results are mapped anew for each call and fault in slowly as small pages. Huge pages are requested; the system
+// may ignore that.
 void advise_huge_pages(const Attention& a) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t huge = 2 << 20, min_bytes = kMinHugePageResult;
@@ -200,7 +205,7 @@ void advise_huge_pages(const Attention& a) {
 #endif
 }
 
-// On these kernels; kExceeded where some numbers are not for them.
+// Runs all blocks with the table `k`. Returns kOutOfRange if some numbers do not fit.
 int run_blocks_on(const Kernels& k, const Attention& a) {
   const Division d = divide(a);
   const int64_t threads = threads_for(a);
@@ -212,7 +217,7 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
   std::vector<RowBlock> blocks = RowBlockList(a, k, d, threads, partials).blocks();
   const Shares shares = distribute(blocks, threads);
   for (size_t i = 0; i + 1 < blocks.size(); i++) blocks[i].next_block = &blocks[i + 1];
-  int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks of rows that see any number of keys, and few
+  int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks on the general path, and on the path of few keys
   for (const RowBlock& block : blocks) rows[block.short_keys > 0] = std::max(rows[block.short_keys > 0], block.rows);
   for (int is_short = 0; is_short < 2; is_short++)
     if (rows[is_short] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[is_short], is_short));
@@ -230,7 +235,7 @@ int run_blocks_on(const Kernels& k, const Attention& a) {
 int run_blocks(const Attention& a) {
   advise_huge_pages(a);
   int status = kOutOfRange;
-  // each time all of the problem, so that what a row computes is not a question of its block
+  // each attempt repeats the whole problem, so that a row's result does not depend on which block it was in
   for (int attempt = 0; status == kOutOfRange; attempt++) status = run_blocks_on(*kernels().prefill(a, attempt), a);
   caller_scratch.shrink();
   return status;

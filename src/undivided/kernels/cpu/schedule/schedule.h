@@ -1,4 +1,4 @@
-// Cutting a problem into units of work and running them: one file each for prefill, decoding and gradients.
+// Cuts a problem into units of work and runs them: one file each for prefill, decoding and gradients.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ using namespace tuning;
 // Each returns a Status.
 int run_blocks(const Attention& a);  // any problem
 bool is_decoding(const Attention& a);
-int run_chunks(const Attention& a);  // where is_decoding
+int run_chunks(const Attention& a);  // only if is_decoding
 int run_backward(const Attention& a, const Gradients& g);
 
 // How many threads a problem is worth.
@@ -25,10 +25,10 @@ inline int64_t threads_for(const Attention& a) {
   return work < kMinParallelWork ? 1 : a.threads;
 }
 
-// What a block or chunk leaves of one row: Dv sums, the largest score, the total.
+// Floats of a row's partial result: Dv sums, the largest score, the sum of the weights, rounded up to 16.
 inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
 
-// From the first key that some row of a sequence sees to the last.
+// From the first to the last key that some row of a sequence sees.
 struct Reach {
   int64_t start, stop;
 };

@@ -1,4 +1,4 @@
-// Starting a team of threads, in a forked process too.
+// Starts a team of threads, in a forked process too.
 #include "schedule/thread_team.h"
 
 #include <pthread.h>
@@ -13,13 +13,13 @@ namespace {
 
 // A thread that starts the teams of a forked process.
 //
-// GNU OpenMP keeps a thread's team for its next parallel region. A forked child inherits the record of the team, not its threads, and
-// would wait for them for ever. OpenMP cannot be asked whether a thread has a team, and ending the team before the fork would take from
-// the parent what it has set for its threads, such as their cores. But a team belongs to the thread that started it (libgomp/team.c), so
-// a thread that began after the fork can start one.
+// GNU OpenMP keeps a thread's team for its next parallel region. A forked child inherits the record of the team, but
+// not its threads, and would wait for them forever. OpenMP offers no query for whether a thread has a team, and ending
+// the team before the fork would discard what the parent has set for its threads, such as CPU affinity. But a team
+// belongs to the thread that started it (libgomp/team.c), so a thread created after the fork can start a new one.
 class TeamStarter {
  public:
-  // False if no thread could be had, or another caller has it.
+  // False if no thread can be created, or another caller is using it.
   bool run(void (*body)(void*), void* data, unsigned threads) {
     const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return false;
@@ -54,7 +54,8 @@ class TeamStarter {
   unsigned threads_ = 0;
 };
 
-TeamStarter* starter = nullptr;  // of a forked process, never deleted: its thread waits until the process ends
+// only in a forked process; never deleted, because its thread runs until the process ends
+TeamStarter* starter = nullptr;
 
 const bool has_fork_handler = pthread_atfork(nullptr, nullptr, [] { starter = new TeamStarter; }) == 0;
 

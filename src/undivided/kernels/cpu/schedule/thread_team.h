@@ -1,8 +1,8 @@
-// Threads, and the memory they keep.
+// Threads and their scratch memory.
 //
-// Threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, bound by the loader
-// to whatever runtime is there (none of our own, so no two teams fight over the cores), and without one work runs serially.
-// What a unit computes does not depend on who computes it.
+// The threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, which the
+// loader binds to that runtime, so no second team competes for the cores. Without a runtime the work runs serially. The
+// result of a unit does not depend on the thread that computes it.
 #pragma once
 
 #include <stdint.h>
@@ -20,7 +20,7 @@ extern "C" int omp_get_thread_num() __attribute__((weak));
 
 namespace undivided {
 
-// Memory of a thread, kept for its next call.
+// Memory that a thread keeps for its next call.
 class Scratch {
  public:
   ~Scratch() { free(memory_); }
@@ -46,16 +46,17 @@ class Scratch {
 inline thread_local Scratch thread_scratch;  // of a unit of work
 inline thread_local Scratch caller_scratch;  // of a call
 
-// body(data) on so many threads, or on fewer. See team.cc for what a fork changes.
+// Runs body(data) on `threads` threads, or on fewer. thread_team.cc says what changes after a fork.
 void run_team(void (*body)(void*), void* data, int64_t threads);
-bool is_forked();  // this process, since the library was loaded
+bool is_forked();  // whether this process was forked after the library was loaded
 
-// Where shares of the units begin, and where the last one ends. A thread takes the units of its own share one after another, so that
-// what lies side by side in memory is in its caches, from call to call as well, and then helps the others. (Two threads, times as fast as
-// with one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5, of 128 tokens 1.0 to 1.15.)
+// Offsets of the shares of the units, and the end of the last. A thread takes the units of its own share in order, so
+// that memory which is adjacent stays in its caches, also from call to call, and then takes units of the other shares.
+// (Two threads, against one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5 times as fast, of 128
+// tokens 1.0 to 1.15.)
 typedef std::vector<int64_t> Shares;
 
-// Units that have to begin in their order.
+// Units that must start in order.
 inline Shares one_share(int64_t units) { return {0, units}; }
 inline Shares even_shares(int64_t units, int64_t threads) {
   const int64_t shares = std::max(std::min(units, threads), (int64_t)1);
@@ -64,7 +65,7 @@ inline Shares even_shares(int64_t units, int64_t threads) {
   return starts;
 }
 
-// Run body(unit) for every unit of the shares with `bytes` of scratch a thread.
+// Runs body(unit, scratch) for every unit of the shares, with `bytes` of scratch per thread.
 template <class Body>
 class Team {
  public:
@@ -88,7 +89,7 @@ class Team {
   static void work(void* data) {
     Team& team = *(Team*)data;
     char* scratch = thread_scratch.reserve(team.bytes_);
-    if (scratch == nullptr) return;  // others do the work, if they can
+    if (scratch == nullptr) return;  // other threads do the work, if they have memory
     const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
     for (size_t i = 0; i < count; i++) {
       Queue& queue = team.queues_[(own + i) % count];

@@ -1,4 +1,4 @@
-// Sizes, and memory cut into pieces.
+// Arithmetic of sizes, and a scratch buffer cut into arrays.
 #pragma once
 
 #include "simd/vec.h"
@@ -10,7 +10,7 @@ INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
 
-// Memory cut into pieces that start at a line each; from null it only counts.
+// Allocates arrays from one buffer, each aligned to a cache line. With a null base it only counts the bytes.
 struct Arena {
   char* base;
   int64_t bytes = 0;

@@ -1,10 +1,10 @@
-// Dropout as a pure function of (seed, sequence, head, query position, key position): kernels/philox.py, in vectors.
+// Dropout as a pure function of (seed, sequence, head, query position, key position): kernels/philox.py, vectorised.
 //
-// Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). A lane is a
-// query row; one counter (j // 8, i, h, b) gives a row its eight 16-bit draws for the keys 8 * (j // 8) .. + 7. Lanes are
-// worked on as two halves, even and odd, each 32 bits in a lane of 64, where the multiplier wants them: a round of a half is
-// 2 products, 2 shifts and 2 three-way xors, so that an entry costs about 0.8 instructions. Upper halves hold rubbish that
-// no product reads.
+// Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). A lane
+// is a query row; one counter (j // 8, i, h, b) gives a row eight 16-bit draws, for the keys 8 * (j // 8) .. + 7. Even
+// and odd lanes are computed separately, each in the low 32 bits of a 64-bit lane, which is what the multiplier reads:
+// a round takes 2 products, 2 shifts and 2 three-way xors, about 0.8 instructions per entry. The high 32 bits are
+// ignored.
 #pragma once
 
 #include "abi/kernels.h"
@@ -16,7 +16,7 @@ using undivided::RowBlock;
 
 typedef uint64_t Wide __attribute__((vector_size(kLanes * 4)));
 
-// Which lanes of a vector survive.
+// Which lanes of a vector are kept.
 #if defined(__AVX512F__)
 typedef __mmask16 LaneMask;
 INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) {
@@ -25,11 +25,12 @@ INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) {
 INLINE Vec zero_unless(LaneMask keep, Vec x) { return (Vec)_mm512_maskz_mov_ps(keep, (__m512)x); }
 #else
 typedef IVec LaneMask;
-INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) { return (IVec)draw >= (int32_t)threshold; }  // both below 2^17
+// both are below 2^17
+INLINE LaneMask keep_mask(UVec draw, uint32_t threshold) { return (IVec)draw >= (int32_t)threshold; }
 INLINE Vec zero_unless(LaneMask keep, Vec x) { return (Vec)((IVec)x & keep); }
 #endif
 
-// The lower 32 bits of every lane times m.
+// The low 32 bits of every lane times m.
 INLINE Wide product(Wide x, uint32_t m) {
 #if defined(__AVX512F__)
   return (Wide)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(m));
@@ -42,7 +43,7 @@ INLINE Wide product(Wide x, uint32_t m) {
 #endif
 }
 
-// What the rows of a panel have for counters.
+// The Philox counters of a panel's rows.
 struct DropoutRows {
   uint32_t position[kPanel], head[kPanel], sequence[kPanel];
 };
@@ -56,7 +57,7 @@ static void read_dropout_rows(const Attention& a, const RowBlock& block, int64_t
   }
 }
 
-// The four words of kLanes rows at one group of eight keys.
+// The four words of kLanes rows for one group of eight keys.
 INLINE void philox(const DropoutRows& rows, int v, uint32_t group, uint64_t seed, UVec (&words)[4]) {
   Wide c[4][2];
   const uint32_t* counters[3] = {rows.position, rows.head, rows.sequence};
@@ -79,7 +80,7 @@ INLINE void philox(const DropoutRows& rows, int v, uint32_t group, uint64_t seed
   for (int w = 0; w < 4; w++) words[w] = (UVec)((c[w][0] & 0xffffffffu) | c[w][1] << 32);
 }
 
-// Which entries of a panel and the keys [start, stop) survive: kept[(key - start) * kVectors + v].
+// Which weights of a panel and keys [start, stop) are kept: keep[(key - start) * kVectors + v].
 static __attribute__((noinline)) void draw_keep_masks(const Attention& a, int64_t batch, const DropoutRows& rows, int64_t start,
                                                 int64_t stop, LaneMask* keep) {
   const int32_t* keys = a.key_position + batch * a.key_position_b;

@@ -5,10 +5,10 @@
 
 namespace {
 
-// 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. The polynomials are minimax, 7.5e-8 in relative error. (Degree 3,
-// 7.5e-5, would do for weights that are rounded to bf16, but not for the log-sum-exp.)
+// 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree 3,
+// 7.5e-5, is enough for weights that are rounded to bf16, but not for the log-sum-exp.)
 #if defined(__AVX512DQ__)
-INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {  // 0 elsewhere too
+INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {  // 0 in the other lanes
   Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 for -inf
   Vec p = 1.8777841277e-03f * f + 8.9891273624e-03f;
   p = p * f + 5.5826172901e-02f;
@@ -34,8 +34,8 @@ INLINE Vec exp2_or_zero(Vec x) {
 }
 #endif
 
-// Odd polynomial below 0.6 (minimax in relative error, 4e-9), where 1 - e^-2x would cancel; exact in the limits, NaN stays. The
-// derivative, 1 - tanh^2, needs these limits.
+// Odd polynomial below 0.6 (minimax, relative error 4e-9), where 1 - e^-2x would cancel; the limits are exact, as the
+// derivative 1 - tanh^2 requires. NaN stays NaN.
 INLINE Vec tanh_of(Vec x) {
   Vec y = x * x;
   Vec p = -5.659983170e-03f * y + 2.059098313e-02f;
@@ -51,9 +51,9 @@ INLINE Vec tanh_of(Vec x) {
 
 #if defined(UNDIVIDED_AMX)
 
-// 2^x as exp2_or_zero has it, of degree 4, 3.3e-6 in relative error, exact where x is an integer: a hundredth of what fp16 rounds
-// away, and where one key outweighs the others the log-sum-exp keeps all its digits. (The best without that, 2.6e-6, is at its
-// worst just there.) 0 where it is not asked for; elsewhere FlushToZero sees to small ones.
+// 2^x with a polynomial of degree 4, relative error 3.3e-6, exact for integer x. The error is a hundredth of fp16's
+// rounding, and if one key dominates, the log-sum-exp keeps all its digits. (The best polynomial without that condition
+// has 2.6e-6, and its largest error at the integers.) 0 in the lanes outside `where`; FlushToZero handles underflow.
 INLINE Vec exp2_approx(Vec x, __mmask16 where = 0xffff) {
   const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   Vec p = 1.3555747235e-02f * f + 5.2032369009e-02f;
@@ -63,9 +63,9 @@ INLINE Vec exp2_approx(Vec x, __mmask16 where = 0xffff) {
   return (Vec)_mm512_maskz_scalef_ps(where, (__m512)p, (__m512)x);
 }
 
-// tanh: x P(x^2) / Q(x^2), minimax in relative error, 1.3e-7 (4e-7 as rounded), up to 7.9, where it stays: 1 - 2.7e-7. NaN stays
-// NaN. Good for scores of half types; the derivative needs tanh_of, whose limits are exact. Several at once, step by step, because
-// each is one long chain; pairs share a division.
+// tanh as x P(x^2) / Q(x^2), minimax, relative error 1.3e-7 (4e-7 after rounding), constant from 7.9 on: 1 - 2.7e-7.
+// NaN stays NaN. Accurate enough for scores of 16-bit types; the derivative needs tanh_of, whose limits are exact. N
+// vectors at once, interleaved, because each is a long dependency chain; two share one division.
 template <int N>
 INLINE void tanh_approx(Vec (&x)[N]) {
   constexpr float above[] = {1.187728806e+04f, 5.189230084e+05f, 4.011954235e+06f};
@@ -91,7 +91,8 @@ INLINE void tanh_approx(Vec (&x)[N]) {
   for (int i = 0; i < N; i++) x[i] *= y[i & ~1];
 }
 
-// The natural logarithm of positive numbers, some 1e-7: a series in (m - 1) / (m + 1), with x = m * 2^e and m around 1.
+// The natural logarithm of positive numbers, error about 1e-7: a series in (m - 1) / (m + 1) for x = m * 2^e with m
+// around 1.
 INLINE Vec log_of(Vec x) {
   const Vec y = x * 1.41421356f;
   const Vec e = (Vec)_mm512_getexp_ps((__m512)y);

@@ -15,7 +15,8 @@ INLINE Vec shuffle(Vec a, Vec b) {
   return __builtin_shuffle(a, b, IVec{I...});
 #endif
 }
-// For lanes with bit `Step` clear a's lane, else b's lane Step lower; and the same one Step further on.
+// zip_low: lane i of `a` if bit `Step` of i is clear, else lane i - Step of `b`. zip_high: lane i + Step of `a`, or
+// lane i of `b`.
 template <int Step, int... I>
 INLINE Vec zip_low(Vec a, Vec b, std::integer_sequence<int, I...>) {
   return shuffle<((I & Step) ? kLanes + I - Step : I)...>(a, b);
@@ -53,7 +54,7 @@ INLINE void sum_stage(Vec (&x)[kLanes]) {
   }
 }
 
-// Lane i of the result is the sum over x[i].
+// Lane i of the result is the sum of the lanes of x[i].
 INLINE Vec lane_sums(Vec (&x)[kLanes]) {
   sum_stage<1>(x);
   sum_stage<2>(x);

@@ -1,7 +1,7 @@
-// Vectors of fp32 lanes in GCC's vector extensions, as wide as the instruction set that this file is compiled for.
+// Vectors of fp32 lanes in GCC's vector extensions, as wide as the instruction set of the compilation.
 //
-// Everything has internal linkage: the same header is compiled once for each instruction set, and nothing of a wider one
-// may be merged by the linker into a narrower.
+// Everything has internal linkage: each instruction set compiles this header, and the linker must never merge code of a
+// wider one into a narrower one.
 #pragma once
 
 #include <stdint.h>
@@ -15,9 +15,9 @@
 
 namespace {
 
-// kLanes follows the registers. kVectors x kBroadcasts accumulators, kVectors operands and a broadcast fill them: 3 x 8 of
-// 32 zmm (on Granite Rapids .90 of the multiply-add peak in L1, 2 x 8 .82), 3 x 4 of 16 ymm, 2 x 4 of 16 xmm (or of 32 on
-// ARM). AMX takes rows 2 x 16 at a time.
+// kLanes is the register width. kVectors x kBroadcasts accumulators, kVectors operands and one broadcast fill the
+// registers: 3 x 8 of 32 zmm (Granite Rapids: 90 % of the multiply-add peak in L1; 2 x 8: 82 %), 3 x 4 of 16 ymm, 2 x 4
+// of 16 xmm (or of 32 on ARM). With AMX a panel is 2 x 16 rows.
 #if defined(UNDIVIDED_AMX)
 constexpr int kLanes = 16, kVectors = 2, kBroadcasts = 8;
 #elif defined(__AVX512F__)
@@ -51,7 +51,7 @@ INLINE Vec splat(float x) { return Vec{} + x; }
 INLINE IVec isplat(int32_t x) { return IVec{} + x; }
 INLINE Vec load(const float* p) { return *(const UnalignedVec*)p; }
 INLINE void store(float* p, Vec x) { *(UnalignedVec*)p = x; }
-// b where either is NaN.
+// Returns b if either is NaN.
 INLINE Vec larger(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -77,7 +77,8 @@ INLINE uint32_t float_to_bits(float x) {
   return bits;
 }
 
-// x as it is rounded: no multiply-add takes the product that it is, so that the same numbers give the same bits elsewhere.
+// x, rounded: keeps the compiler from contracting the product x into a multiply-add, so that the same numbers give the
+// same bits everywhere.
 INLINE Vec rounded(Vec x) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(x));
@@ -91,7 +92,7 @@ INLINE Vec rounded(Vec x) {
   return x;
 }
 
-INLINE bool any(IVec condition) {  // of comparisons: lanes are 0 or -1
+INLINE bool any(IVec condition) {  // lanes of a comparison are 0 or -1
 #if defined(__AVX512DQ__)
   return _mm512_movepi32_mask((__m512i)condition) != 0;
 #elif defined(__AVX2__)
@@ -113,7 +114,7 @@ INLINE float to_float(Float16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  // exponents are rebiased by a multiplication, which also makes subnormal halves normal
+  // a multiplication rebiases the exponent, and also normalises subnormal halves
   uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
   return bits_to_float(sign | float_to_bits(bits_to_float(rest << 13) * 0x1p112f));
@@ -158,7 +159,7 @@ INLINE Vec load_as_float(const Float16* p) {
 #endif
 }
 
-INLINE UVec rounded_to_bf16(Vec x) {  // in the low halves
+INLINE UVec rounded_to_bf16(Vec x) {  // in the low 16 bits
   UVec bits = (UVec)x;
   UVec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return (x != x) ? UVec{} + 0x7fc0 : rounded;
@@ -181,7 +182,7 @@ INLINE void store_from_float(Float16* p, Vec x) {
 #endif
 }
 
-// Rounded to halves, side by side in 32 bits.
+// Two vectors rounded to 16 bits, pairs side by side in 32 bits.
 #if defined(__AVX512BF16__)
 INLINE Vec pair_bf16(Vec even, Vec odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
