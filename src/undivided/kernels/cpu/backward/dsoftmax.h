@@ -59,7 +59,7 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   if (kKind == kRanges || (kKind == kGeneral && d.has_ranges)) {
     const Panel& p = d.panel;
     IVec key = isplat((int32_t)(d.first + j));
-    auto bound = [&](const int32_t* of) { return *(const UnalignedIVec*)(of + v * kLanes); };
+    auto bound = [&](const int32_t* bounds) { return *(const UnalignedIVec*)(bounds + v * kLanes); };
     allowed = is_within(key, bound(p.start[0]), bound(p.stop[0]), bound(p.start[1]), bound(p.stop[1]));
   }
   if (kKind == kGeneral) {

@@ -229,7 +229,7 @@ static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradi
     const int64_t row = at + (keys.first + j) * stride;
     for (int64_t d = 0; d < dim; d += kLanes) {
       const Vec x = load(sums + (d / width * p.unit_keys + j) * kPanel + d % width);
-      put_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
+      store_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
       zero_or_nan += x * 0;
     }
   }

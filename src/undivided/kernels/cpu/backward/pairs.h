@@ -31,7 +31,7 @@ struct PairwiseSpace {
 };
 
 template <class T>
-INLINE void put_floats(const T* row, int64_t dim, float* to) {
+INLINE void widen_row(const T* row, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load_columns(row + d, dim - d));
 }
 INLINE void add_row_times(float x, const float* row, int64_t dim, float* to) {
@@ -49,20 +49,20 @@ class PairwiseHead {
     const T* k = (const T*)a_.k + block_.batch * a_.k_b + block_.kv_head * a_.k_h;
     const T* v = (const T*)a_.v + block_.batch * a_.v_b + block_.kv_head * a_.v_h;
     for (int64_t j = 0; j < a_.kv_len; j++)
-      put_floats(k + j * a_.k_s, a_.qk_dim, w_.k + j * dk_), put_floats(v + j * a_.v_s, a_.v_dim, w_.v + j * dv_);
+      widen_row(k + j * a_.k_s, a_.qk_dim, w_.k + j * dk_), widen_row(v + j * a_.v_s, a_.v_dim, w_.v + j * dv_);
     memset(w_.dk, 0, (size_t)(a_.kv_len * dk_) * 4), memset(w_.dv, 0, (size_t)(a_.kv_len * dv_) * 4);
     for (int64_t first = 0; first < block_.rows; first += kPanel) run_panel(first);
     const int64_t b = block_.batch, n = block_.kv_head;
     for (int64_t j = 0; j < a_.kv_len; j++) {
-      if (g_.dk) put(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
-      if (g_.dv) put(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
+      if (g_.dk) store_row(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
+      if (g_.dv) store_row(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
     }
   }
 
  private:
-  void put(void* gradient, int64_t at, const float* from, int64_t dim, bool accumulate) const {
+  void store_row(void* gradient, int64_t at, const float* from, int64_t dim, bool accumulate) const {
     for (int64_t d = 0; d < dim; d += kLanes)
-      put_gradient(p_, accumulate, (T*)gradient + at, (float*)gradient + at, d, dim - d, load(from + d));
+      store_gradient(p_, accumulate, (T*)gradient + at, (float*)gradient + at, d, dim - d, load(from + d));
   }
 
   void run_panel(int64_t first) {
@@ -74,14 +74,14 @@ class PairwiseHead {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
       row_terms_[r] = row_terms<T>(p_, block_.batch, head, row);
       const auto [q, grad] = row_pointers<T>(p_, block_, first + r);
-      put_floats(q, a_.qk_dim, w_.q + r * dk_), put_floats(grad, a_.v_dim, w_.grad + r * dv_);
+      widen_row(q, a_.qk_dim, w_.q + r * dk_), widen_row(grad, a_.v_dim, w_.grad + r * dv_);
     }
     for (int s = 0; s < panel.segments; s++)
       for (int64_t key = panel.segment[s].start; key < panel.segment[s].stop; key += kBlockKeys)
         run_keys(first, key, smaller_of(key + kBlockKeys, panel.segment[s].stop));
     for (int64_t r = 0; g_.dq && r < panel.rows; r++) {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
-      put(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * dk_, a_.qk_dim, false);
+      store_row(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * dk_, a_.qk_dim, false);
     }
   }
 

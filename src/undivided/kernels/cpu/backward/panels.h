@@ -7,7 +7,7 @@
 
 namespace {
 
-static void wait_for(const Backward& p, const int64_t* turn, int64_t index) {
+static void wait_for_turn(const Backward& p, const int64_t* turn, int64_t index) {
   for (int64_t tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != index && !is_out_of_range(p); tries++) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -64,7 +64,7 @@ struct RowPass {
     return PackedRows<Mode>(p.a, rows + panel * PackedRows<Mode>(p.a, nullptr).bytes);
   }
   void take_turn() {
-    if (!has_turn) wait_for(p, p.turn + head.index * p.row_blocks + block.row / (p.row_panels * kPanel), index);
+    if (!has_turn) wait_for_turn(p, p.turn + head.index * p.row_blocks + block.row / (p.row_panels * kPanel), index);
     has_turn = true;
   }
   float* dqt(int64_t panel) const {
@@ -234,7 +234,7 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
 
 // Adds what a key block receives from all panels of the row block: sums += A * rows / 2^bits.
 template <class Mode>
-static void add_block(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a, const float* rows,
+static void add_key_gradients(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a, const float* rows,
                       int64_t dim, [[maybe_unused]] int bits, float* sums) {
   constexpr int64_t slot = kSlot<Mode>, column = PackedRows<Mode>::kColumns;
   const int64_t panel = PackedRows<Mode>(s.p.a, nullptr).bytes / 4, out_column = s.p.unit_keys * kPanel;
@@ -259,8 +259,8 @@ static void key_block_step(RowPass<Mode>& s, int64_t block_key, int64_t block_st
   const Attention& a = s.p.a;
   int v_bits = 0, k_bits = 0;  // exponents of the scales in the sums of dV and dK
   if constexpr (kRowScaled<Mode>) v_bits = weight_bits<Mode>(a) + s.scales().grad, k_bits = s.scales().query + s.scales().score;
-  if (s.p.g.dv) add_block(s, slots, block_key, block_stop - block_key, s.w.weights, rows.grad, a.v_dim, v_bits, s.w.dv);
-  if (s.p.g.dk) add_block(s, slots, block_key, block_stop - block_key, s.w.scores, rows.q, a.qk_dim, k_bits, s.w.dk);
+  if (s.p.g.dv) add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.weights, rows.grad, a.v_dim, v_bits, s.w.dv);
+  if (s.p.g.dk) add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.scores, rows.q, a.qk_dim, k_bits, s.w.dk);
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
 #if defined(UNDIVIDED_AMX)
       if constexpr (kParts<Mode> > 1) {
         Vec parts[kParts<Mode>];
-        auto scaled = [&](int64_t of) { return row[of] ? load_partial(row[of] + d, dim - d) * unit[of] : Vec{}; };
+        auto scaled = [&](int64_t i) { return row[i] ? load_partial(row[i] + d, dim - d) * unit[i] : Vec{}; };
         split_pairs<Part<Mode>, kParts<Mode>>(scaled(r), scaled(r + 1), parts);
         for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;

@@ -28,7 +28,7 @@ class ValueNorms {
   // Whether the gradients of scores keep their precision next to their upper bound. In the worst case all keys have
   // equal weights; at D = 128 and this limit they are 2^-6.5 on average, with a bound of 2^15 and errors of 2^-27: a
   // relative error of 2^-20, as in sums of fp32.
-  bool are_alike() const { return max_norm() * (float)count_ <= 0x1p17f * sqrtf(square_sum_ / (float)larger_of(count_, 1)); }
+  bool keeps_precision() const { return max_norm() * (float)count_ <= 0x1p17f * sqrtf(square_sum_ / (float)larger_of(count_, 1)); }
 
  private:
   const Attention& a_;
@@ -52,7 +52,7 @@ static void scale_rows(const Backward& p, const Head& head, int64_t row_block, c
   const float longest_v = value_norms.max_norm() * (a.dropout ? (float)a.survivor_scale : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
   const int grad = scale_bits(largest_grad), weights = weight_bits<Mode>(a);
-  bool row_scales = value_norms.are_alike() && is_scale_valid(grad);
+  bool row_scales = value_norms.keeps_precision() && is_scale_valid(grad);
   int least = kMaxScaleBits;
   for (int64_t r = 0; r < round_up(block.rows, kPanel); r++) {
     float &ds_scale = p.ds_scale[first + r], &dq_scale = p.dq_scale[first + r], &delta = p.delta[first + r];
@@ -116,7 +116,7 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
 
 // Stores a vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
 template <class T>
-INLINE void put_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
+INLINE void store_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
                          Vec sums) {
   const float* from = (const float*)&sums;
   const bool whole_heads = left >= kLanes;
@@ -152,7 +152,7 @@ static void finish_row_block(const Backward& p, const Head& head, int64_t row_bl
       for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};
       transpose(x);
       for (int64_t i = 0; i < count; i++) {
-        put_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unit);
+        store_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unit);
         zero_or_nan += x[i] * 0;
       }
     }

@@ -35,8 +35,8 @@ class Block {
   Block(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)),
         checks_finite_(block.rows > 1 && (a.ranges || a.dense)) {
-    const Segment reach = reach_of(a, block);
-    from_ = larger_of(reach.start, block.key), to_ = smaller_of(reach.stop, block.key_stop);
+    const Segment extent = key_extent(a, block);
+    from_ = larger_of(extent.start, block.key), to_ = smaller_of(extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
     narrow_ = to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
               longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <= kMaxRowBytes;
@@ -79,7 +79,7 @@ class Block {
         KeyBlock<Mode>& key_block = key_block_at(t);
         if (key_block.start == kEmpty) place_key_block(i, t, key_block);
         const int64_t last = round_up(smaller_of(last_key(p), stop), kPackStep);
-        if (key_block.packed < smaller_of(last, key_block.stop)) pack(key_block, smaller_of(last, key_block.stop));
+        if (key_block.packed_to < smaller_of(last, key_block.stop)) pack(key_block, smaller_of(last, key_block.stop));
         step(p, sums, key_block, t, stop, prefetch);
       }
       finish(p, sums);
@@ -139,16 +139,16 @@ class Block {
   void mark(int64_t row, bool non_finite) { w_.non_finite[row] = non_finite, any_non_finite_ |= non_finite; }
   // Computes one row by itself, in scratch that is no longer in use.
   void recompute_row(int64_t r) {
-    RowBlock alone = block_;
-    alone.row += r, alone.rows = 1, alone.next_block = nullptr;
-    if (alone.partials) alone.partials += r * round_up(a_.v_dim + 2, 16);
-    Block(a_, alone, w_.rest).run();
+    RowBlock single_row = block_;
+    single_row.row += r, single_row.rows = 1, single_row.next_block = nullptr;
+    if (single_row.partials) single_row.partials += r * round_up(a_.v_dim + 2, 16);
+    Block(a_, single_row, w_.rest).run();
   }
 
   // Whether a panel sees some of the keys [start, stop), which come after those of the previous call.
   static bool meets(Panel& p, int64_t start, int64_t stop) {
-    while (p.next < p.segments && p.segment[p.next].stop <= start) p.next++;
-    return p.next < p.segments && p.segment[p.next].start < stop;
+    while (p.next_segment < p.segments && p.segment[p.next_segment].stop <= start) p.next_segment++;
+    return p.next_segment < p.segments && p.segment[p.next_segment].start < stop;
   }
 
   static int64_t last_key(const Panel& p) { return p.segment[p.segments - 1].stop; }
@@ -161,7 +161,7 @@ class Block {
     uint8_t visible[kBlockKeys] = {};  // a key in a gap may share a pair with a visible one
     for (int64_t i = first; i < count_; i++) {
       const Panel& p = w_.panels[i];
-      for (int s = p.next; s < p.segments && p.segment[s].start < block_stop; s++) {
+      for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
         const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
         if (start >= stop) continue;
         from = smaller_of(from, start), to = larger_of(to, stop);
@@ -175,14 +175,14 @@ class Block {
   }
 
   void pack(KeyBlock<Mode>& key_block, int64_t stop) {
-    [[maybe_unused]] const int64_t start = key_block.packed;
+    [[maybe_unused]] const int64_t start = key_block.packed_to;
     [[maybe_unused]] const RangeCheck previous = range_check_;
     pack_keys(a_, block_, stop, key_block, range_check_);
 #if defined(UNDIVIDED_AMX)
     if constexpr (kParts<Mode> > 1) {
       if (!range_check_.out_of_range() || previous.out_of_range() || !(a_.dense || a_.bias)) return;
       clear_masked_keys(key_block, start, stop);
-      key_block.packed = start, range_check_ = previous;
+      key_block.packed_to = start, range_check_ = previous;
       pack_keys(a_, block_, stop, key_block, range_check_);
     }
 #endif
@@ -202,7 +202,7 @@ class Block {
 
   // One panel with the keys [t, block_stop) of a key block that it sees.
   void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t t, int64_t block_stop, Prefetch& prefetch) {
-    for (int s = p.next; s < p.segments && p.segment[s].start < block_stop; s++) {
+    for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, block_stop), kKeyStep<Mode>);
       while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, block_stop))  // in the same step

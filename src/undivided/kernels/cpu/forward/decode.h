@@ -54,10 +54,10 @@ struct Steps {
   int64_t key = chunk.key;
   int segment = 0;
 
-  void find(const KeyChunk& of, int64_t from, int64_t keys, Step<T>& step) const {
+  void find(const KeyChunk& chunk, int64_t from, int64_t keys, Step<T>& step) const {
     step.key = from, step.keys = keys;
-    step.k.find(key_rows<T>(a, of.batch, of.kv_head), from, keys, (of.kv_heads - 1) * a.k_h + a.qk_dim);
-    step.v.find(value_rows<T>(a, of.batch, of.kv_head), from, keys, (of.kv_heads - 1) * a.v_h + a.v_dim);
+    step.k.find(key_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.k_h + a.qk_dim);
+    step.v.find(value_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.v_h + a.v_dim);
   }
   void next(Step<T>& step) {
     for (; segment < panel.segments; segment++) {
@@ -113,14 +113,14 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   StepPrefetch k_prefetch, v_prefetch;
   // a head's second product follows the next head's first one, so that neither waits for the softmax between them
   int64_t pending = -1;
-  auto finish_head = [&](const Step<T>& of) {
+  auto finish_head = [&](const Step<T>& current) {
     HeadState state = state_of(pending);
     float decay[kRowSlots];
-    float* found = engine.to_scores(state, weights, of.keys);
+    float* found = engine.to_scores(state, weights, current.keys);
     for_each_pass(round_up_rows(rows), [&](auto count, int64_t r) {
-      decode_softmax<decltype(count)::value>(a, p, state, r, of.key, of.keys, Engine::kBits, found + r * kDecodeStepKeys, decay);
+      decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits, found + r * kDecodeStepKeys, decay);
     });
-    engine.multiply_values(a, state, of, pending, found, decay, v_prefetch);
+    engine.multiply_values(a, state, current, pending, found, decay, v_prefetch);
   };
   for (steps.next(*step); step->keys;) {
     steps.next(*next);

@@ -109,7 +109,7 @@ class AmxStep {
     }
     uint16_t rebase_rows[kVectors] = {0xffff, 0xffff};
     with_vectors(vectors_, [&](auto v) {
-      if (lack_base(max_score_, vectors_, rebase_rows)) rebase<v.value>(i, scores, visible, rebase_rows);
+      if (find_rows_without_base(max_score_, vectors_, rebase_rows)) rebase<v.value>(i, scores, visible, rebase_rows);
       if (weights<v.value>(i, scores, visible, rebase_rows)) return;
       rebase<v.value>(i, scores, visible, rebase_rows);
       weights<v.value>(i, scores, visible, nullptr);
@@ -135,14 +135,14 @@ class AmxStep {
   void rebase(int64_t i, const float* scores, const LaneMask* visible, const uint16_t* rebase_rows) {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
     for (int v = 0; v < kVectors; v++) rise[v] = score_bias_.rise(i, v, kMaxBaseRise<Half>);
-    bool shrinks = false;
+    bool needs_rescale = false;
     score_bias_.template with_block<P == 1, false>(
-        i, [&](const auto& score_bias) { shrinks = find_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay); });
-    if (!shrinks) return;
+        i, [&](const auto& score_bias) { needs_rescale = update_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay); });
+    if (!needs_rescale) return;
     if (i + 1 < blocks_) store_scores(i + 1);
     multiply_v(i);
-    if (has_block_sums_ && separate_sums_) shrink(decay, o_depth<Mode>(a_), block_sums_);
-    if (has_sums_ || has_block_sums_) shrink(decay, o_depth<Mode>(a_), ot_);
+    if (has_block_sums_ && separate_sums_) rescale(decay, o_depth<Mode>(a_), block_sums_);
+    if (has_sums_ || has_block_sums_) rescale(decay, o_depth<Mode>(a_), ot_);
     for (int v = 0; v < kVectors; v++) store(total_ + v * kLanes, load(total_ + v * kLanes) * decay[v]);
   }
 
@@ -199,7 +199,7 @@ static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const 
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
     // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
     if ((a.dense || forbids) && memchr(visible_keys, 0, (size_t)keys)) {
-      put_v<Mode>(key_block.own_v + (start - key_block.start) * key_block.own_v_stride, key_block.own_v_stride, keys, a.v_dim, visible_keys, w.v_own,
+      pack_v<Mode>(key_block.source_v + (start - key_block.start) * key_block.source_v_stride, key_block.source_v_stride, keys, a.v_dim, visible_keys, w.v_own,
                   range_check);
       v = w.v_own;
     }

@@ -43,9 +43,9 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;
   if (has_score_bias && memchr(visible, 0, (size_t)keys)) {
     // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
-    const typename Mode::T* from = key_block.own_v + (start - key_block.start) * key_block.own_v_stride;
-    if constexpr (Arith::kPairs) interleave(from, key_block.own_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
-    else widen(from, key_block.own_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
+    const typename Mode::T* from = key_block.source_v + (start - key_block.start) * key_block.source_v_stride;
+    if constexpr (Arith::kPairs) interleave(from, key_block.source_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
+    else widen(from, key_block.source_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
     v = (const typename Mode::PackedV*)w.v_own;
     v_stride = a.v_dim, v_group = 0;
   } else if constexpr (Arith::kPairs) {

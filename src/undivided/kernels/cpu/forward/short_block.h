@@ -104,9 +104,9 @@ class ShortBlock {
  private:
   // Computes one row by itself, in scratch that is no longer in use.
   void recompute_row(int64_t r) const {
-    RowBlock alone = block_;
-    alone.row += r, alone.rows = 1, alone.next_block = nullptr;
-    ShortBlock(a_, alone, w_.rest).run();
+    RowBlock single_row = block_;
+    single_row.row += r, single_row.rows = 1, single_row.next_block = nullptr;
+    ShortBlock(a_, single_row, w_.rest).run();
   }
 
 
@@ -199,8 +199,8 @@ class ShortBlock {
       const T *k[kShortStep], *v[kShortStep];
       const int64_t key = origin_ + step * kShortStep;
       for (int64_t i = 0; i < kShortStep; i++) {
-        const bool wanted = key + i >= packed_from_ && key + i < packed_to_;
-        k[i] = wanted ? k_(key + i) : (const T*)w_.zeros, v[i] = wanted ? v_(key + i) : (const T*)w_.zeros;
+        const bool in_use = key + i >= packed_from_ && key + i < packed_to_;
+        k[i] = in_use ? k_(key + i) : (const T*)w_.zeros, v[i] = in_use ? v_(key + i) : (const T*)w_.zeros;
       }
       char *to_k = w_.k + slot(step) * k_bytes_, *to_v = w_.v + slot(step) * v_bytes_;
       if constexpr (P > 1) {
@@ -215,19 +215,19 @@ class ShortBlock {
 
 
   // What a group of 16 rows sees, in units of 16 keys from the panel's first step.
-  struct Reach {
+  struct GroupExtent {
     int64_t first, last, rows;
     int64_t all_from, all_to;  // keys that all its rows see
   };
-  Reach reach_of_group(const ShortPanel& p, int64_t g) const {
-    Reach reach = {0, 0, larger_of(0, smaller_of(p.rows - g * kTileRows, kTileRows)), 0, 0};
+  GroupExtent group_extent(const ShortPanel& p, int64_t g) const {
+    GroupExtent extent = {0, 0, larger_of(0, smaller_of(p.rows - g * kTileRows, kTileRows)), 0, 0};
     const __m512i start = _mm512_load_si512(p.start + g * kTileRows), stop = _mm512_load_si512(p.stop + g * kTileRows);
-    const __mmask16 rows = (__mmask16)((1u << reach.rows) - 1), some = _mm512_mask_cmplt_epi32_mask(rows, start, stop);
-    if (!some) return reach;
-    reach.all_from = _mm512_mask_reduce_max_epi32(rows, start), reach.all_to = _mm512_mask_reduce_min_epi32(rows, stop);
-    reach.first = (_mm512_mask_reduce_min_epi32(some, start) - p.key) / kTileRows;
-    reach.last = (_mm512_mask_reduce_max_epi32(some, stop) - p.key + kTileRows - 1) / kTileRows;
-    return reach;
+    const __mmask16 rows = (__mmask16)((1u << extent.rows) - 1), some = _mm512_mask_cmplt_epi32_mask(rows, start, stop);
+    if (!some) return extent;
+    extent.all_from = _mm512_mask_reduce_max_epi32(rows, start), extent.all_to = _mm512_mask_reduce_min_epi32(rows, stop);
+    extent.first = (_mm512_mask_reduce_min_epi32(some, start) - p.key) / kTileRows;
+    extent.last = (_mm512_mask_reduce_max_epi32(some, stop) - p.key + kTileRows - 1) / kTileRows;
+    return extent;
   }
 
   void copy_queries(const ShortPanel& p) {
@@ -251,7 +251,7 @@ class ShortBlock {
     }
     pack(p);
     copy_queries(p);
-    const Reach group[2] = {reach_of_group(p, 0), reach_of_group(p, 1)};
+    const GroupExtent group[2] = {group_extent(p, 0), group_extent(p, 1)};
     const int64_t first = step_of(p.key), steps = p.steps();
     Prefetch prefetch;
     if (!streams_) prefetch_rows(prefetch, a_.out, a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
@@ -262,8 +262,8 @@ class ShortBlock {
     for (int64_t t = 0; t < steps; t++) {
       int quarters = 0;
       for (int i = 0; i < 4; i++) quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
-      const Operands of = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
-      previous.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, of, depth_, previous, prefetch);
+      const Operands operands = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
+      previous.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, operands, depth_, previous, prefetch);
       previous.at = w_.scores + t * kStepScores<P>, previous.row = kScoreRow<P>;
     }
     previous.all();
@@ -273,18 +273,18 @@ class ShortBlock {
     write(p, max_score, total);
   }
 
-  void softmax(const ShortPanel& p, int64_t g, const Reach& reach, float* max_score, float* total, Prefetch& prefetch) const {
+  void softmax(const ShortPanel& p, int64_t g, const GroupExtent& extent, float* max_score, float* total, Prefetch& prefetch) const {
     char* scores = w_.scores + g * kScoreGroup<P>;
-    for (int64_t j = reach.first; j < reach.last; j++) {
+    for (int64_t j = extent.first; j < extent.last; j++) {
       const int64_t key = p.key + j * kTileRows;
-      if (key >= reach.all_from && key + kTileRows <= reach.all_to) continue;
-      mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, reach.rows, key,
+      if (key >= extent.all_from && key + kTileRows <= extent.all_to) continue;
+      mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, extent.rows, key,
                   scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
-    softmax_rows<Mode>(scores, reach.first, reach.last, reach.rows, score_unit<Mode>(a_).log2, max_score, total, prefetch);
+    softmax_rows<Mode>(scores, extent.first, extent.last, extent.rows, score_unit<Mode>(a_).log2, max_score, total, prefetch);
   }
 
-  void multiply_v(int64_t first, int64_t steps, const Reach (&group)[2], Prefetch& prefetch) const {
+  void multiply_v(int64_t first, int64_t steps, const GroupExtent (&group)[2], Prefetch& prefetch) const {
     const char* v[kMaxShortSteps];
     GroupRun runs[kMaxShortSteps];
     int count = 0;

@@ -32,7 +32,7 @@ INLINE void larger_stage(Vec (&x)[kLanes]) {
 
 // Subtracts a row's base from its scores.
 template <int P>
-static void lower_scores(char* scores, int64_t first, int64_t last, float base) {
+static void subtract_base(char* scores, int64_t first, int64_t last, float base) {
   for (int64_t j = first; j < last; j++) {
     float* s = (float*)(scores + j / 2 * kStepScores<P> + j % 2 * 64);
     store(s, load(s) - base);
@@ -63,7 +63,7 @@ static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, 
   const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
   store(max_score, high[0]);
   for (int64_t r = 0; r < rows && any(large); r++)
-    if (large[r]) lower_scores<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
+    if (large[r]) subtract_base<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
   Vec sum[kLanes] = {};
   for (int64_t r = 0; r < rows; r++) {
     const Vec b = splat(base[r]);

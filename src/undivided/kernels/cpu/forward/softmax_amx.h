@@ -74,9 +74,9 @@ static __attribute__((noinline)) bool softmax_block(const float* scores, const E
 // decay is the factor of the earlier sums. Returns whether some sums must be rescaled. A row's base depends on its own
 // scores only, so that its result does not depend on its neighbours.
 template <int V, class Extra>
-static bool find_base(const float* scores, const Extra& score_bias, const LaneMask* visible, const uint16_t* rebase_rows, const Vec* rise, float factor,
+static bool update_base(const float* scores, const Extra& score_bias, const LaneMask* visible, const uint16_t* rebase_rows, const Vec* rise, float factor,
                       float* max_score, Vec* decay) {
-  bool shrinks = false;
+  bool needs_rescale = false;
   Vec high[V];
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity);
   for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
@@ -93,14 +93,14 @@ static bool find_base(const float* scores, const Extra& score_bias, const LaneMa
     Vec now = (Vec)_mm512_mask_mov_ps((__m512)previous, rebase_rows[v], (__m512)(above > previous + kHeadroom / factor ? above : previous));
     IVec grown = (now != previous) & (previous != -kInfinity);
     decay[v] = grown ? exp2_or_zero((previous - now) * factor) : splat(1);
-    shrinks |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
+    needs_rescale |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;
     store(max_score + v * kLanes, now);
   }
-  return shrinks;
+  return needs_rescale;
 }
 
 // The rows without a base.
-static bool lack_base(const float* max_score, int vectors, uint16_t* rows) {
+static bool find_rows_without_base(const float* max_score, int vectors, uint16_t* rows) {
   bool some = false;
   for (int v = 0; v < vectors; v++) {
     rows[v] = _mm512_cmp_ps_mask((__m512)load(max_score + v * kLanes), (__m512)splat(-kInfinity), _CMP_EQ_OQ);

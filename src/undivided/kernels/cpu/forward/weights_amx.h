@@ -34,7 +34,7 @@ INLINE Vec pair_weights(Vec even, Vec odd, BFloat16) {  // ties, one in 2^16, ro
 INLINE Vec pair_weights(Vec even, Vec odd, Float16) { return pair_halves(even, odd, Float16()); }
 
 // ot[i][rows] *= decay[rows] for i < count.
-static void shrink(const Vec* decay, int64_t count, float* ot) {
+static void rescale(const Vec* decay, int64_t count, float* ot) {
   const Vec low = decay[0], high = decay[1];
   for (int64_t i = 0; i < count; i++, ot += kPanel) {
     store(ot, load(ot) * low);

@@ -158,8 +158,8 @@ struct Operands {
 };
 // The given quarters of C += A * B; the first product stores the pending tiles and starts from zero.
 template <class T, int N, int Quarters, bool kFirst>
-INLINE void multiply_quarters(const Operands& of, const PendingTiles& previous) {
-  const Operands x = of;
+INLINE void multiply_quarters(const Operands& operands, const PendingTiles& previous) {
+  const Operands x = operands;
   auto multiply = [&](auto tile, bool first) {
     constexpr int C = decltype(tile)::value;
     if (kFirst && first) PendingTiles::quarter<C>(previous), tile_zero<C>();
@@ -181,8 +181,8 @@ INLINE void multiply_quarters(const Operands& of, const PendingTiles& previous) 
 
 // The given quarters of the scores of 32 rows and 32 keys.
 template <class T, int N, int Quarters>
-static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
-  Operands x = of;
+static __attribute__((noinline)) void score_quarters(const Operands& operands, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
+  Operands x = operands;
   multiply_quarters<T, N, Quarters, true>(x, previous);
   for (int64_t s = 1; s < steps; s++) {
     prefetch.step_rows();
@@ -193,8 +193,8 @@ static __attribute__((noinline)) void score_quarters(const Operands& of, int64_t
 }
 // Computes these quarters, or more, with the nearest instantiation.
 template <class T, int N>
-static int score_step(int quarters, const Operands& of, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
-  auto call = [&](auto which) { return score_quarters<T, N, which.value>(of, steps, previous, prefetch), which.value; };
+static int score_step(int quarters, const Operands& operands, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
+  auto call = [&](auto which) { return score_quarters<T, N, which.value>(operands, steps, previous, prefetch), which.value; };
   if (quarters == 13) return call(std::integral_constant<int, 13>());  // on the diagonal
   if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
   if (quarters == 1) return call(std::integral_constant<int, 1>());

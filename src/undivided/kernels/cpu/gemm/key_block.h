@@ -84,14 +84,14 @@ template <class Mode>
 struct KeyBlock {
   typedef typename Mode::T T;
   int64_t start, stop;  // the keys that some panel needs
-  int64_t packed;  // keys before this one are packed
+  int64_t packed_to;  // keys before this one are packed
   const void* k;
   int64_t k_stride;
   const typename Mode::PackedV* v;  // row (or pair) of key `start`
   int64_t v_stride;
   int64_t v_group;  // see multiply_values
-  const T *own_k, *own_v;  // the row of key `start` in the caller's memory, or gathered from pages
-  int64_t own_k_stride, own_v_stride;
+  const T *source_k, *source_v;  // the row of key `start` in the caller's memory, or gathered from pages
+  int64_t source_k_stride, source_v_stride;
   bool gathers_pages, copies_k, copies_v;
   KeyBlockSpace space;
   uint8_t visible[kBlockKeys];  // by some panel, from `start` on
@@ -104,21 +104,21 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
                        bool row_major, KeyBlock<Mode>& key_block) {
   typedef typename Mode::T T;
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
-  key_block.start = key_block.packed = start, key_block.stop = stop, key_block.space = w;
+  key_block.start = key_block.packed_to = start, key_block.stop = stop, key_block.space = w;
   // a block within one page is read in place, except on AMX, whose steps reach beyond the visible keys
   key_block.gathers_pages = !k.is_contiguous(start, stop) || (Mode::kAmx && a.pages);
-  key_block.own_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start), key_block.own_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
-  key_block.own_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start), key_block.own_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
-  key_block.k = key_block.own_k, key_block.k_stride = key_block.own_k_stride;
+  key_block.source_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start), key_block.source_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
+  key_block.source_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start), key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
+  key_block.k = key_block.source_k, key_block.k_stride = key_block.source_k_stride;
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
   key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2);
   key_block.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
-    key_block.copies_k = shared && key_block.own_k_stride * 4 >= kMaxInPlaceStride, key_block.copies_v = shared;
-    if (row_major) key_block.copies_v = key_block.own_v_stride * 4 >= kMaxInPlaceStride;
+    key_block.copies_k = shared && key_block.source_k_stride * 4 >= kMaxInPlaceStride, key_block.copies_v = shared;
+    if (row_major) key_block.copies_v = key_block.source_v_stride * 4 >= kMaxInPlaceStride;
     if (row_major && key_block.copies_v) key_block.v_stride = a.v_dim;
     else if (shared && !row_major) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
-    else key_block.v = key_block.own_v, key_block.v_stride = key_block.own_v_stride;
+    else key_block.v = key_block.source_v, key_block.v_stride = key_block.source_v_stride;
   }
   if (!key_block.copies_k) return;
   key_block.k = w.k;
@@ -128,7 +128,7 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
 #if defined(UNDIVIDED_AMX)
 // Packs V of `keys` keys for the second product.
 template <class Mode>
-static void put_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* to,
+static void pack_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* to,
                   [[maybe_unused]] RangeCheck& range_check) {
   if constexpr (kParts<Mode> > 1) split_v<Mode>(v, stride, keys, columns, visible, kBlockKeys / kTileDepth, to, range_check);
   else transpose_v(v, stride, keys, columns, visible, kBlockKeys / kTileDepth, to);
@@ -141,22 +141,22 @@ template <class Mode>
 static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, KeyBlock<Mode>& key_block,
                       [[maybe_unused]] RangeCheck& range_check) {
   typedef typename Mode::T T;
-  const int64_t start = key_block.packed, first = start - key_block.start, count = stop - start;
+  const int64_t start = key_block.packed_to, first = start - key_block.start, count = stop - start;
   const uint8_t* visible = key_block.visible + first;
   if (key_block.gathers_pages) {
     gather_pages(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, visible, (T*)key_block.space.k_rows + first * a.qk_dim);
     gather_pages(value_rows<T>(a, block.batch, block.kv_head), start, stop, a.v_dim, visible, (T*)key_block.space.v_rows + first * a.v_dim);
   }
-  const T *k = key_block.own_k + first * key_block.own_k_stride, *v = key_block.own_v + first * key_block.own_v_stride;
-  const int64_t k_s = key_block.own_k_stride, v_s = key_block.own_v_stride;
-  key_block.packed = stop;
+  const T *k = key_block.source_k + first * key_block.source_k_stride, *v = key_block.source_v + first * key_block.source_v_stride;
+  const int64_t k_s = key_block.source_k_stride, v_s = key_block.source_v_stride;
+  key_block.packed_to = stop;
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kAmx) {
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
     char* packed = key_block.space.k + first * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>;
     if constexpr (kParts<Mode> > 1) split_k<Mode>(k, k_s, keys, count, a.qk_dim, visible, packed, range_check);
     else pack_k(k, k_s, keys, count, a.qk_dim, packed);
-    put_v<Mode>(v, v_s, keys, a.v_dim, visible, key_block.space.v + first / kTileDepth * kTileBytes, range_check);
+    pack_v<Mode>(v, v_s, keys, a.v_dim, visible, key_block.space.v + first / kTileDepth * kTileBytes, range_check);
     return;
   } else
 #endif

@@ -51,9 +51,9 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
   return reduce_sum(total) + rest;
 }
 
-// to[row][keys] = rows . keys. turned: room for the transposed keys.
+// to[row][keys] = rows . keys. transposed: room for the transposed keys.
 static inline void score_rows(const float* const* rows, int64_t count, const float* const* keys, int64_t key_count, int64_t dim,
-                              float* turned, float* to) {
+                              float* transposed, float* to) {
   if (key_count <= kMinTransposedKeys) {
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < kLanes; j++) to[r * kPanel + j] = j < key_count ? dot_of(rows[r], keys[j], dim) : 0.0f;
@@ -63,13 +63,13 @@ static inline void score_rows(const float* const* rows, int64_t count, const flo
   for (int v = 0; v < vectors; v++) {
     const float* some[kLanes] = {};
     for (int64_t j = 0; j < smaller_of(key_count - v * kLanes, kLanes); j++) some[j] = keys[v * kLanes + j];
-    transpose_rows<Direct>(some, dim, dim, turned + v * kLanes);
+    transpose_rows<Direct>(some, dim, dim, transposed + v * kLanes);
   }
   for (int64_t r = 0; r < count;) {  // as many rows at once as have the same distance
     const int64_t stride = r + 1 < count ? rows[r + 1] - rows[r] : 0;
     int64_t stop = r + 1;
     while (stop < count && rows[stop] - rows[stop - 1] == stride) stop++;
-    multiply_scores<Fma>(turned, rows[r], stride, dim, stop - r, to + r * kPanel, vectors);
+    multiply_scores<Fma>(transposed, rows[r], stride, dim, stop - r, to + r * kPanel, vectors);
     r = stop;
   }
 }

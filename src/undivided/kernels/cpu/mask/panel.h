@@ -18,15 +18,15 @@ struct Panel {
   int64_t first, rows;  // first: index in the row block
   bool has_sums;  // whether its sums have been written
   bool row_major;  // whether its sums are stored row by row; see gemm/row_product.h
-  int64_t covered[2][2];  // keys that every row sees through its first range, and through its second
-  int segments, next;  // next: the first segment that later key blocks may touch
+  int64_t common[2][2];  // keys that every row sees through its first range, and through its second
+  int segments, next_segment;  // next_segment: the first one that later key blocks may touch
   Segment segment[kMaxSegments];
 
   // Vectors that hold rows.
   int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
   // Whether every row sees keys [from, to) through the same one of its ranges.
   bool covers(int64_t from, int64_t to) const {
-    return (covered[0][0] <= from && to <= covered[0][1]) || (covered[1][0] <= from && to <= covered[1][1]);
+    return (common[0][0] <= from && to <= common[0][1]) || (common[1][0] <= from && to <= common[1][1]);
   }
 };
 
@@ -37,7 +37,7 @@ INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bou
 }
 
 static void find_segments(Panel& p) {
-  p.segments = p.next = 0;
+  p.segments = p.next_segment = 0;
   for (int side = 0; side < 2; side++)
     for (int r = 0; r < p.rows; r++) {
       Segment s = {p.start[side][r], p.stop[side][r]};
@@ -86,13 +86,13 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
       start = larger_of(start, p.start[side][r]);
       stop = smaller_of(stop, p.stop[side][r]);
     }
-    p.covered[side][0] = start, p.covered[side][1] = stop;
+    p.common[side][0] = start, p.common[side][1] = stop;
   }
   if (a.ranges || a.band) {
     find_segments(p);
   } else {
     p.segment[0] = {0, a.kv_len};
-    p.segments = a.kv_len > 0, p.next = 0;
+    p.segments = a.kv_len > 0, p.next_segment = 0;
   }
 }
 
@@ -118,11 +118,11 @@ static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t 
 }
 
 // From the first to the last key that some row of a block sees.
-static Segment reach_of(const Attention& a, const RowBlock& block) {
+static Segment key_extent(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return {0, a.kv_len};
-  Segment reach = {a.kv_len, 0};
+  Segment extent = {a.kv_len, 0};
   auto include = [&](int64_t start, int64_t stop) {
-    if (start < stop) reach = {smaller_of(reach.start, start), larger_of(reach.stop, stop)};
+    if (start < stop) extent = {smaller_of(extent.start, start), larger_of(extent.stop, stop)};
   };
   if (a.ranges)
     for (int64_t r = 0; r < block.rows; r++) {
@@ -134,7 +134,7 @@ static Segment reach_of(const Attention& a, const RowBlock& block) {
       const int64_t row = (block.row + r) % a.q_len;
       include(larger_of(0, row + a.first), smaller_of(a.kv_len, row + a.last));
     }
-  return reach;
+  return extent;
 }
 
 // The largest distance between the first and the last key that a row of a block sees.

@@ -169,17 +169,17 @@ template <class B, bool kCapped, bool kApproximate, bool kLarge>
 class BiasedScores {
  public:
   static constexpr bool kHasLarge = kLarge;
-  BiasedScores(const AmxScoreBias& of, int64_t first)
-      : positions_(of.a_.slopes != nullptr),
-        factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_ * (double)kLog2E)),
-        cap_((float)(of.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? of.scale_ / of.a_.softcap : of.scale_)),
-        natural_cap_((float)of.a_.softcap), words_(of.words_ + first / kPerWord * kPanel) {
+  BiasedScores(const AmxScoreBias& source, int64_t first)
+      : positions_(source.a_.slopes != nullptr),
+        factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_ * (double)kLog2E)),
+        cap_((float)(source.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_)),
+        natural_cap_((float)source.a_.softcap), words_(source.words_ + first / kPerWord * kPanel) {
     if (!positions_) return;
     // relative to the first key of the step, so that they are exact in fp32
-    const int32_t* positions = of.a_.key_position + of.batch_ * of.a_.key_position_b;
-    const int32_t origin = positions[of.start_ + first];
-    for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(of.position_[v] - origin, Vec), slope_[v] = of.slope_[v];
-    for (int64_t j = 0; j < kSoftmaxKeys; j++) key_[j] = (float)(positions[smaller_of(of.start_ + first + j, of.a_.kv_len - 1)] - origin);
+    const int32_t* positions = source.a_.key_position + source.batch_ * source.a_.key_position_b;
+    const int32_t origin = positions[source.start_ + first];
+    for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(source.position_[v] - origin, Vec), slope_[v] = source.slope_[v];
+    for (int64_t j = 0; j < kSoftmaxKeys; j++) key_[j] = (float)(positions[smaller_of(source.start_ + first + j, source.a_.kv_len - 1)] - origin);
   }
   template <int V>
   INLINE_MEMBER void operator()(int64_t j, const Bases<V>& bases, Vec (&x)[2 * V]) const {

@@ -32,7 +32,7 @@ INLINE IVec is_large(Vec base) { return (Vec)((UVec)base & 0x7fffffffu) >= kLarg
 
 // Whether a row saw no key, from its largest score and its total: a NaN score is never the largest, but makes the total
 // NaN.
-INLINE bool is_empty(float most, float total) { return most == -kInfinity && total == 0; }
+INLINE bool is_empty(float max_score, float total) { return max_score == -kInfinity && total == 0; }
 
 // Whether a row's sums may contain foreign values: infinite and NaN values of keys that the row does not see, which it
 // meets with a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.

@@ -16,10 +16,10 @@ struct Chunks {
 };
 Chunks split_keys(const Attention& a, int64_t heads) {
   Chunks chunks;
-  std::vector<Reach> reach((size_t)a.batch);
+  std::vector<KeyExtent> extent((size_t)a.batch);
   int64_t total = 0;
   for (int64_t b = 0; b < a.batch; b++) {
-    Reach& r = reach[(size_t)b] = reach_of(a, b);
+    KeyExtent& r = extent[(size_t)b] = key_extent(a, b);
     total += std::max(r.stop - r.start, (int64_t)0);
   }
   const int64_t key_bytes = heads * (a.qk_dim + a.v_dim) * (a.dtype == kFloat32 ? 4 : 2);
@@ -27,7 +27,7 @@ Chunks split_keys(const Attention& a, int64_t heads) {
   const int64_t target_keys = std::max(total * (a.kv_heads / heads) / limits.chunks, limits.min_bytes / key_bytes);
   const int64_t keys = std::min((target_keys + 63) / 64 * 64, limits.max_keys);
   for (int64_t b = 0; b < a.batch; b++) {
-    const Reach r = reach[(size_t)b];
+    const KeyExtent r = extent[(size_t)b];
     chunks.per_sequence.push_back(r.stop > r.start ? (r.stop - r.start + keys - 1) / keys : 0);
     for (int64_t n = 0; n < a.kv_heads; n += heads)
       for (int64_t key = r.start; key < r.stop; key += keys)

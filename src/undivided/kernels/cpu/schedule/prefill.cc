@@ -36,9 +36,9 @@ struct KeyParts {
   int64_t start = 0, size = 0, count = 0;
 };
 KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
-  const Reach reach = reach_of(a, batch);
-  if (reach.stop <= reach.start) return {};
-  const int64_t start = reach.start / block_keys * block_keys, key_blocks = (reach.stop - start + block_keys - 1) / block_keys;
+  const KeyExtent extent = key_extent(a, batch);
+  if (extent.stop <= extent.start) return {};
+  const int64_t start = extent.start / block_keys * block_keys, key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
   const int64_t size = (key_blocks + parts - 1) / parts;
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }

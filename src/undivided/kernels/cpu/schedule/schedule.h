@@ -29,21 +29,21 @@ inline int64_t threads_for(const Attention& a) {
 inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
 
 // From the first to the last key that some row of a sequence sees.
-struct Reach {
+struct KeyExtent {
   int64_t start, stop;
 };
-inline Reach reach_of(const Attention& a, int64_t batch) {
+inline KeyExtent key_extent(const Attention& a, int64_t batch) {
   if (a.band)
     return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
   if (!a.ranges) return {0, a.kv_len};
-  Reach reach = {a.kv_len, 0};
+  KeyExtent extent = {a.kv_len, 0};
   for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {
     const int32_t* range = a.ranges + batch * a.ranges_b + i;
     if (range[0] >= range[1]) continue;
-    reach.start = std::min(reach.start, (int64_t)range[0]);
-    reach.stop = std::max(reach.stop, (int64_t)range[1]);
+    extent.start = std::min(extent.start, (int64_t)range[0]);
+    extent.stop = std::max(extent.stop, (int64_t)range[1]);
   }
-  return reach;
+  return extent;
 }
 
 }  // namespace undivided
