@@ -12,7 +12,7 @@ extern "C" {
 // axis of q, k, v and out has stride 1. A stride of 0 broadcasts. With pages, k and v are pools of pages, and k_b and
 // v_b are their strides from page to page.
 struct Attention {
-  int64_t size;  // sizeof(Attention); a library of another version is refused
+  int64_t size;   // sizeof(Attention); a library of another version is refused
   int64_t dtype;  // of q, k, v, out: see Type
   int64_t batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim;
   int64_t threads;
@@ -66,7 +66,7 @@ struct Gradients {
   int64_t size;  // sizeof(Gradients)
   // of dq, dk, dv: kFloat32, or the problem's type; if accumulate is not 0 (kFloat32 only), dk and dv are added to
   int64_t type, accumulate;
-  int64_t attempt;  // 0, and one more after each kOutOfRange; kPairwise after kNonFinite
+  int64_t attempt;       // 0, and one more after each kOutOfRange; kPairwise after kNonFinite
   const void* grad_out;  // of the problem's type; the last axis has stride 1
   int64_t grad_out_b, grad_out_h, grad_out_s;
   const float* grad_lse;  // [B, H, Sq] or null

@@ -30,7 +30,8 @@ struct CpuFeatures {
   bool has_avx2() const {
     constexpr uint32_t kFma = 1 << 12, kMovbe = 1 << 22, kAvx = 1 << 28, kF16c = 1 << 29;
     constexpr uint32_t kBmi1 = 1 << 3, kAvx2 = 1 << 5, kBmi2 = 1 << 8, kLzcnt = 1 << 5, kSaved = 0x6;  // xmm, ymm
-    return has(ecx1, kFma | kMovbe | kAvx | kF16c) && has(ebx7, kBmi1 | kAvx2 | kBmi2) && has(ecx_extended, kLzcnt) && has(xcr0, kSaved);
+    return has(ecx1, kFma | kMovbe | kAvx | kF16c) && has(ebx7, kBmi1 | kAvx2 | kBmi2) && has(ecx_extended, kLzcnt) &&
+           has(xcr0, kSaved);
   }
   // F, BW, DQ, VL
   bool has_avx512() const {

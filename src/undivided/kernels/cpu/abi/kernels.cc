@@ -102,13 +102,15 @@ bool use_small_forward(const Attention& a) {
 }
 template <class Half>
 bool can_decode(const Attention& a) {
-  return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) &&
+         with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
-    return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes, layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+    return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
+                     layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
   });
 }
 template <class Half>
@@ -116,10 +118,10 @@ void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* next_chunk, fl
   with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, next_chunk, partials, scratch); });
 }
 template <class Half>
-void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count, int64_t stride) {
-  with_engine<Half>(a, [&](auto e) {
-    merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride);
-  });
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
+           int64_t stride) {
+  with_engine<Half>(
+      a, [&](auto e) { merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride); });
 }
 
 template <class Half>
@@ -144,7 +146,8 @@ void key_unit(const Backward& p, const KeyUnit& unit, char* scratch) {
 }
 template <class Half>
 void finish_rows(const Backward& p, int64_t head, int64_t row_block) {
-  with_block_mode<Half>(p.a.dtype, [&](auto mode) { finish_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
+  with_block_mode<Half>(p.a.dtype,
+                        [&](auto mode) { finish_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
 int64_t pairwise_scratch(const Attention& a) { return PairwiseSpace(a, nullptr).bytes; }
@@ -193,15 +196,18 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
-  return {name, prefill<Half>, short_key_limit, block_rows, kPackingRows, kPanel, kBlockKeys, block_scratch<Half>, block<Half>,
-          can_decode<Half>, chunk_scratch<Half>, chunk<Half>, merge<Half>, gradients<Half>, row_panels<Half>, rows_layout<Half>, key_scratch<Half>, begin_rows<Half>,
-          key_unit<Half>, finish_rows<Half>, pairwise_scratch, pairwise, peak<Half>};
+  return {
+      name,           prefill<Half>,       short_key_limit,  block_rows,        kPackingRows,        kPanel,
+      kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
+      merge<Half>,    gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
+      key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};
 }
 
 }  // namespace
 
 namespace undivided {
-extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
+extern const Kernels UNDIVIDED_JOIN(kernels_,
+                                    UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
 #if defined(UNDIVIDED_AMX)
 extern const Kernels kernels_amx_bf16 = kernels_named<BFloat16>("amx_bf16");
 #endif

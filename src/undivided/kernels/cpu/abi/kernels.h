@@ -25,7 +25,7 @@ struct RowBlock {
   int64_t cost;
   int64_t key = 0, key_stop = INT64_MAX;
   float* partials = nullptr;
-  int64_t short_keys = 0;  // no row sees more keys than this, at most `short_key_limit`; 0: no limit
+  int64_t short_keys = 0;                // no row sees more keys than this, at most `short_key_limit`; 0: no limit
   const RowBlock* next_block = nullptr;  // the block that this thread probably takes next
 };
 
@@ -56,10 +56,10 @@ struct Backward {
   float *base, *lse, *delta;
   // the same shape: factor of the row's weights if the log-sum-exp leaves sinks out (see row_terms); or null
   float* sink_share;
-  float* dqt;           // [B, N, panels, Dk, panel]
-  char* packed;  // [B, N, panels]: Q and dO packed for the products; null: they are packed for each pass
-  int32_t* key_extent;  // [B, N, panels, 2]: the keys [start, stop) that some row of the panel sees
-  int64_t* turn;  // [B, N, row_blocks]: index of the key unit that may add to dqt next; see backward/driver.h
+  float* dqt;            // [B, N, panels, Dk, panel]
+  char* packed;          // [B, N, panels]: Q and dO packed for the products; null: they are packed for each pass
+  int32_t* key_extent;   // [B, N, panels, 2]: the keys [start, stop) that some row of the panel sees
+  int64_t* turn;         // [B, N, row_blocks]: index of the key unit that may add to dqt next; see backward/driver.h
   float* max_grad_norm;  // [B, N, panels]: the largest norm of a row of dO, if it scales the scores' gradients
   int64_t *out_of_range, *non_finite;  // set to 1; see kOutOfRange and kNonFinite
   // If rows have scales of their own (see kRowScaled): [B, N, panels, panel], the factor that makes dS of P * (dP -
@@ -85,8 +85,8 @@ struct Kernels {
   // the largest number of query rows of a block whose rows see this many keys (as in RowBlock)
   int64_t (*block_rows)(const Attention&, int64_t short_keys);
   int64_t packing_rows;  // cost of packing the keys of a block, in rows
-  int64_t panel;        // query rows that one micro-kernel call covers
-  int64_t block_keys;  // keys of a key block
+  int64_t panel;         // query rows that one micro-kernel call covers
+  int64_t block_keys;    // keys of a key block
   // is_short: no row sees more than short_key_limit keys
   int64_t (*block_scratch)(const Attention&, int64_t rows, bool is_short);
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are out of range
@@ -97,7 +97,7 @@ struct Kernels {
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // as prefill, for gradients
-  int64_t (*row_panels)(int64_t dtype);  // the largest number of panels of a row block
+  int64_t (*row_panels)(int64_t dtype);                             // the largest number of panels of a row block
   // returns the bytes of the shared arrays; base null: only counts
   int64_t (*layout_rows)(Backward&, int64_t heads, char* base);
   int64_t (*key_scratch)(const Backward&);

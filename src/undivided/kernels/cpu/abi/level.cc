@@ -23,7 +23,7 @@ bool request_tile_permission() {
 
 #ifdef UNDIVIDED_X86
 const Kernels* const kLevels[] = {
-    &kernels_generic, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
+    &kernels_generic,  &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
 #ifdef UNDIVIDED_AMX
     &kernels_amx_bf16, &kernels_amx,
 #endif

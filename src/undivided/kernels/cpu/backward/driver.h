@@ -65,7 +65,8 @@ static void row_block_step(RowPass<Mode>& s, int64_t row_block) {
   if constexpr (kRowScaled<Mode>) s.unit = ldexpf(1, -weight_bits<Mode>(p.a) - s.scales().grad - kInputBits<Mode>);
   s.next = row_prefetch<Mode>(p, s.head, row_block + 1);
   const int64_t stop = s.keys.first + s.keys.count;
-  for (int64_t block_key = s.keys.first; block_key < stop; block_key += kBlockKeys) key_block_step(s, block_key, smaller_of(block_key + kBlockKeys, stop));
+  for (int64_t block_key = s.keys.first; block_key < stop; block_key += kBlockKeys)
+    key_block_step(s, block_key, smaller_of(block_key + kBlockKeys, stop));
   s.take_turn();
   __atomic_store_n(p.turn + s.head.index * p.row_blocks + row_block, s.index + 1, __ATOMIC_RELEASE);
 }
@@ -88,7 +89,8 @@ static void run_unit(const Backward& p, const Head& head, int64_t index, const B
   }
   const int64_t b = head.batch, n = head.kv_head;
   if (g.dk) write_keys<Mode>(p, keys, g.dk, b * g.dk_b + n * g.dk_h, g.dk_s, a.qk_dim, w.dk, scores);
-  if (g.dv) write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, kHeadScaled<Mode> ? weights : 0);
+  if (g.dv)
+    write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, kHeadScaled<Mode> ? weights : 0);
 }
 
 template <class Mode>

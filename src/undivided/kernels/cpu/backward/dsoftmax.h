@@ -19,17 +19,17 @@ struct DSoftmaxInputs {
   const Attention& a;
   const Panel& panel;
   const float *base, *lse, *delta, *sink_share;  // of its rows, as in Backward
-  const float *st, *dpt;  // [key of the key block][kPanel]
+  const float *st, *dpt;                         // [key of the key block][kPanel]
   float* score_bias;  // what is added to the scores; replaced by its gradients if writes_bias_gradient
   const LaneMask* keep;
   int64_t first;  // first key of the key block
-  int vectors;  // vectors that hold rows
+  int vectors;    // vectors that hold rows
   bool has_ranges, has_bias, writes_bias_gradient;
-  bool has_large_base;  // whether some row's base is large, see kLargeBase
-  double scale;  // of the raw scores
+  bool has_large_base;    // whether some row's base is large, see kLargeBase
+  double scale;           // of the raw scores
   const float* ds_scale;  // per row: dS of P * (dP - delta), all scales included
-  float unit;  // undoes the scales of P and dP
-  float bits;  // exponent of the power of two that scales P up
+  float unit;             // undoes the scales of P and dP
+  float bits;             // exponent of the power of two that scales P up
   int64_t* out_of_range;
 };
 enum Kind { kUnmasked, kRanges, kGeneral };
@@ -54,7 +54,8 @@ template <Kind kKind, bool kDrops>
 INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   const float cap = (float)d.a.softcap;
-  Vec s = load(d.st + at), grad = load(d.dpt + at), ds_scale = load(d.ds_scale + v * kLanes), score = rounded(s * (float)d.scale);
+  Vec s = load(d.st + at), grad = load(d.dpt + at), ds_scale = load(d.ds_scale + v * kLanes),
+      score = rounded(s * (float)d.scale);
   IVec allowed = isplat(-1);
   if (kKind == kRanges || (kKind == kGeneral && d.has_ranges)) {
     const Panel& p = d.panel;
@@ -93,8 +94,8 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
 }
 
 template <class Mode, Kind kKind, bool kDrops>
-static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int64_t start, int64_t stop, Weight<Mode>* weights,
-                                                  Weight<Mode>* scores, float* pairs) {
+static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int64_t start, int64_t stop,
+                                                    Weight<Mode>* weights, Weight<Mode>* scores, float* pairs) {
   if constexpr (Mode::Arith::kPairs) {
     for (int64_t j = start & ~(int64_t)1; j < stop; j += 2)
 #pragma GCC unroll 4
@@ -127,11 +128,13 @@ static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int
 }
 
 // Whether entries depend on more than the raw scores and ranges.
-INLINE bool is_general(const DSoftmaxInputs& d) { return d.has_bias || d.a.softcap != 0 || d.has_large_base || d.sink_share; }
+INLINE bool is_general(const DSoftmaxInputs& d) {
+  return d.has_bias || d.a.softcap != 0 || d.has_large_base || d.sink_share;
+}
 
 template <class Mode>
 static void dsoftmax_any(const DSoftmaxInputs& d, int64_t start, int64_t stop, Weight<Mode>* weights,
-                       Weight<Mode>* scores, float* pairs) {
+                         Weight<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
   auto call = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
@@ -144,8 +147,8 @@ static void dsoftmax_any(const DSoftmaxInputs& d, int64_t start, int64_t stop, W
 }
 
 // Adds the gradients of the scores [start, stop) to those of bias and slopes.
-static void add_bias_gradients(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel, const float* u,
-                    int64_t block_key, int64_t start, int64_t stop) {
+static void add_bias_gradients(const Backward& p, const RowBlock& block, int64_t first, const Panel& panel,
+                               const float* u, int64_t block_key, int64_t start, int64_t stop) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   for (int64_t r = 0; r < panel.rows; r++) {

@@ -20,7 +20,8 @@ INLINE void multiply_block(const char* a, int64_t group, const float* b, int64_t
   const int64_t steps = depth * 2 / kTileDepth, part = steps * kTileBytes;
   const AmxOperand rows = {a + group * P * part, 64, kTileBytes, P * part, part, depth * kPanelBytes};
   multiply_first<T, true, kVectors, N>(rows.at, rows, (const char*)b, nullptr, (char*)done);
-  for (int64_t s = 1; s < steps; s++) multiply_step<T, kVectors, N>(rows.at + s * kTileBytes, rows, (const char*)b + s * kGroupStride);
+  for (int64_t s = 1; s < steps; s++)
+    multiply_step<T, kVectors, N>(rows.at + s * kTileBytes, rows, (const char*)b + s * kGroupStride);
 }
 
 // Stores 32 16-bit numbers of a row of A.
@@ -76,7 +77,8 @@ constexpr float kMaxScoreGradient = std::is_same<Half, Float16>::value ? kMaxFlo
 
 // Weights and gradients of scores of kSoftmaxKeys keys, from `first` on.
 template <class Mode, Kind kKind, bool kDrops>
-static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
+static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights,
+                                                     Part<Mode>* scores, float* pairs) {
   constexpr bool checked = !std::is_same<typename Mode::T, BFloat16>::value;
   UVec largest = {};
   for (int64_t j = first; j < first + kSoftmaxKeys; j += 2) {
@@ -85,17 +87,21 @@ static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, in
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; v++) x[i][v] = dsoftmax<kKind, kDrops>(d, j + i, v);
-    if constexpr (kParts<Mode> == 1) store_dsoftmax(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
+    if constexpr (kParts<Mode> == 1)
+      store_dsoftmax(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
     else store_dsoftmax_parts<kParts<Mode>>(x, weights + j * kPanel, scores + j * kPanel, pairs + j / 2 * kPanel);
     for (int i = 0; checked && i < 2; i++)  // as an unsigned number NaN is the largest
-      for (int v = 0; v < kVectors; v++) largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x[i][v].score << 1));
+      for (int v = 0; v < kVectors; v++)
+        largest = (UVec)_mm512_max_epu32((__m512i)largest, (__m512i)((UVec)x[i][v].score << 1));
   }
   const UVec limit = (UVec)splat(kMaxScoreGradient<Part<Mode>>) << 1;
-  if (checked && _mm512_cmpgt_epu32_mask((__m512i)largest, (__m512i)limit)) __atomic_store_n(d.out_of_range, 1, __ATOMIC_RELAXED);
+  if (checked && _mm512_cmpgt_epu32_mask((__m512i)largest, (__m512i)limit))
+    __atomic_store_n(d.out_of_range, 1, __ATOMIC_RELAXED);
 }
 
 template <class Mode>
-static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores, float* pairs) {
+static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores,
+                            float* pairs) {
   const bool drops = d.a.dropout != 0;
   auto call = [&](auto kind) {
     constexpr Kind chosen = decltype(kind)::value;
@@ -110,15 +116,17 @@ static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* 
 // to[i][lanes] += sums[i][lanes] * unit[lanes] for i < count.
 static void add_scaled(const float* sums, int64_t count, const Vec (&unit)[kVectors], float* to) {
   for (int64_t i = 0; i < count * kPanel; i += kPanel)
-    for (int v = 0; v < kVectors; v++) store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unit[v]);
+    for (int v = 0; v < kVectors; v++)
+      store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unit[v]);
 }
 
 // multiply_key_gradients on AMX, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], kSoftmaxKeys keys
 // at a time; in fp32 through `sums`, scaled by `unit`.
 template <class Mode>
-static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mode>* a, int64_t a_slot, const float* b, int64_t b_panel, int64_t b_column,
-                                                      const Slots& slots, int64_t keys, int64_t columns, float* out,
-                                                      int64_t out_column, float unit, float* sums) {
+static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mode>* a, int64_t a_slot, const float* b,
+                                                                 int64_t b_panel, int64_t b_column, const Slots& slots,
+                                                                 int64_t keys, int64_t columns, float* out,
+                                                                 int64_t out_column, float unit, float* sums) {
   typedef Part<Mode> Half;
   constexpr bool separate_sums = kIsFloat32<Mode>;
   constexpr int N = kProducts<Mode>;
@@ -135,7 +143,8 @@ static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mo
       }
     for (int64_t c = 0; count && c < columns; c++) {
       char* to = (char*)(out + c * out_column + j * kPanel);
-      multiply_first<Half, separate_sums, kVectors, N>(from[0], rows, with[0] + c * b_column * 4, to, separate_sums && done ? (char*)sums : done);
+      multiply_first<Half, separate_sums, kVectors, N>(from[0], rows, with[0] + c * b_column * 4, to,
+                                                       separate_sums && done ? (char*)sums : done);
       if (separate_sums && done) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
       for (int n = 1; n < count; n++) multiply_step<Half, kVectors, N>(from[n], rows, with[n] + c * b_column * 4);
       done = to;

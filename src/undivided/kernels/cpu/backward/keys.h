@@ -10,13 +10,13 @@ struct BackwardSpace {
   Panel* panels;
   DropoutRows* dropout_rows;
   LaneMask* keep;
-  char *k, *v, *k_pairs, *k_own;  // copies of the keys' rows, unless they are read in place; k_pairs for dQ
-  char* rows;  // PackedRows of the block's panels, unless packed beforehand
-  float *st, *dpt;  // unless they become weights in place
-  char *weights, *scores;         // P and dS: [slot][key][kPanel]
+  char *k, *v, *k_pairs, *k_own;     // copies of the keys' rows, unless they are read in place; k_pairs for dQ
+  char* rows;                        // PackedRows of the block's panels, unless packed beforehand
+  float *st, *dpt;                   // unless they become weights in place
+  char *weights, *scores;            // P and dS: [slot][key][kPanel]
   float *pairs, *score_bias, *sums;  // sums: of dQ^T, or of dK and dV, if these are summed apart first
-  float *dk, *dv;  // [column panel][key][kPanel]
-  char* head;  // the arrays of a head's rows if the unit has all of its keys: see layout_rows, or SmallSpace
+  float *dk, *dv;                    // [column panel][key][kPanel]
+  char* head;        // the arrays of a head's rows if the unit has all of its keys: see layout_rows, or SmallSpace
   uint8_t* visible;  // one flag per key of the unit
   bool is_small;
   int64_t bytes;
@@ -40,13 +40,16 @@ static int64_t layout_rows(Backward& p, int64_t heads, char* base) {
   const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
   const int64_t packed = panels * PackedRows<Mode>(p.a, nullptr).bytes;
   Arena arena{base};
-  p.base = (float*)arena.allocate(lanes * 4), p.lse = (float*)arena.allocate(lanes * 4), p.delta = (float*)arena.allocate(lanes * 4);
+  p.base = (float*)arena.allocate(lanes * 4), p.lse = (float*)arena.allocate(lanes * 4),
+  p.delta = (float*)arena.allocate(lanes * 4);
   p.sink_share = excludes_sinks(p) ? (float*)arena.allocate(lanes * 4) : nullptr;
   p.dqt = p.g.dq ? (float*)arena.allocate(lanes * dq_depth<Mode>(p) * 4) : nullptr;
   p.key_extent = (int32_t*)arena.allocate(panels * 8), p.turn = (int64_t*)arena.allocate(blocks * 8);
   p.max_grad_norm = (float*)arena.allocate(kHeadScaled<Mode> ? panels * 4 : 0);
-  p.ds_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0), p.dq_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0);
-  p.row_scales = (undivided::RowScales*)arena.allocate(kRowScaled<Mode> ? blocks * (int64_t)sizeof(undivided::RowScales) : 0);
+  p.ds_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0),
+  p.dq_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0);
+  p.row_scales =
+      (undivided::RowScales*)arena.allocate(kRowScaled<Mode> ? blocks * (int64_t)sizeof(undivided::RowScales) : 0);
   p.packed = packed <= kMaxPackedBytes ? arena.allocate(packed) : nullptr;
   return arena.bytes;
 }
@@ -66,7 +69,8 @@ static BackwardSpace layout_backward(const Backward& p, char* base) {
   w.keep = (LaneMask*)arena.allocate(a.dropout ? kBlockKeys * kVectors * (int64_t)sizeof(LaneMask) : 0);
   w.st = (float*)arena.allocate(st), w.dpt = (float*)arena.allocate(st);
   w.pairs = (float*)arena.allocate(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
-  w.sums = (float*)arena.allocate(Mode::kAmx && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
+  w.sums = (float*)arena.allocate(
+      Mode::kAmx && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
   w.k = arena.allocate(copy_bytes<Mode>(p, a.qk_dim)), w.v = arena.allocate(copy_bytes<Mode>(p, a.v_dim));
   w.k_pairs = arena.allocate(pairs ? p.unit_keys * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
   w.k_own = arena.allocate(has_score_bias && !pairs ? kBlockKeys * a.qk_dim * 4 : 0);
@@ -137,13 +141,15 @@ static void find_visible_keys(const Backward& p, const Head& head, int64_t key, 
   memset(visible, 0, (size_t)count);
   with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
     for (int s = 0; s < panel.segments; s++) {
-      const int64_t start = larger_of(panel.segment[s].start - key, 0), stop = smaller_of(panel.segment[s].stop - key, count);
+      const int64_t start = larger_of(panel.segment[s].start - key, 0),
+                    stop = smaller_of(panel.segment[s].stop - key, count);
       if (start < stop) memset(visible + start, 1, (size_t)(stop - start));
     }
   });
 }
 // Clears keys that a dense mask or a bias hides from every row. score_bias: room for kBlockKeys x kPanel.
-static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* score_bias, uint8_t* visible) {
+static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* score_bias,
+                              uint8_t* visible) {
   for (int64_t t = 0; t < count; t += kBlockKeys) {
     const int64_t keys = smaller_of(kBlockKeys, count - t);
     uint8_t by_some[kBlockKeys] = {}, by_panel[kBlockKeys];
@@ -176,7 +182,8 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     };
     find_visible_keys(p, head, key, count, visible);
     bool row_scales = split();
-    if (!row_scales && (a.dense || a.bias)) clear_masked_keys(p, head, key, count, w.score_bias, visible), row_scales = split();
+    if (!row_scales && (a.dense || a.bias))
+      clear_masked_keys(p, head, key, count, w.score_bias, visible), row_scales = split();
     if (!row_scales) report_out_of_range(p);
     return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
   } else if constexpr (Mode::kAmx) {
@@ -192,7 +199,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
   } else
 #endif
-  if constexpr (!Mode::Arith::kPairs) {
+      if constexpr (!Mode::Arith::kPairs) {
     const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
     for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
     for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
@@ -215,12 +222,13 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 template <class Mode>
 INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
   const int64_t keys = smaller_of(round_up(count, Mode::kAmx ? kKeyStep<Mode> : kBroadcasts), p.unit_keys);
-  for (int64_t c = 0; c < ColumnPanels(dim).panels; c++) memset(sums + c * p.unit_keys * kPanel, 0, (size_t)(keys * kPanel) * 4);
+  for (int64_t c = 0; c < ColumnPanels(dim).panels; c++)
+    memset(sums + c * p.unit_keys * kPanel, 0, (size_t)(keys * kPanel) * 4);
 }
 
 template <class Mode>
-static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride, int64_t dim,
-                       const float* sums, int bits) {
+static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride,
+                       int64_t dim, const float* sums, int bits) {
   typedef typename Mode::T T;
   const int64_t width = ColumnPanels(dim).width;
   const float unit = ldexpf(1, -bits);

@@ -16,14 +16,17 @@ struct PairwiseSpace {
   DropoutRows* dropout_rows;
   LaneMask* keep;
   float *score_bias, *q, *grad, *dq;  // of a panel
-  float *k, *v, *dk, *dv;        // of a head
+  float *k, *v, *dk, *dv;             // of a head
   int64_t bytes;
   PairwiseSpace(const Attention& a, char* base) {
     Arena arena{base};
     const int64_t qk_bytes = round_up(a.qk_dim, kLanes) * 4, v_bytes = round_up(a.v_dim, kLanes) * 4;
-    panel = (Panel*)arena.allocate((int64_t)sizeof(Panel)), dropout_rows = (DropoutRows*)arena.allocate((int64_t)sizeof(DropoutRows));
-    keep = (LaneMask*)arena.allocate(kBlockKeys * kVectors * (int64_t)sizeof(LaneMask)), score_bias = (float*)arena.allocate(kBlockKeys * kPanel * 4);
-    q = (float*)arena.allocate(kPanel * qk_bytes), dq = (float*)arena.allocate(kPanel * qk_bytes), grad = (float*)arena.allocate(kPanel * v_bytes);
+    panel = (Panel*)arena.allocate((int64_t)sizeof(Panel)),
+    dropout_rows = (DropoutRows*)arena.allocate((int64_t)sizeof(DropoutRows));
+    keep = (LaneMask*)arena.allocate(kBlockKeys * kVectors * (int64_t)sizeof(LaneMask)),
+    score_bias = (float*)arena.allocate(kBlockKeys * kPanel * 4);
+    q = (float*)arena.allocate(kPanel * qk_bytes), dq = (float*)arena.allocate(kPanel * qk_bytes),
+    grad = (float*)arena.allocate(kPanel * v_bytes);
     k = (float*)arena.allocate(a.kv_len * qk_bytes), dk = (float*)arena.allocate(a.kv_len * qk_bytes);
     v = (float*)arena.allocate(a.kv_len * v_bytes), dv = (float*)arena.allocate(a.kv_len * v_bytes);
     bytes = arena.bytes;
@@ -54,8 +57,10 @@ class PairwiseHead {
     for (int64_t first = 0; first < block_.rows; first += kPanel) run_panel(first);
     const int64_t b = block_.batch, n = block_.kv_head;
     for (int64_t j = 0; j < a_.kv_len; j++) {
-      if (g_.dk) store_row(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
-      if (g_.dv) store_row(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
+      if (g_.dk)
+        store_row(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
+      if (g_.dv)
+        store_row(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
     }
   }
 
@@ -95,7 +100,8 @@ class PairwiseHead {
     for (int64_t r = 0; r < panel.rows; r++)
       for (int64_t j = start; j < stop; j++) {
         float& score_bias = w_.score_bias[(j - start) * kPanel + r];
-        const bool inside = (j >= panel.start[0][r] && j < panel.stop[0][r]) || (j >= panel.start[1][r] && j < panel.stop[1][r]);
+        const bool inside =
+            (j >= panel.start[0][r] && j < panel.stop[0][r]) || (j >= panel.start[1][r] && j < panel.stop[1][r]);
         const bool sees = row_terms_[r].base != kInfinity && inside && !(has_score_bias && score_bias == -kInfinity);
         const float d_score = sees ? run_pair(r, j, start, has_score_bias ? score_bias : 0) : 0;
         if (has_score_bias) score_bias = d_score;
@@ -117,7 +123,8 @@ class PairwiseHead {
       const float survivor = keep[r % kLanes];
       used = survivor != 0 ? used * survivor : 0, d_weight = survivor != 0 ? d_weight * survivor : 0;
     }
-    const float d_score = weight * (d_weight - row.delta), d_product = d_score * (cap != 0 ? scale * (1 - capped * capped) : scale);
+    const float d_score = weight * (d_weight - row.delta),
+                d_product = d_score * (cap != 0 ? scale * (1 - capped * capped) : scale);
     add_row_times(d_product, k, dk_, w_.dq + r * dk_);
     add_row_times(d_product, q, dk_, w_.dk + j * dk_);
     add_row_times(used, grad, dv_, w_.dv + j * dv_);

@@ -56,10 +56,15 @@ struct RowPass {
   const float* of_rows(const float* array) const { return array + head.index * p.panels * kPanel + block.row; }
   // Of a panel: ds_scale (see DSoftmaxInputs), and the factor that undoes the scales of its dQ.
   const float* ds_scale(int64_t panel) const {
-    return kRowScaled<Mode> ? p.ds_scale + (head.index * p.panels * kPanel + block.row + panel * kPanel) : uniform_ds_scale;
+    return kRowScaled<Mode> ? p.ds_scale + (head.index * p.panels * kPanel + block.row + panel * kPanel)
+                            : uniform_ds_scale;
   }
-  const float* dq_scale(int64_t panel) const { return p.dq_scale + (head.index * p.panels * kPanel + block.row + panel * kPanel); }
-  undivided::RowScales scales() const { return p.row_scales[head.index * p.row_blocks + block.row / (p.row_panels * kPanel)]; }
+  const float* dq_scale(int64_t panel) const {
+    return p.dq_scale + (head.index * p.panels * kPanel + block.row + panel * kPanel);
+  }
+  undivided::RowScales scales() const {
+    return p.row_scales[head.index * p.row_blocks + block.row / (p.row_panels * kPanel)];
+  }
   PackedRows<Mode> packed(int64_t panel) const {
     return PackedRows<Mode>(p.a, rows + panel * PackedRows<Mode>(p.a, nullptr).bytes);
   }
@@ -76,29 +81,51 @@ struct RowPass {
 // Reads mask, bias and dropout of a panel and the keys [start, stop) of a key block, which lie in one segment. False if
 // no row sees any of them.
 template <class Mode>
-static bool read_segment(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop, uint8_t* visible) {
+static bool read_segment(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop,
+                         uint8_t* visible) {
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const int64_t first = index * kPanel, key = block_key + start;
   if (a.bias || a.dense || a.slopes)
-    if (!fill_score_bias(a, s.block, first, w.panels[index], key, block_key + stop, w.score_bias + start * kPanel, visible)) return false;
-  if (a.dropout) draw_keep_masks(a, s.block.batch, w.dropout_rows[index], key, smaller_of(block_key + stop, a.kv_len), w.keep + start * kVectors);
+    if (!fill_score_bias(a, s.block, first, w.panels[index], key, block_key + stop, w.score_bias + start * kPanel,
+                         visible))
+      return false;
+  if (a.dropout)
+    draw_keep_masks(a, s.block.batch, w.dropout_rows[index], key, smaller_of(block_key + stop, a.kv_len),
+                    w.keep + start * kVectors);
   return true;
 }
 
 template <class Mode>
-static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop, const float* st,
-                        const float* dpt) {
+static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop,
+                                const float* st, const float* dpt) {
   const Attention& a = s.p.a;
   const Panel& panel = s.w.panels[index];
   const int64_t key = block_key + start, first = index * kPanel;
   const bool has_score_bias = a.bias || a.dense || a.slopes, covered = panel.covers(key, block_key + stop);
   IVec large = {};
   for (int v = 0; v < panel.vectors(); v++) large |= is_large(load(s.of_rows(s.p.lse) + first + v * kLanes));
-  return {a, panel, s.of_rows(s.p.base) + first, s.of_rows(s.p.lse) + first, s.of_rows(s.p.delta) + first,
-          s.p.sink_share ? s.of_rows(s.p.sink_share) + first : nullptr, st, dpt, s.w.score_bias, s.w.keep, block_key, panel.vectors(), !has_score_bias && !covered,
-          has_score_bias, s.p.g.bias || s.p.g.slopes, any(large), ldexp(a.scale, -2 * kInputBits<Mode>), s.ds_scale(index), s.unit,
-          (float)weight_bits<Mode>(a), s.p.out_of_range};
+  return {a,
+          panel,
+          s.of_rows(s.p.base) + first,
+          s.of_rows(s.p.lse) + first,
+          s.of_rows(s.p.delta) + first,
+          s.p.sink_share ? s.of_rows(s.p.sink_share) + first : nullptr,
+          st,
+          dpt,
+          s.w.score_bias,
+          s.w.keep,
+          block_key,
+          panel.vectors(),
+          !has_score_bias && !covered,
+          has_score_bias,
+          s.p.g.bias || s.p.g.slopes,
+          any(large),
+          ldexp(a.scale, -2 * kInputBits<Mode>),
+          s.ds_scale(index),
+          s.unit,
+          (float)weight_bits<Mode>(a),
+          s.p.out_of_range};
 }
 
 // Clears P or dS of keys [from, to) of a panel.
@@ -125,19 +152,20 @@ static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t bl
   float *st = Arith::kPairs ? w.st : (float*)weights, *dpt = Arith::kPairs ? w.dpt : (float*)scores;
   const PackedRows<Mode> rows = s.packed(index);
   multiply_scores<Arith>(rows.qt, s.keys.k + in_unit * s.keys.k_stride, s.keys.k_stride, depth_of<Mode>(a.qk_dim), keys,
-                    st + start * kPanel, vectors, &s.next);
+                         st + start * kPanel, vectors, &s.next);
   multiply_scores<Arith>(rows.dot, s.keys.v + in_unit * s.keys.v_stride, s.keys.v_stride, depth_of<Mode>(a.v_dim), keys,
-                    dpt + start * kPanel, vectors, &s.next);
+                         dpt + start * kPanel, vectors, &s.next);
   dsoftmax_any<Mode>(inputs_of(s, index, block_key, start, stop, st, dpt), start, stop, weights, scores, w.pairs);
   s.take_turn();
-  if (s.p.g.bias || s.p.g.slopes) add_bias_gradients(s.p, s.block, index * kPanel, w.panels[index], w.score_bias, block_key, start, stop);
+  if (s.p.g.bias || s.p.g.slopes)
+    add_bias_gradients(s.p, s.block, index * kPanel, w.panels[index], w.score_bias, block_key, start, stop);
   if (!s.p.dqt) return;
   Vec no_decay[kVectors];
   for (int v = 0; v < kVectors; v++) no_decay[v] = splat(1.0f);
   if constexpr (Arith::kPairs) {
     const uint32_t* pairs = (const uint32_t*)w.k_pairs + (in_unit / 2) * a.qk_dim;
-    multiply_values<Arith>(w.pairs + start / 2 * kPanel, pairs, a.qk_dim, Runs((stop + 1) / 2 - start / 2, vectors), a.qk_dim,
-                      no_decay, s.dqt(index), 0, &s.next);
+    multiply_values<Arith>(w.pairs + start / 2 * kPanel, pairs, a.qk_dim, Runs((stop + 1) / 2 - start / 2, vectors),
+                           a.qk_dim, no_decay, s.dqt(index), 0, &s.next);
   } else {
     const auto* k = s.keys.k + in_unit * s.keys.k_stride;
     int64_t stride = s.keys.k_stride;
@@ -146,7 +174,8 @@ static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t bl
       widen(k, stride, keys, a.qk_dim, visible, (float*)w.k_own);
       k = (const float*)w.k_own, stride = a.qk_dim;
     }
-    multiply_values<Arith>(scores + start * kPanel, k, stride, Runs(keys, vectors), a.qk_dim, no_decay, s.dqt(index), 0, &s.next);
+    multiply_values<Arith>(scores + start * kPanel, k, stride, Runs(keys, vectors), a.qk_dim, no_decay, s.dqt(index), 0,
+                           &s.next);
   }
 }
 
@@ -181,13 +210,20 @@ static void amx_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block
   dsoftmax(stop - kSoftmaxKeys);
   s.take_turn();
   const int64_t real = smaller_of(stop, a.kv_len - block_key);
-  if (s.p.g.bias || s.p.g.slopes) add_bias_gradients(s.p, s.block, index * kPanel, w.panels[index], w.score_bias, block_key, start, real);
+  if (s.p.g.bias || s.p.g.slopes)
+    add_bias_gradients(s.p, s.block, index * kPanel, w.panels[index], w.score_bias, block_key, start, real);
   if (!s.p.dqt) return;
   const int64_t part = s.p.unit_keys / kTileDepth * kTileBytes, depth = dq_depth<Mode>(s.p);
-  const AmxOperand kt = {w.k_pairs + (block_key + start - s.keys.first) / kTileDepth * kTileBytes, 64, kTileBytes, P * part, part, kPairsPart * 4};
+  const AmxOperand kt = {w.k_pairs + (block_key + start - s.keys.first) / kTileDepth * kTileBytes,
+                         64,
+                         kTileBytes,
+                         P * part,
+                         part,
+                         kPairsPart * 4};
   constexpr bool separate_sums = kIsFloat32<Mode>;
-  multiply_amx<Half, kVectors, separate_sums, NoPrefetch, N>(kt, w.pairs + start / 2 * kPanel, (stop - start) / kTileDepth, depth / kTileRows,
-                                                    separate_sums ? w.sums : s.dqt(index));
+  multiply_amx<Half, kVectors, separate_sums, NoPrefetch, N>(kt, w.pairs + start / 2 * kPanel,
+                                                             (stop - start) / kTileDepth, depth / kTileRows,
+                                                             separate_sums ? w.sums : s.dqt(index));
   if constexpr (separate_sums) {
     Vec unit[kVectors];
     for (int v = 0; v < kVectors; v++) unit[v] = kRowScaled<Mode> ? load(s.dq_scale(index) + v * kLanes) : splat(1);
@@ -208,10 +244,12 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
     int64_t done = -1, first = 0;
     const int64_t at = slots.count * kSlot<Mode>;
     auto clear = [&](int64_t from, int64_t to) {
-      clear_keys<Mode>((Weight<Mode>*)w.weights + at, from, to), clear_keys<Mode>((Weight<Mode>*)w.scores + at, from, to);
+      clear_keys<Mode>((Weight<Mode>*)w.weights + at, from, to),
+          clear_keys<Mode>((Weight<Mode>*)w.scores + at, from, to);
     };
     for (int n = 0; n < panel.segments; n++) {
-      int64_t start = larger_of(panel.segment[n].start - block_key, 0), stop = smaller_of(panel.segment[n].stop - block_key, keys);
+      int64_t start = larger_of(panel.segment[n].start - block_key, 0),
+              stop = smaller_of(panel.segment[n].stop - block_key, keys);
       if (start >= stop) continue;
       if (Mode::kAmx) start = larger_of(start / granule * granule, done), stop = round_up(stop, granule);
       if (start >= stop) continue;
@@ -234,21 +272,21 @@ static Slots panel_segments(RowPass<Mode>& s, int64_t block_key, int64_t keys) {
 
 // Adds what a key block receives from all panels of the row block: sums += A * rows / 2^bits.
 template <class Mode>
-static void add_key_gradients(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a, const float* rows,
-                      int64_t dim, [[maybe_unused]] int bits, float* sums) {
+static void add_key_gradients(RowPass<Mode>& s, const Slots& slots, int64_t block_key, int64_t keys, const char* a,
+                              const float* rows, int64_t dim, [[maybe_unused]] int bits, float* sums) {
   constexpr int64_t slot = kSlot<Mode>, column = PackedRows<Mode>::kColumns;
   const int64_t panel = PackedRows<Mode>(s.p.a, nullptr).bytes / 4, out_column = s.p.unit_keys * kPanel;
   const ColumnPanels columns(dim);
   sums += (block_key - s.keys.first) * kPanel;
 #if defined(UNDIVIDED_AMX)
   if constexpr (Mode::kAmx)
-    return multiply_key_gradients_amx<Mode>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys, columns.panels, sums,
-                                                       out_column, ldexpf(1, -bits), s.w.sums);
+    return multiply_key_gradients_amx<Mode>((const Weight<Mode>*)a, slot, rows, panel, column, slots, keys,
+                                            columns.panels, sums, out_column, ldexpf(1, -bits), s.w.sums);
   else
 #endif
     for (int64_t c = 0; c < columns.panels; c++)
-      multiply_key_gradients<typename Mode::Arith>((const Weight<Mode>*)a, slot, rows + c * column, panel, slots, keys, columns.used(c),
-                                     sums + c * out_column, &s.next);
+      multiply_key_gradients<typename Mode::Arith>((const Weight<Mode>*)a, slot, rows + c * column, panel, slots, keys,
+                                                   columns.used(c), sums + c * out_column, &s.next);
 }
 
 template <class Mode>
@@ -258,9 +296,12 @@ static void key_block_step(RowPass<Mode>& s, int64_t block_key, int64_t block_st
   const PackedRows<Mode> rows = s.packed(0);
   const Attention& a = s.p.a;
   int v_bits = 0, k_bits = 0;  // exponents of the scales in the sums of dV and dK
-  if constexpr (kRowScaled<Mode>) v_bits = weight_bits<Mode>(a) + s.scales().grad, k_bits = s.scales().query + s.scales().score;
-  if (s.p.g.dv) add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.weights, rows.grad, a.v_dim, v_bits, s.w.dv);
-  if (s.p.g.dk) add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.scores, rows.q, a.qk_dim, k_bits, s.w.dk);
+  if constexpr (kRowScaled<Mode>)
+    v_bits = weight_bits<Mode>(a) + s.scales().grad, k_bits = s.scales().query + s.scales().score;
+  if (s.p.g.dv)
+    add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.weights, rows.grad, a.v_dim, v_bits, s.w.dv);
+  if (s.p.g.dk)
+    add_key_gradients(s, slots, block_key, block_stop - block_key, s.w.scores, rows.q, a.qk_dim, k_bits, s.w.dk);
 }
 
 }  // namespace

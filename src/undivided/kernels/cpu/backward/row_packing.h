@@ -23,7 +23,8 @@ struct PackedRows {
       return start;
     };
     char* first = at;
-    qt = allocate(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel), dot = allocate(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
+    qt = allocate(kParts<Mode> * depth_of<Mode>(a.qk_dim) * kPanel),
+    dot = allocate(kParts<Mode> * depth_of<Mode>(a.v_dim) * kPanel);
     q = allocate(ColumnPanels(a.qk_dim).panels * kColumns), grad = allocate(ColumnPanels(a.v_dim).panels * kColumns);
     bytes = round_up(at - first, 64);
   }
@@ -49,7 +50,8 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 
 // Packs rows with lanes along d, scaled by each row's `unit` if they are split; a null pointer is a row of zeros.
 template <class Mode>
-static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit, float* to) {
+static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit,
+                      float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
   const int64_t width = ColumnPanels(dim).width;
   for (int64_t r = 0; r < rows; r += step)
@@ -65,7 +67,7 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
       } else
 #endif
 #if defined(__AVX512BF16__)
-      if constexpr (Mode::Arith::kPairs) {
+          if constexpr (Mode::Arith::kPairs) {
         UVec low = row[r] ? load_bits(row[r] + d, dim - d) : UVec{};
         UVec high = row[r + 1] ? load_bits(row[r + 1] + d, dim - d) : UVec{};
         store(at, (Vec)(low | high << 16));
@@ -88,8 +90,8 @@ constexpr float kMinInput = 0x1p-20f;
 
 // Transposes kLanes rows into lanes, scaled by `unit` if they are split.
 template <class Mode>
-static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit, float* to,
-                     [[maybe_unused]] RangeCheck& range_check) {
+static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit,
+                               float* to, [[maybe_unused]] RangeCheck& range_check) {
 #if defined(UNDIVIDED_AMX)
   if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, range_check, unit);
   else
@@ -99,7 +101,8 @@ static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int
 
 // Packs a panel's rows; rows without a key are not read.
 template <class Mode>
-static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base, char* memory) {
+static void pack_panel(const Backward& p, const Head& head, const RowBlock& block, int64_t first, const float* base,
+                       char* memory) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
   const PackedRows<Mode> to(a, memory);
@@ -119,10 +122,13 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
     for (int r = 0; r < rows; r++) grad_scale[r] = grad, q_scale[r] = dq_scale[r] * query;
   }
   RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
-  RangeCheck grad_check = kRowScaled<Mode> ? RangeCheck(kMinScaledGrad, kMaxFloat16, grad_scale[0]) : RangeCheck::of_mode<Mode>();
+  RangeCheck grad_check =
+      kRowScaled<Mode> ? RangeCheck(kMinScaledGrad, kMaxFloat16, grad_scale[0]) : RangeCheck::of_mode<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane, range_check);
-    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, grad_scale[0], to.dot + lane, grad_check);
+    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane,
+                             range_check);
+    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, grad_scale[0], to.dot + lane,
+                             grad_check);
   }
   if (kParts<Mode> > 1 && (range_check.out_of_range() || grad_check.out_of_range())) report_out_of_range(p);
   pack_rows<Mode>(q, Mode::kAmx ? kPanel : rows, a.qk_dim, q_scale, to.q);

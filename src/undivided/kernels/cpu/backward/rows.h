@@ -10,7 +10,8 @@ namespace {
 template <class T>
 class ValueNorms {
  public:
-  ValueNorms(const Attention& a, const Head& head) : a_(a), v_((const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h) {}
+  ValueNorms(const Attention& a, const Head& head)
+      : a_(a), v_((const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h) {}
   // Adds the keys of one more panel, which mostly come after those of the previous one.
   void add(const Panel& panel) {
     for (int s = 0; s < panel.segments; s++) {
@@ -28,7 +29,9 @@ class ValueNorms {
   // Whether the gradients of scores keep their precision next to their upper bound. In the worst case all keys have
   // equal weights; at D = 128 and this limit they are 2^-6.5 on average, with a bound of 2^15 and errors of 2^-27: a
   // relative error of 2^-20, as in sums of fp32.
-  bool keeps_precision() const { return max_norm() * (float)count_ <= 0x1p17f * sqrtf(square_sum_ / (float)larger_of(count_, 1)); }
+  bool keeps_precision() const {
+    return max_norm() * (float)count_ <= 0x1p17f * sqrtf(square_sum_ / (float)larger_of(count_, 1));
+  }
 
  private:
   const Attention& a_;
@@ -39,7 +42,8 @@ class ValueNorms {
 
 // Computes the scales of a row block, see kRowScaled; grad_norms: |dO| of each row. delta is scaled as dP is.
 template <class Mode>
-static void scale_rows(const Backward& p, const Head& head, int64_t row_block, const ValueNorms<typename Mode::T>& value_norms, const float* grad_norms) {
+static void scale_rows(const Backward& p, const Head& head, int64_t row_block,
+                       const ValueNorms<typename Mode::T>& value_norms, const float* grad_norms) {
   const Attention& a = p.a;
   const RowBlock block = rows_of(p, head, row_block);
   float largest_grad = 0, largest_q = 0;
@@ -98,7 +102,8 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
       if (p.sink_share) p.sink_share[lane] = x.sink_share;
       grad_norms[first + r] = x.grad_norm;
       // non-finite rows would ruin any scale
-      if (kHeadScaled<Mode> && grad_norms[first + r] < kInfinity) p.max_grad_norm[at] = fmaxf(p.max_grad_norm[at], grad_norms[first + r]);
+      if (kHeadScaled<Mode> && grad_norms[first + r] < kInfinity)
+        p.max_grad_norm[at] = fmaxf(p.max_grad_norm[at], grad_norms[first + r]);
     }
     const int64_t depth = dq_depth<Mode>(p), lanes = packed_lanes<Mode>(panel.rows);
     float* sums = p.dqt + at * depth * kPanel;
@@ -117,7 +122,7 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
 // Stores a vector of sums into a tensor of p.g.type at `column`, which has `left` more columns.
 template <class T>
 INLINE void store_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
-                         Vec sums) {
+                           Vec sums) {
   const float* from = (const float*)&sums;
   const bool whole_heads = left >= kLanes;
   if (p.g.type == kFloat32) {
@@ -146,7 +151,8 @@ static void finish_row_block(const Backward& p, const Head& head, int64_t row_bl
     const float* from = p.dqt + (index * p.panels + row / kPanel) * dq_depth<Mode>(p) * kPanel + row % kPanel;
     int64_t offset[kLanes];
     for (int64_t i = 0; i < count; i++)
-      offset[i] = block.batch * g.dq_b + (block.first_head + (row + i) / a.q_len) * g.dq_h + (row + i) % a.q_len * g.dq_s;
+      offset[i] =
+          block.batch * g.dq_b + (block.first_head + (row + i) / a.q_len) * g.dq_h + (row + i) % a.q_len * g.dq_s;
     for (int64_t d = 0; d < a.qk_dim; d += kLanes) {
       Vec x[kLanes];
       for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};

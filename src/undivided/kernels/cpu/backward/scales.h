@@ -56,18 +56,23 @@ constexpr float kMinScaledGrad = 0x1p-7f;
 
 INLINE float power_of_two(int bits) { return bits_to_float((uint32_t)(127 + bits) << 23); }  // -126 to 127
 // The exponent that scales `largest` to 2^14 to 2^15; 0 if it is 0 or not finite.
-INLINE int scale_bits(float largest) { return largest > 0 && largest < kInfinity ? kScaleBits - 1 - ilogbf(largest) : 0; }
+INLINE int scale_bits(float largest) {
+  return largest > 0 && largest < kInfinity ? kScaleBits - 1 - ilogbf(largest) : 0;
+}
 INLINE bool is_scale_valid(int bits) { return -kMaxScaleBits <= bits && bits <= kMaxScaleBits; }
 
 template <class Mode>
 INLINE int weight_bits(const Attention& a) {
-  return kHeadScaled<Mode> || kRowScaled<Mode> ? 14 - (a.dropout && a.survivor_scale > 0 ? ilogbf((float)a.survivor_scale * 1.9999f) : 0) : 0;
+  return kHeadScaled<Mode> || kRowScaled<Mode>
+             ? 14 - (a.dropout && a.survivor_scale > 0 ? ilogbf((float)a.survivor_scale * 1.9999f) : 0)
+             : 0;
 }
 template <class Mode>
 INLINE int score_bits(const Backward& p, int64_t head) {
   if (!kHeadScaled<Mode>) return 0;
   float largest = 0;
-  for (int64_t i = 0; i < p.panels; i++) largest = largest > p.max_grad_norm[head * p.panels + i] ? largest : p.max_grad_norm[head * p.panels + i];
+  for (int64_t i = 0; i < p.panels; i++)
+    largest = largest > p.max_grad_norm[head * p.panels + i] ? largest : p.max_grad_norm[head * p.panels + i];
   largest *= fabsf((float)p.a.scale);
   return largest > 0 ? 8 - (ilogbf(largest) < -100 ? -100 : ilogbf(largest)) : 0;
 }

@@ -28,13 +28,14 @@ template <class Mode>
 INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
   if (kParts<Mode> == 1) return is_small(a, g, kMaxSmallBackwardAmx16);
   if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
-  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < kMinAmxBackward32 || filled_part(a) < kMinAmxBackwardFill;
+  return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < kMinAmxBackward32 ||
+         filled_part(a) < kMinAmxBackwardFill;
 }
 #endif
 
 struct SmallSpace {
   float *kt, *vt, *s, *dp;  // of a panel of keys: [d][kPanel], [row][kPanel]
-  float *weights, *scores;   // P and dS: [row][kSmallWidth]
+  float *weights, *scores;  // P and dS: [row][kSmallWidth]
   float *q, *grad, *k, *v;  // widened rows of 16-bit types
   int64_t bytes;
   SmallSpace(const Attention& a, char* base) {
@@ -111,7 +112,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
 
 // Collects the keys [start, stop); the gradients of the others become 0.
 template <class T>
-static void gather_keys(const Backward& p, const Head& head, int64_t start, int64_t stop, const SmallSpace& w, SmallHead<T>& h) {
+static void gather_keys(const Backward& p, const Head& head, int64_t start, int64_t stop, const SmallSpace& w,
+                        SmallHead<T>& h) {
   const Attention& a = p.a;
   const Gradients& g = p.g;
   const int64_t b = head.batch, n = head.kv_head;
@@ -141,14 +143,16 @@ static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop)
 // Turns S and dP of the panel of keys from `first` on into P and dS. Unused lanes, and keys that a row does not see,
 // become 0.
 template <class T>
-static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows, const SmallSpace& w) {
+static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows,
+                          const SmallSpace& w) {
   const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
   IVec lane = {};
   for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)(h.first_key + first) + i;
   const int64_t keys = smaller_of(h.keys - first, kPanel);
   for (int64_t n = 0; n < h.rows; n++) {
     if (n < rows.start || n >= rows.stop) {
-      memset(w.weights + n * kSmallWidth + first, 0, kPanel * 4), memset(w.scores + n * kSmallWidth + first, 0, kPanel * 4);
+      memset(w.weights + n * kSmallWidth + first, 0, kPanel * 4),
+          memset(w.scores + n * kSmallWidth + first, 0, kPanel * 4);
       continue;
     }
     const bool large = fabsf(h.lse[n]) >= kLargeBase;
@@ -157,7 +161,8 @@ static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t firs
       const IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
       const Vec s = load(w.s + n * kPanel + j);
       const Vec x = large ? smaller(Vec{}, rounded(s * scale) - h.lse[n]) * kLog2E : s * scale2 - h.base[n];
-      const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)), u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
+      const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)),
+                u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
       store(w.weights + n * kSmallWidth + first + j, weight);
       store(w.scores + n * kSmallWidth + first + j, allowed ? u * scale : Vec{});
     }

@@ -33,13 +33,15 @@ class Block {
   typedef typename Mode::T T;
 
   Block(const Attention& a, const RowBlock& block, char* scratch)
-      : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)),
-        checks_finite_(block.rows > 1 && (a.ranges || a.dense)) {
+      : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)),
+        v_(value_rows<T>(a, block.batch, block.kv_head)), checks_finite_(block.rows > 1 && (a.ranges || a.dense)) {
     const Segment extent = key_extent(a, block);
     from_ = larger_of(extent.start, block.key), to_ = smaller_of(extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
-    narrow_ = to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
-              longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <= kMaxRowBytes;
+    narrow_ =
+        to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
+        longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <=
+            kMaxRowBytes;
     row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);
     w_ = layout_block<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_block_key_) : kAllKeys, scratch);
     count_ = 0;
@@ -126,7 +128,8 @@ class Block {
   }
 
   void find_non_finite(const Panel& p, const PanelSums& sums) {
-    for (int64_t r = 0; p.row_major && r < p.rows; r++) mark(p.first + r, has_non_finite_sums(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
+    for (int64_t r = 0; p.row_major && r < p.rows; r++)
+      mark(p.first + r, has_non_finite_sums(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
     for (int64_t r = 0; !p.row_major && r < p.rows; r += kLanes) {
       Vec zero_or_nan = {};
       for (int64_t d = 0; d < a_.v_dim; d++) zero_or_nan += load(sums.ot + d * kPanel + r) * 0;
@@ -201,7 +204,8 @@ class Block {
 #endif
 
   // One panel with the keys [t, block_stop) of a key block that it sees.
-  void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t t, int64_t block_stop, Prefetch& prefetch) {
+  void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t t, int64_t block_stop,
+            Prefetch& prefetch) {
     for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, block_stop), kKeyStep<Mode>);
@@ -225,7 +229,8 @@ class Block {
   Prefetch prefetch_for_panel(int64_t i) {
     Prefetch prefetch;
     const Panel& p = w_.panels[i];
-    if (!block_.partials) add_rows(prefetch, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+    if (!block_.partials)
+      add_rows(prefetch, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (i + 1 < count_) {
       const Panel& next = w_.panels[i + 1];
       add_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
@@ -248,14 +253,16 @@ class Block {
   }
   // The number of prefetch steps that a panel takes for this many keys.
   int64_t work_of(int64_t keys) const {
-    if (Mode::kAmx) return (keys + kKeyStep<Mode> - 1) / kKeyStep<Mode> * (kKeyStep<Mode> / 2 + a_.qk_dim / 32 + a_.v_dim / 32);
+    if (Mode::kAmx)
+      return (keys + kKeyStep<Mode> - 1) / kKeyStep<Mode> * (kKeyStep<Mode> / 2 + a_.qk_dim / 32 + a_.v_dim / 32);
     return keys / kBroadcasts + (keys + kBlockKeys - 1) / kBlockKeys * (a_.v_dim / kBroadcasts);
   }
   void add_rows(Prefetch& prefetch, const T* base, int64_t h, int64_t s, int64_t columns, const Panel& p) {
     int64_t row = block_.row + p.first, left = p.rows;
     while (left > 0) {
       const int64_t at = row % a_.q_len, some = smaller_of(left, a_.q_len - at);
-      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, s * (int64_t)sizeof(T), some, columns * (int64_t)sizeof(T));
+      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, s * (int64_t)sizeof(T), some,
+                   columns * (int64_t)sizeof(T));
       row += some, left -= some;
     }
   }
@@ -267,7 +274,7 @@ class Block {
   Workspace w_;
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
   int64_t from_, to_, first_block_key_;  // keys that some row sees
-  int64_t count_, prefetched_to_ = 0;  // number of panels; keys before prefetched_to_ have been prefetched
+  int64_t count_, prefetched_to_ = 0;    // number of panels; keys before prefetched_to_ have been prefetched
   bool narrow_, row_major_;
   const bool checks_finite_;  // whether sums may contain another document's non-finite values
   bool any_non_finite_ = false;
@@ -295,7 +302,8 @@ static int64_t block_bytes(const Attention& a, int64_t rows, [[maybe_unused]] bo
   if constexpr (Mode::kAmx)
     if (is_short) return layout_short<Mode>(a, rows, nullptr).bytes;
 #endif
-  const int64_t narrow = layout_block<Mode>(a, rows, smaller_of(max_narrow_keys<Mode>(a), round_up(a.kv_len, kBlockKeys)), nullptr).bytes;
+  const int64_t narrow =
+      layout_block<Mode>(a, rows, smaller_of(max_narrow_keys<Mode>(a), round_up(a.kv_len, kBlockKeys)), nullptr).bytes;
   const int64_t small = !Mode::kAmx && is_small_forward(a) ? SmallForwardSpace(a, nullptr).bytes : 0;
   return larger_of(small, larger_of(narrow, layout_block<Mode>(a, rows, kAllKeys, nullptr).bytes));
 }

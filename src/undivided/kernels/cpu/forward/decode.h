@@ -23,7 +23,7 @@ INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 1
 struct DecodeSpace {
   Panel* panel;
   float *scores, *q, *sums, *max_score, *total;  // the last four for each head in turn
-  float* row;  // sums of one row
+  float* row;                                    // sums of one row
   char* steps;
   int64_t bytes;
 };
@@ -73,13 +73,15 @@ struct Steps {
 };
 
 template <class Engine>
-static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state, float* q) {
+static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state,
+                       float* q) {
   typedef typename Engine::T T;
   const int64_t group = a.heads / a.kv_heads;
   const T* row[kMaxDecodeRows];
   for (int64_t r = 0; r < state.rows; r++) {
     const int64_t at = first + r;
-    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h + at % a.q_len * a.q_s;
+    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h +
+             at % a.q_len * a.q_s;
   }
   Engine::load_queries(a, row, state.rows, q);
   Engine::clear_sums(a, state);
@@ -89,8 +91,8 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int
 // Computes `rows` rows of each head of a chunk, from `first` on, and calls finish(state, n, r, row) for row r of the
 // n-th head, with room for its sums.
 template <class Engine, class Finish>
-static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first, int64_t rows,
-                      char* scratch, Finish finish) {
+static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first,
+                      int64_t rows, char* scratch, Finish finish) {
   typedef typename Engine::T T;
   const DecodeSpace space = layout_decode<Engine>(a, chunk.kv_heads, scratch);
   Panel& p = *space.panel;
@@ -105,7 +107,8 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
     start_head<Engine>(a, chunk, n, first, state, space.q + n * Engine::q_floats(a));
   }
   const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
-  const int64_t max_keys = larger_of(kStepAlignment, smaller_of(kDecodeStepKeys, kDecodeStepBytes / key_bytes / kStepAlignment * kStepAlignment));
+  const int64_t max_keys = larger_of(
+      kStepAlignment, smaller_of(kDecodeStepKeys, kDecodeStepBytes / key_bytes / kStepAlignment * kStepAlignment));
   Steps<T> steps = {a, chunk, p, max_keys};
   Step<T>*previous = (Step<T>*)space.steps, *step = previous + 1, *next = previous + 2;
   float *scores = space.scores, *weights = scores + Engine::kScores;
@@ -118,14 +121,16 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
     float decay[kRowSlots];
     float* found = engine.to_scores(state, weights, current.keys);
     for_each_pass(round_up_rows(rows), [&](auto count, int64_t r) {
-      decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits, found + r * kDecodeStepKeys, decay);
+      decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits,
+                                             found + r * kDecodeStepKeys, decay);
     });
     engine.multiply_values(a, state, current, pending, found, decay, v_prefetch);
   };
   for (steps.next(*step); step->keys;) {
     steps.next(*next);
     const int64_t then = next->keys;
-    if (then == 0 && next_chunk) steps.find(*next_chunk, next_chunk->key, smaller_of(max_keys, next_chunk->keys), *next);
+    if (then == 0 && next_chunk)
+      steps.find(*next_chunk, next_chunk->key, smaller_of(max_keys, next_chunk->keys), *next);
     k_prefetch = StepPrefetch(*next, next->k, chunk.kv_heads * Engine::score_steps(a, rows, step->keys));
     v_prefetch = StepPrefetch(*next, next->v, chunk.kv_heads * Engine::value_steps(a, rows, step->keys));
     for (int64_t n = 0; n < chunk.kv_heads; n++) {
@@ -165,12 +170,14 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
     float* to = partials + i * size;
     if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1])) continue;
     const KeyChunk of_head = {chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys};
-    sum_chunk<VectorEngine>(a, of_head, nullptr, i % rows, 1, scratch, [&](const HeadState& state, int64_t, int64_t r, float* row) {
-      VectorEngine::store_sums(a, state, r, row);
-      const float max_score = state.max_score[r] * natural, scale = max_score == to[a.v_dim] ? 1 : expf(max_score - to[a.v_dim]);
-      for (int64_t d = 0; d < a.v_dim; d++)
-        if (!isfinite(to[d])) to[d] = row[d] * scale;
-    });
+    sum_chunk<VectorEngine>(a, of_head, nullptr, i % rows, 1, scratch,
+                            [&](const HeadState& state, int64_t, int64_t r, float* row) {
+                              VectorEngine::store_sums(a, state, r, row);
+                              const float max_score = state.max_score[r] * natural,
+                                          scale = max_score == to[a.v_dim] ? 1 : expf(max_score - to[a.v_dim]);
+                              for (int64_t d = 0; d < a.v_dim; d++)
+                                if (!isfinite(to[d])) to[d] = row[d] * scale;
+                            });
   }
 }
 
@@ -181,7 +188,8 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
                       int64_t stride) {
   const float *max_scores = partials + a.v_dim, *totals = max_scores + 1;
   float max_score = -kInfinity, all = 0;
-  for (int64_t c = 0; c < count; c++) max_score = max_scores[c * stride] > max_score ? max_scores[c * stride] : max_score, all += totals[c * stride];
+  for (int64_t c = 0; c < count; c++)
+    max_score = max_scores[c * stride] > max_score ? max_scores[c * stride] : max_score, all += totals[c * stride];
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
   if (is_empty(max_score, all)) {

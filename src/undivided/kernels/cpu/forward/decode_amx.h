@@ -79,14 +79,21 @@ class DecodeAmx {
     }
   }
 
-  static void clear_sums(const Attention& a, const HeadState& state) { memset(state.sums, 0, (size_t)sum_floats(a) * 4); }
+  static void clear_sums(const Attention& a, const HeadState& state) {
+    memset(state.sums, 0, (size_t)sum_floats(a) * 4);
+  }
 
   // Prefetch steps of the products: one per tile.
-  static int64_t score_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.qk_dim / kTileDepth); }
-  static int64_t value_steps(const Attention& a, int64_t, int64_t keys) { return groups_of(keys) * (a.v_dim / kTileDepth); }
+  static int64_t score_steps(const Attention& a, int64_t, int64_t keys) {
+    return groups_of(keys) * (a.qk_dim / kTileDepth);
+  }
+  static int64_t value_steps(const Attention& a, int64_t, int64_t keys) {
+    return groups_of(keys) * (a.v_dim / kTileDepth);
+  }
 
   // Writes raw scores [key][Rows], which to_scores transposes.
-  void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* raw, StepPrefetch& prefetch) {
+  void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* raw,
+                       StepPrefetch& prefetch) {
     const Operand k = {step.k.row, step.keys, a.k_s, n * a.k_h};
     const float* q = state.q;
     for_each_block(a.qk_dim, step.k.split_groups, [&](int64_t d, auto count, auto in_place) {
@@ -102,7 +109,7 @@ class DecodeAmx {
   }
 
   void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, const float* weights,
-             const float* decay, StepPrefetch& prefetch) {
+                       const float* decay, StepPrefetch& prefetch) {
     for (int64_t r = 0; r < state.rows; r++) {
       for (int64_t g = 0; g < groups_of(step.keys); g++) {
         UVec lower, upper;
@@ -136,7 +143,8 @@ class DecodeAmx {
  private:
   static constexpr int64_t kQueryBlock = kTileRows * Rows, kSumBlock = 2 * Rows * kLanes;
   // Tiles 0 and 1 hold sums, 2 weights, 3 and 4 keys or values, 5 and 6 queries, 7 scores.
-  static constexpr TileShape kSumsShape = {2 * Rows, 64}, kKeysShape = {kTileRows, 64}, kRowsShape = {kTileRows, 4 * Rows};
+  static constexpr TileShape kSumsShape = {2 * Rows, 64}, kKeysShape = {kTileRows, 64},
+                             kRowsShape = {kTileRows, 4 * Rows};
   static constexpr TileShape kShapes[8] = {kSumsShape, kSumsShape, kSumsShape, kKeysShape,
                                            kKeysShape, kRowsShape, kRowsShape, kRowsShape};
 
@@ -182,7 +190,8 @@ class DecodeAmx {
       if (d == 0) tile_zero<7>();
       else tile_load<7>((const char*)raw, 4 * Rows);
       load_group<3, InPlace>(k, g, d), tile_multiply<7, 3, 5>(T()), prefetch.step();
-      if constexpr (Blocks > 1) load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(T()), prefetch.step();
+      if constexpr (Blocks > 1)
+        load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(T()), prefetch.step();
       tile_store<7>((char*)raw, 4 * Rows);
     }
     shared = prefetch;
@@ -196,7 +205,8 @@ class DecodeAmx {
     for (int64_t g = 0; g < groups_of(v.keys); g++) {
       tile_load<2>((const char*)(pairs_ + g * kSumBlock), 64);
       load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(T()), prefetch.step();
-      if constexpr (Blocks > 1) load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(T()), prefetch.step();
+      if constexpr (Blocks > 1)
+        load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(T()), prefetch.step();
     }
     tile_store<0>((char*)sums, 64);
     if constexpr (Blocks > 1) tile_store<1>((char*)(sums + kSumBlock), 64);

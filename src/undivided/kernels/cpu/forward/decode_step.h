@@ -42,7 +42,8 @@ struct StepRows {
     split_groups = keys % kStepAlignment ? 1u << keys / kStepAlignment : 0;
     int64_t j = 0;
     while (j < keys) {
-      const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys, count = smaller_of(left, keys - j);
+      const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys,
+                    count = smaller_of(left, keys - j);
       const T* at = rows(key + j);
       if (j % kStepAlignment) split_groups |= 1u << j / kStepAlignment;
       if (rows.stride == span) add(at, count * span);
@@ -137,8 +138,8 @@ INLINE Vec fold(const Vec (&x)[R], F f) {
 // Turns the scores [row][key] of R rows, from `first` on, into weights, scaled by 2^bits; decay is the factor of each
 // row's earlier sums.
 template <int R>
-static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key, int64_t keys, int bits,
-                       float* scores, float* decay) {
+static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key,
+                           int64_t keys, int bits, float* scores, float* decay) {
   const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
   const bool keeps_raw_scores = keeps_products(a);
   const bool covered = keys % kLanes == 0 && p.common[0][0] <= key && key + keys <= p.common[0][1];

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kRowsPerPass = kLanes < 8 ? kLanes : 8;
 constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the second product
-constexpr int64_t kKeysPerPrefetch = 4;  // keys per prefetch step in the second product
+constexpr int64_t kKeysPerPrefetch = 4;              // keys per prefetch step in the second product
 
 // Rows are computed 1, 2, 4 or 8 at a time; the added rows are zeros.
 INLINE int64_t round_up_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
@@ -58,8 +58,8 @@ INLINE Vec decode_scores(const float* q, int64_t q_stride, const T* const* k, in
 
 // Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kLanes.
 template <int R, class T>
-static void decode_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim, int64_t keys,
-                           float* scores, StepPrefetch& shared) {
+static void decode_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim,
+                              int64_t keys, float* scores, StepPrefetch& shared) {
   constexpr int group = kLanes / R;
   StepPrefetch prefetch = shared;
   for (int64_t j = 0; j < keys; j += group) {
@@ -74,7 +74,7 @@ static void decode_score_step(const float* q, int64_t q_stride, const T* const* 
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
 template <int R, int Loads, class T>
 INLINE void decode_value_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
-                              int64_t stride, StepPrefetch& shared) {
+                                 int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
   StepPrefetch prefetch = shared;
   Vec acc[R][columns];
@@ -110,7 +110,7 @@ constexpr int value_loads() {
 }
 template <int R, class T>
 static void decode_value_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
-                           float* sums_of, int64_t stride, StepPrefetch& prefetch) {
+                              float* sums_of, int64_t stride, StepPrefetch& prefetch) {
   constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
@@ -199,20 +199,22 @@ struct DecodeVectors {
   }
 
   static float* to_scores(const HeadState&, float* scores, int64_t) { return scores; }
-  static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores, StepPrefetch& prefetch) {
+  static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores,
+                              StepPrefetch& prefetch) {
     for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
-      decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim, step.keys,
-                                             scores + r * kDecodeStepKeys, prefetch);
+      decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim,
+                                                step.keys, scores + r * kDecodeStepKeys, prefetch);
     });
   }
-  static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, const float* weights,
-                    const float* decay, StepPrefetch& prefetch) {
+  static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n,
+                              const float* weights, const float* decay, StepPrefetch& prefetch) {
     for (int64_t r = 0; r < state.rows; r++)
       if (decay[r] != 1.0f)
-        for (float *x = state.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes) store(x, load(x) * decay[r]);
+        for (float *x = state.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes)
+          store(x, load(x) * decay[r]);
     for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
-      decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, step.v.row, n * a.v_h, a.v_dim, step.keys,
-                                             state.sums + r * a.v_dim, a.v_dim, prefetch);
+      decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, step.v.row, n * a.v_h, a.v_dim,
+                                                step.keys, state.sums + r * a.v_dim, a.v_dim, prefetch);
     });
   }
   static void store_sums(const Attention& a, const HeadState& state, int64_t r, float* to) {

@@ -17,8 +17,9 @@
 namespace {
 
 template <class Mode>
-static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block,
-                       int64_t start, int64_t stop, const Workspace& w, Prefetch& prefetch, RangeCheck& range_check);
+static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums,
+                     const KeyBlock<Mode>& key_block, int64_t start, int64_t stop, const Workspace& w,
+                     Prefetch& prefetch, RangeCheck& range_check);
 
 }
 
@@ -50,15 +51,22 @@ class AmxStep {
  public:
   typedef Part<Mode> Half;
   static constexpr int P = kParts<Mode>;
-  AmxStep(const Attention& a, int64_t batch, Panel& panel, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t start,
-            int64_t stop, const char* v, const AmxScoreBias& score_bias, const LaneMask* visible, const Workspace& w, PrefetchPair& prefetch)
-      : a_(a), start_(start), blocks_((stop - start) / kSoftmaxKeys), factor_(score_unit<Mode>(a).log2), score_bias_(score_bias), visible_(visible),
-        steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth), q_(sums.qt), ot_(sums.ot), max_score_(sums.max_score), total_(sums.total),
-        scores_(w.scores), pairs_(w.scores + 2 * kSoftmaxKeys * kPanel), batch_(batch), dropout_rows_(sums.dropout_rows),
-        keep_(w.keep), block_sums_(w.block_sums), vectors_(panel.vectors()), has_sums_(panel.has_sums), prefetch_(prefetch),
+  AmxStep(const Attention& a, int64_t batch, Panel& panel, const PanelSums& sums, const KeyBlock<Mode>& key_block,
+          int64_t start, int64_t stop, const char* v, const AmxScoreBias& score_bias, const LaneMask* visible,
+          const Workspace& w, PrefetchPair& prefetch)
+      : a_(a), start_(start), blocks_((stop - start) / kSoftmaxKeys), factor_(score_unit<Mode>(a).log2),
+        score_bias_(score_bias), visible_(visible), steps_(q_depth<Mode>(a) / kParts<Mode> * 2 / kTileDepth),
+        q_(sums.qt), ot_(sums.ot), max_score_(sums.max_score), total_(sums.total), scores_(w.scores),
+        pairs_(w.scores + 2 * kSoftmaxKeys * kPanel), batch_(batch), dropout_rows_(sums.dropout_rows), keep_(w.keep),
+        block_sums_(w.block_sums), vectors_(panel.vectors()), has_sums_(panel.has_sums), prefetch_(prefetch),
         separate_sums_(kIsFloat32<Mode> && has_sums_), has_block_sums_(has_sums_ && !separate_sums_) {
     const int64_t k_part = steps_ * kTileBytes, v_part = kBlockKeys / kTileDepth * kTileBytes, group = k_part * P;
-    k_ = {(const char*)key_block.k + (start - key_block.start) / kTileRows * group, 64, kTileBytes, group, k_part, steps_ * kGroupStride};
+    k_ = {(const char*)key_block.k + (start - key_block.start) / kTileRows * group,
+          64,
+          kTileBytes,
+          group,
+          k_part,
+          steps_ * kGroupStride};
     v_ = {v, 64, kTileBytes, v_part * P, v_part, kWeightsPart * 4};
   }
 
@@ -125,10 +133,13 @@ class AmxStep {
   }
   template <int V, class Extra>
   bool weights_of(int64_t i, const float* scores, const Extra& score_bias, const LaneMask* visible, uint16_t* large) {
-    auto drops = visible ? softmax_block<Mode, true, true, V, Extra, PrefetchPair> : softmax_block<Mode, false, true, V, Extra, PrefetchPair>;
-    auto keeps = visible ? softmax_block<Mode, true, false, V, Extra, PrefetchPair> : softmax_block<Mode, false, false, V, Extra, PrefetchPair>;
+    auto drops = visible ? softmax_block<Mode, true, true, V, Extra, PrefetchPair>
+                         : softmax_block<Mode, false, true, V, Extra, PrefetchPair>;
+    auto keeps = visible ? softmax_block<Mode, true, false, V, Extra, PrefetchPair>
+                         : softmax_block<Mode, false, false, V, Extra, PrefetchPair>;
     prefetch_.times = 0;
-    return (a_.dropout ? drops : keeps)(scores, score_bias, visible, max_score_, factor_, total_, keep_, pairs_of(i), large, &prefetch_);
+    return (a_.dropout ? drops : keeps)(scores, score_bias, visible, max_score_, factor_, total_, keep_, pairs_of(i),
+                                        large, &prefetch_);
   }
 
   template <int V>
@@ -136,8 +147,9 @@ class AmxStep {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
     for (int v = 0; v < kVectors; v++) rise[v] = score_bias_.rise(i, v, kMaxBaseRise<Half>);
     bool needs_rescale = false;
-    score_bias_.template with_block<P == 1, false>(
-        i, [&](const auto& score_bias) { needs_rescale = update_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay); });
+    score_bias_.template with_block<P == 1, false>(i, [&](const auto& score_bias) {
+      needs_rescale = update_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay);
+    });
     if (!needs_rescale) return;
     if (i + 1 < blocks_) store_scores(i + 1);
     multiply_v(i);
@@ -154,8 +166,10 @@ class AmxStep {
     v.at += multiplied_ * kTileBytes;
     with_vectors(vectors_, [&](auto n) {
       constexpr int N = kProducts<Mode>;
-      auto multiply = has_block_sums_ ? multiply_amx<Half, n.value, false, PrefetchPair, N> : multiply_amx<Half, n.value, true, PrefetchPair, N>;
-      multiply(v, pairs_of(multiplied_), to - multiplied_, o_depth<Mode>(a_) / kTileRows, separate_sums_ ? block_sums_ : ot_, &prefetch_);
+      auto multiply = has_block_sums_ ? multiply_amx<Half, n.value, false, PrefetchPair, N>
+                                      : multiply_amx<Half, n.value, true, PrefetchPair, N>;
+      multiply(v, pairs_of(multiplied_), to - multiplied_, o_depth<Mode>(a_) / kTileRows,
+               separate_sums_ ? block_sums_ : ot_, &prefetch_);
     });
     has_block_sums_ = true;
     multiplied_ = to;
@@ -184,8 +198,9 @@ class AmxStep {
 };
 
 template <class Mode>
-static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block,
-                       int64_t start, int64_t stop, const Workspace& w, Prefetch& prefetch, RangeCheck& range_check) {
+static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums,
+                     const KeyBlock<Mode>& key_block, int64_t start, int64_t stop, const Workspace& w,
+                     Prefetch& prefetch, RangeCheck& range_check) {
   const char* v = key_block.v + (start - key_block.start) / kTileDepth * kTileBytes;
   AmxScoreBias score_bias(a, block, p, start, ldexp(a.scale, -2 * kInputBits<Mode>), w.score_bias);
   const LaneMask* visible = nullptr;
@@ -199,13 +214,14 @@ static void amx_step(const Attention& a, const RowBlock& block, Panel& p, const 
     const int64_t keys = smaller_of(stop, a.kv_len) - start;
     // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
     if ((a.dense || forbids) && memchr(visible_keys, 0, (size_t)keys)) {
-      pack_v<Mode>(key_block.source_v + (start - key_block.start) * key_block.source_v_stride, key_block.source_v_stride, keys, a.v_dim, visible_keys, w.v_own,
-                  range_check);
+      pack_v<Mode>(key_block.source_v + (start - key_block.start) * key_block.source_v_stride,
+                   key_block.source_v_stride, keys, a.v_dim, visible_keys, w.v_own, range_check);
       v = w.v_own;
     }
   }
   const int64_t steps = (stop - start) / kSoftmaxKeys * 5 * (a.qk_dim / 32 + a.v_dim / 32);
-  PrefetchPair both = {prefetch, a.dense || a.bias ? prefetch_score_bias(a, block, p, start, stop, steps) : Prefetch(), 1};
+  PrefetchPair both = {prefetch, a.dense || a.bias ? prefetch_score_bias(a, block, p, start, stop, steps) : Prefetch(),
+                       1};
   AmxStep<Mode>(a, block.batch, p, sums, key_block, start, stop, v, score_bias, visible, w, both).run();
 }
 

@@ -23,7 +23,8 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
       row[i] = (const T*)a.q + block.batch * a.q_b + head * a.q_h + virtual_row % a.q_len * a.q_s;
     }
 #if defined(UNDIVIDED_AMX)
-    if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a) / kParts<Mode>, qt + v * kLanes, range_check);
+    if constexpr (kParts<Mode> > 1)
+      split_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a) / kParts<Mode>, qt + v * kLanes, range_check);
     else
 #endif
       transpose_rows<Mode>(row, a.qk_dim, q_depth<Mode>(a), qt + v * kLanes);
@@ -95,7 +96,8 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
   for (int64_t d = 0; d < a.v_dim; d++)
     for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
   for (int64_t r = 0; r < rows; r++)
-    to[r * size + a.v_dim] = max_score[r] * score_unit<Mode>(a).natural, to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
+    to[r * size + a.v_dim] = max_score[r] * score_unit<Mode>(a).natural,
+                  to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
 }
 
 // Whether the second product works row by row (gemm/row_product.h).
@@ -108,8 +110,8 @@ INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
 }
 
 // Writes row-major sums of a panel as results.
-static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* sums,
-                                  const float* max_score, const float* total) {
+static inline void write_row_sums(const Attention& a, const RowBlock& block, int64_t first, int64_t rows,
+                                  const float* sums, const float* max_score, const float* total) {
   const float natural = score_unit<Direct>(a).natural;
   for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;

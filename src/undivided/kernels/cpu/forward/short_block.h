@@ -32,8 +32,8 @@ INLINE int64_t ring_steps(int64_t longest) { return longest / kShortStep + 4; }
 
 struct ShortPanel {
   int64_t first, rows;  // first: index in the row block
-  int64_t from, to;  // keys that some row sees; empty if from >= to
-  int64_t key;  // where its first step starts
+  int64_t from, to;     // keys that some row sees; empty if from >= to
+  int64_t key;          // where its first step starts
   alignas(64) int32_t start[kShortRows], stop[kShortRows];
   int64_t head[kShortRows], at[kShortRows];  // of each row
   int64_t steps() const { return (to - key + kShortStep - 1) / kShortStep; }
@@ -41,16 +41,17 @@ struct ShortPanel {
 
 struct ShortSpace {
   uint8_t* non_finite;  // one flag per row, if there are several; see has_non_finite_sums
-  char* rest;  // free once all flags are known
+  char* rest;           // free once all flags are known
   char *q, *scores, *sums, *k, *v;
-  char* zeros;  // a row of zeros, as long as one of K or V
+  char* zeros;   // a row of zeros, as long as one of K or V
   char* halves;  // a step's rows of K in parts
   int64_t bytes;
 };
 template <class Mode>
 static ShortSpace layout_short(const Attention& a, int64_t rows, char* base) {
   constexpr int P = kParts<Mode>;
-  const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P, v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
+  const int64_t k_bytes = round_up(a.qk_dim, kTileDepth) * kShortStep * 2 * P,
+                v_bytes = round_up(a.v_dim, kTileDepth) * kShortStep * 2 * P;
   ShortSpace w;
   Arena arena{base};
   w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for recompute_row
@@ -72,10 +73,12 @@ class ShortBlock {
   static constexpr int P = kParts<Mode>;
 
   ShortBlock(const Attention& a, const RowBlock& block, char* scratch)
-      : a_(a), block_(block), w_(layout_short<Mode>(a, block.rows, scratch)), k_(key_rows<T>(a, block.batch, block.kv_head)),
-        v_(value_rows<T>(a, block.batch, block.kv_head)), depth_((a.qk_dim + kTileDepth - 1) / kTileDepth),
-        k_part_(depth_ * kGroupStride), v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
-        ring_(ring_steps(block.short_keys)), max_extent_((ring_ - 1) * kShortStep), streams_(are_streamed(a)), checks_finite_(block.rows > 1 && a.ranges) {
+      : a_(a), block_(block), w_(layout_short<Mode>(a, block.rows, scratch)),
+        k_(key_rows<T>(a, block.batch, block.kv_head)), v_(value_rows<T>(a, block.batch, block.kv_head)),
+        depth_((a.qk_dim + kTileDepth - 1) / kTileDepth), k_part_(depth_ * kGroupStride),
+        v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
+        ring_(ring_steps(block.short_keys)), max_extent_((ring_ - 1) * kShortStep), streams_(are_streamed(a)),
+        checks_finite_(block.rows > 1 && a.ranges) {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
@@ -109,7 +112,6 @@ class ShortBlock {
     ShortBlock(a_, single_row, w_.rest).run();
   }
 
-
   Segment range_of(int64_t at) const {
     if (a_.band) return {larger_of(0, at + a_.first), larger_of(0, smaller_of(a_.kv_len, at + a_.last))};
     if (!a_.ranges) return {0, a_.kv_len};
@@ -142,7 +144,8 @@ class ShortBlock {
     for (p.rows = 0; p.rows < limit; p.rows++) {
       Segment s = range_of(at);
       const Segment previous = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
-      const bool follows = previous.start == s.start && previous.start < previous.stop && previous.stop <= s.stop && at > 0 && a_.ranges;
+      const bool follows =
+          previous.start == s.start && previous.start < previous.stop && previous.stop <= s.stop && at > 0 && a_.ranges;
       const int64_t own = follows ? phase : phase_of(at);
       if (follows && s.stop - p.from <= max_extent_) p.to = larger_of(p.to, s.stop), previous_ = at;
       else if (s.start >= s.stop) s = {0, 0};
@@ -164,9 +167,9 @@ class ShortBlock {
   }
   static int64_t phase_start(int64_t key, int64_t phase) { return phase + round_down(key - phase, kShortStep); }
 
-
   // Rows of Q, or of the results.
-  void prefetch_rows(Prefetch& prefetch, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns, const ShortPanel& p) const {
+  void prefetch_rows(Prefetch& prefetch, const void* base, int64_t b, int64_t h, int64_t s, int64_t columns,
+                     const ShortPanel& p) const {
     for (int64_t r = 0; r < p.rows;) {
       const int64_t some = smaller_of(p.rows - r, a_.q_len - p.at[r]);
       prefetch.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * (int64_t)sizeof(T), some,
@@ -181,15 +184,14 @@ class ShortBlock {
     prefetch.add(v_, from, p.to, a_.v_dim);
   }
 
-
   int64_t step_of(int64_t key) const { return (key - origin_) / kShortStep; }
   int64_t slot(int64_t step) const { return (uint32_t)step % (uint32_t)ring_; }
 
   // Packs a panel's keys step by step, with zeros beyond those that some row sees so far.
   void pack(const ShortPanel& p) {
     const int64_t phase = p.key % kShortStep;
-    const bool known = origin_ >= 0 && phase == origin_ % kShortStep && p.from >= packed_from_ && p.from <= packed_to_ &&
-                       step_of(larger_of(packed_to_, p.to) - 1) - step_of(p.from) < ring_;
+    const bool known = origin_ >= 0 && phase == origin_ % kShortStep && p.from >= packed_from_ &&
+                       p.from <= packed_to_ && step_of(larger_of(packed_to_, p.to) - 1) - step_of(p.from) < ring_;
     // restarts at slot 0, where the previous document was
     if (!known) origin_ = p.key, packed_from_ = packed_to_ = p.from;
     if (p.to <= packed_to_) return;
@@ -213,7 +215,6 @@ class ShortBlock {
     }
   }
 
-
   // What a group of 16 rows sees, in units of 16 keys from the panel's first step.
   struct GroupExtent {
     int64_t first, last, rows;
@@ -224,7 +225,8 @@ class ShortBlock {
     const __m512i start = _mm512_load_si512(p.start + g * kTileRows), stop = _mm512_load_si512(p.stop + g * kTileRows);
     const __mmask16 rows = (__mmask16)((1u << extent.rows) - 1), some = _mm512_mask_cmplt_epi32_mask(rows, start, stop);
     if (!some) return extent;
-    extent.all_from = _mm512_mask_reduce_max_epi32(rows, start), extent.all_to = _mm512_mask_reduce_min_epi32(rows, stop);
+    extent.all_from = _mm512_mask_reduce_max_epi32(rows, start),
+    extent.all_to = _mm512_mask_reduce_min_epi32(rows, stop);
     extent.first = (_mm512_mask_reduce_min_epi32(some, start) - p.key) / kTileRows;
     extent.last = (_mm512_mask_reduce_max_epi32(some, stop) - p.key + kTileRows - 1) / kTileRows;
     return extent;
@@ -238,7 +240,8 @@ class ShortBlock {
       if constexpr (P > 1) {
         split_row<Mode>(from, a_.qk_dim, to, kTileBytes, depth_ * kTileBytes, range_check_);
       } else {
-        for (int64_t d = 0; d < a_.qk_dim; d += kTileDepth, to += kTileBytes) _mm512_store_si512(to, load_halves(from, d, a_.qk_dim));
+        for (int64_t d = 0; d < a_.qk_dim; d += kTileDepth, to += kTileBytes)
+          _mm512_store_si512(to, load_halves(from, d, a_.qk_dim));
       }
     }
   }
@@ -261,8 +264,10 @@ class ShortBlock {
     PendingTiles previous;
     for (int64_t t = 0; t < steps; t++) {
       int quarters = 0;
-      for (int i = 0; i < 4; i++) quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
-      const Operands operands = {w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
+      for (int i = 0; i < 4; i++)
+        quarters |= (group[i / 2].first <= 2 * t + i % 2 && 2 * t + i % 2 < group[i / 2].last) << i;
+      const Operands operands = {
+          w_.q, 64, P * depth_ * kTileBytes, depth_ * kTileBytes, w_.k + slot(first + t) * k_bytes_, k_part_};
       previous.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, operands, depth_, previous, prefetch);
       previous.at = w_.scores + t * kStepScores<P>, previous.row = kScoreRow<P>;
     }
@@ -273,7 +278,8 @@ class ShortBlock {
     write(p, max_score, total);
   }
 
-  void softmax(const ShortPanel& p, int64_t g, const GroupExtent& extent, float* max_score, float* total, Prefetch& prefetch) const {
+  void softmax(const ShortPanel& p, int64_t g, const GroupExtent& extent, float* max_score, float* total,
+               Prefetch& prefetch) const {
     char* scores = w_.scores + g * kScoreGroup<P>;
     for (int64_t j = extent.first; j < extent.last; j++) {
       const int64_t key = p.key + j * kTileRows;
@@ -281,7 +287,8 @@ class ShortBlock {
       mask_scores(p.start + g * kTileRows, p.stop + g * kTileRows, extent.rows, key,
                   scores + j / 2 * kStepScores<P> + j % 2 * 64, kScoreRow<P>);
     }
-    softmax_rows<Mode>(scores, extent.first, extent.last, extent.rows, score_unit<Mode>(a_).log2, max_score, total, prefetch);
+    softmax_rows<Mode>(scores, extent.first, extent.last, extent.rows, score_unit<Mode>(a_).log2, max_score, total,
+                       prefetch);
   }
 
   void multiply_v(int64_t first, int64_t steps, const GroupExtent (&group)[2], Prefetch& prefetch) const {
@@ -298,7 +305,6 @@ class ShortBlock {
     multiply_values_short<Mode>(runs, count, group[1].rows > 0, w_.scores, v, v_part_, a_.v_dim, w_.sums, prefetch);
   }
 
-
   // Large results are written past the caches: whole lines, which need not be read first.
   static bool are_streamed(const Attention& a) {
     const int64_t bytes = a.batch * a.heads * a.q_len * a.v_dim * (int64_t)sizeof(T);
@@ -314,7 +320,8 @@ class ShortBlock {
       const Vec high = load(max_score + r), l = load(total + r) / unit;
       store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * natural + log_of(l));
       Vec sink = {};
-      for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++) sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);
+      for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++)
+        sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);
       store(inverse + r, 1.0f / unit / unit_input<Mode>() / (l + sink));
     }
     for (int64_t r = 0; r < p.rows; r++) {
@@ -356,7 +363,7 @@ class ShortBlock {
   const int64_t ring_, max_extent_;  // max_extent_: limit of the distance between the first and the last key of a panel
   const bool streams_, checks_finite_;  // checks_finite_: whether sums may contain another document's non-finite values
   bool any_non_finite_ = false;
-  int64_t previous_ = -1, phase_ = 0;  // the last row that phase_of looked at
+  int64_t previous_ = -1, phase_ = 0;                      // the last row that phase_of looked at
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; the keys in the ring
 };
 

@@ -12,7 +12,8 @@ namespace {
 // Scores of steps are kStepScores apart, of rows kScoreRow.
 
 // Sets scores of 16 keys, from `key` on, to -inf if the row does not see the key.
-static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores, int64_t pitch) {
+static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows, int64_t key, char* scores,
+                        int64_t pitch) {
   auto up_to = [&](const int32_t* bound) {  // the bits below it
     const __m512i at = _mm512_sub_epi32(_mm512_loadu_si512(bound), _mm512_set1_epi32((int32_t)key));
     const __m512i bits = _mm512_min_epi32(_mm512_max_epi32(at, _mm512_setzero_si512()), _mm512_set1_epi32(16));
@@ -20,7 +21,8 @@ static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows,
   };
   alignas(64) uint32_t hidden[kTileRows];
   _mm512_store_si512(hidden, _mm512_or_si512(up_to(start), ~up_to(stop)));
-  for (int64_t r = 0; r < rows; r++, scores += pitch) _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
+  for (int64_t r = 0; r < rows; r++, scores += pitch)
+    _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
 }
 
 template <int Step>
@@ -42,8 +44,8 @@ static void subtract_base(char* scores, int64_t first, int64_t last, float base)
 // Turns scores of keys 16 * first to 16 * last into weights in place, in pairs of keys j and j + 16, and writes each
 // row's largest score (in its unit) and sum of weights.
 template <class Mode>
-static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, int64_t last, int64_t rows, float factor,
-                                                  float* max_score, float* total, Prefetch& prefetch) {
+static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, int64_t last, int64_t rows,
+                                                   float factor, float* max_score, float* total, Prefetch& prefetch) {
   typedef Part<Mode> T;
   constexpr int P = kParts<Mode>;
   Vec high[kLanes];
@@ -71,7 +73,9 @@ static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, 
     prefetch.step_rows();
     for (int64_t t = first / 2; 2 * t < last; t++) {
       float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
-      auto weights = [&](const float* at) { return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : exp2_approx(load(at) * factor - b); };
+      auto weights = [&](const float* at) {
+        return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : exp2_approx(load(at) * factor - b);
+      };
       const Vec even = 2 * t >= first ? weights(s) : Vec{};
       const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};
       x += even + odd;

@@ -21,13 +21,15 @@ INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForwar
 
 struct SmallForwardSpace {
   float *kt, *weights;  // [d][kPanel], [row][kPanel]
-  float *q, *k, *v;  // widened rows of 16-bit types
+  float *q, *k, *v;     // widened rows of 16-bit types
   int64_t bytes;
   SmallForwardSpace(const Attention& a, char* base) {
     Arena arena{base};
-    const int64_t qk_bytes = a.qk_dim * kPanel * 4, v_bytes = a.v_dim * kPanel * 4, widened = a.dtype == kFloat32 ? 0 : 1;
+    const int64_t qk_bytes = a.qk_dim * kPanel * 4, v_bytes = a.v_dim * kPanel * 4,
+                  widened = a.dtype == kFloat32 ? 0 : 1;
     kt = (float*)arena.allocate(qk_bytes), weights = (float*)arena.allocate(kPanel * kPanel * 4);
-    q = (float*)arena.allocate(qk_bytes * widened), k = (float*)arena.allocate(qk_bytes * widened), v = (float*)arena.allocate(v_bytes * widened);
+    q = (float*)arena.allocate(qk_bytes * widened), k = (float*)arena.allocate(qk_bytes * widened),
+    v = (float*)arena.allocate(v_bytes * widened);
     bytes = arena.bytes;
   }
 };
@@ -49,8 +51,8 @@ static inline bool is_one_piece(const Attention& a, const RowBlock& block, const
 
 // Turns the scores of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
 // Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
-INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys, float* weights,
-                       float* lse) {
+INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys,
+                        float* weights, float* lse) {
   const ScoreUnit unit = score_unit<Direct>(a);
   const float scale = keeps_products(a) ? 1 : (float)a.scale;
   IVec lane = {};
@@ -92,7 +94,9 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
   Segment own[kPanel];  // keys of each row, relative to the first visible one
-  auto place = [&](int64_t r) { return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len); };
+  auto place = [&](int64_t r) {
+    return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len);
+  };
   auto clear = [&](T* row) { memset(row, 0, (size_t)a.v_dim * sizeof(T)); };
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);

@@ -11,7 +11,8 @@ namespace {
 
 // Converts products to scores in their unit, with the bias.
 static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
-  const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap, inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
+  const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap,
+              inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
     Vec x = load(st + i);
     x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // rounded as the gradients round it
@@ -28,8 +29,7 @@ static void apply_score_bias(const Attention& a, const float* score_bias, int64_
 static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
-    for (int i = 0; i < 4; i++)
-      bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
+    for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
     for (int64_t j = 0; j < keys; j++) {
       IVec key = isplat((int32_t)(start + j));
       IVec allowed = is_within(key, bound[0], bound[1], bound[2], bound[3]);
@@ -42,8 +42,8 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st)
 // Turns scores into weights in place (pairs of bf16 for Dot), 0 if dropped; the totals include dropped weights. decay
 // is the factor of the earlier sums. factor converts scores to units of log 2.
 template <class Arith, bool kDrops, int V>
-static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score,
-                                                     float* total, Vec* decay) {
+static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, float factor, const LaneMask* keep,
+                                                      float* max_score, float* total, Vec* decay) {
   Vec high[2][V], sum[V] = {};
   for (int v = 0; v < V; v++) high[0][v] = high[1][v] = splat(-kInfinity);
   int64_t j = 0;
@@ -51,8 +51,7 @@ static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, f
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++)
-        high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes), high[i][v]);
+      for (int v = 0; v < V; v++) high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes), high[i][v]);
   for (; j < keys; j++)
     for (int v = 0; v < V; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes), high[0][v]);
   Vec base[V];
@@ -71,7 +70,8 @@ static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, f
         Vec even = exp2_or_zero((load(s) - base[v]) * factor);
         Vec odd = exp2_or_zero((load(s + kPanel) - base[v]) * factor);
         sum[v] += even + odd;
-        if (kDrops) even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
+        if (kDrops)
+          even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
         store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
@@ -87,7 +87,8 @@ static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, f
   for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
 }
 template <class Arith>
-static void softmax_panel(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score, float* total, int vectors, Vec* decay) {
+static void softmax_panel(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score, float* total,
+                          int vectors, Vec* decay) {
   with_vectors(vectors, [&](auto v) {
     auto chosen = keep ? softmax_vectors<Arith, true, v.value> : softmax_vectors<Arith, false, v.value>;
     chosen(st, keys, factor, keep, max_score, total, decay);

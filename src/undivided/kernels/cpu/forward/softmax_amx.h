@@ -39,9 +39,10 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
 // If `large` is given, it receives the rows whose sums are too large; the totals stay unchanged then, and the result is
 // false. factor converts scores to units of log 2.
 template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Prefetcher>
-static __attribute__((noinline)) bool softmax_block(const float* scores, const Extra& score_bias, const LaneMask* visible, const float* max_score,
-                                                   float factor, float* total, const LaneMask* keep, float* pairs, uint16_t* large,
-                                                   Prefetcher* prefetch) {
+static __attribute__((noinline)) bool softmax_block(const float* scores, const Extra& score_bias,
+                                                    const LaneMask* visible, const float* max_score, float factor,
+                                                    float* total, const LaneMask* keep, float* pairs, uint16_t* large,
+                                                    Prefetcher* prefetch) {
   Vec sum[V] = {};
   const Bases<V> bases = bases_of<V, Extra::kHasLarge>(max_score, factor, (float)kWeightBits<Part<Mode>>);
   for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
@@ -52,11 +53,13 @@ static __attribute__((noinline)) bool softmax_block(const float* scores, const E
     score_bias(j, bases, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      const __mmask16 even_mask = kMasked ? visible[j * kVectors + v] : 0xffff, odd_mask = kMasked ? visible[(j + 1) * kVectors + v] : 0xffff;
+      const __mmask16 even_mask = kMasked ? visible[j * kVectors + v] : 0xffff,
+                      odd_mask = kMasked ? visible[(j + 1) * kVectors + v] : 0xffff;
       Vec even = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v], even_mask) : exp2_approx(x[2 * v], even_mask);
       Vec odd = kIsFloat32<Mode> ? exp2_or_zero(x[2 * v + 1], odd_mask) : exp2_approx(x[2 * v + 1], odd_mask);
       sum[v] += even + odd;
-      if (kDrops) even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
+      if (kDrops)
+        even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
       store_weights<Mode>(even, odd, pairs + j / 2 * kPanel + v * kLanes);
     }
   }
@@ -74,8 +77,8 @@ static __attribute__((noinline)) bool softmax_block(const float* scores, const E
 // decay is the factor of the earlier sums. Returns whether some sums must be rescaled. A row's base depends on its own
 // scores only, so that its result does not depend on its neighbours.
 template <int V, class Extra>
-static bool update_base(const float* scores, const Extra& score_bias, const LaneMask* visible, const uint16_t* rebase_rows, const Vec* rise, float factor,
-                      float* max_score, Vec* decay) {
+static bool update_base(const float* scores, const Extra& score_bias, const LaneMask* visible,
+                        const uint16_t* rebase_rows, const Vec* rise, float factor, float* max_score, Vec* decay) {
   bool needs_rescale = false;
   Vec high[V];
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity);
@@ -90,7 +93,8 @@ static bool update_base(const float* scores, const Extra& score_bias, const Lane
   }
   for (int v = 0; v < V; v++) {
     const Vec previous = load(max_score + v * kLanes), above = high[v] + rise[v];
-    Vec now = (Vec)_mm512_mask_mov_ps((__m512)previous, rebase_rows[v], (__m512)(above > previous + kHeadroom / factor ? above : previous));
+    Vec now = (Vec)_mm512_mask_mov_ps((__m512)previous, rebase_rows[v],
+                                      (__m512)(above > previous + kHeadroom / factor ? above : previous));
     IVec grown = (now != previous) & (previous != -kInfinity);
     decay[v] = grown ? exp2_or_zero((previous - now) * factor) : splat(1);
     needs_rescale |= _mm512_test_epi32_mask((__m512i)grown, (__m512i)grown) != 0;

@@ -16,7 +16,7 @@ struct PanelSums {
 
 struct Workspace {
   uint8_t* non_finite;  // one flag per row, if there are several; see has_non_finite_sums
-  char* rest;  // free once all flags are known
+  char* rest;           // free once all flags are known
   Panel* panels;
   float *scores, *score_bias, *block_sums;
   char *v_own, *sums, *key_block_list, *key_block_copies;
@@ -48,11 +48,13 @@ static Workspace layout_block(const Attention& a, int64_t rows, int64_t keys, ch
   Workspace w;
   Arena arena{base};
   const bool narrow = keys != kAllKeys, has_score_bias = a.bias || a.dense || a.slopes;
-  const int64_t whole = (rows + kPanel - 1) / kPanel, panels = narrow && has_cuts(a) ? rows / kMinDocumentRows + 1 : whole;
+  const int64_t whole = (rows + kPanel - 1) / kPanel,
+                panels = narrow && has_cuts(a) ? rows / kMinDocumentRows + 1 : whole;
   const int64_t key_blocks = narrow ? keys / kBlockKeys + 2 : 1;
   w.non_finite = (uint8_t*)arena.allocate(rows > 1 ? rows : 0), w.rest = base + arena.bytes;  // room for recompute_row
   w.panels = (Panel*)arena.allocate(panels * (int64_t)sizeof(Panel));
-  w.sums_bytes = (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropoutRows) : 0);
+  w.sums_bytes =
+      (q_depth<Mode>(a) + o_depth<Mode>(a) + 2) * kPanel * 4 + (a.dropout ? (int64_t)sizeof(DropoutRows) : 0);
   w.sums_bytes = round_up(w.sums_bytes, 64);
   w.sums = arena.allocate((narrow ? 1 : whole) * w.sums_bytes);
   // on AMX two steps of scores, then weights

@@ -166,8 +166,8 @@ INLINE void store_sums(char* to) {
 
 // C[groups * kTileRows][kPanel] += A * B, or = A * B if kFromZero; B holds `steps` x kTileDepth / 2 rows of pairs.
 template <class T, int V = kVectors, bool kFromZero = false, class Prefetcher = NoPrefetch, int N = 1>
-static __attribute__((noinline)) void multiply_amx(const AmxOperand& operand, const float* pairs, int64_t steps, int64_t groups,
-                                                     float* sums, Prefetcher* prefetch = nullptr) {
+static __attribute__((noinline)) void multiply_amx(const AmxOperand& operand, const float* pairs, int64_t steps,
+                                                   int64_t groups, float* sums, Prefetcher* prefetch = nullptr) {
   static_assert(kVectors == 2 && kLanes == 16, "C is 2 x 2 tiles");
   const AmxOperand rows = operand;
   const char *a = rows.at, *b = (const char*)pairs;

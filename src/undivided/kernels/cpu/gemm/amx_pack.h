@@ -29,7 +29,8 @@ static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t padded, int
 // Transposes 16 pairs of keys by 16 columns into one tile: row d holds 32 keys in order. Keys that no row sees become
 // zeros.
 template <class T>
-INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* tile) {
+INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible,
+                            char* tile) {
   Vec x[kLanes];
   for (int i = 0; i < kLanes; i++) {
     UVec half[2] = {};
@@ -53,7 +54,8 @@ INLINE void transpose_pairs(const T* v, int64_t stride, int64_t keys, int64_t co
 // The same for 32 columns: two tiles, `group` bytes apart. Interleaving works within 128 bits, so columns 4 to 7, 12 to
 // 15 and so on come from the upper halves.
 template <class T>
-INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* visible, char* tile, int64_t group) {
+INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, const uint8_t* visible, char* tile,
+                                  int64_t group) {
   Vec low[kLanes], high[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) {
@@ -77,14 +79,15 @@ INLINE void transpose_pairs_twice(const T* v, int64_t stride, int64_t keys, cons
 
 // Packs V of `keys` keys for multiply_amx, `capacity` steps of kTileDepth keys per group of columns.
 template <class T>
-static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity,
-                        char* to) {
+static void transpose_v(const T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible,
+                        int64_t capacity, char* to) {
   const int64_t group = capacity * kTileBytes;
   for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, visible += kTileDepth, to += kTileBytes) {
     int64_t d = 0;
     for (; d + 2 * kTileRows <= columns; d += 2 * kTileRows)
       transpose_pairs_twice(v + d, stride, keys - j, visible, to + d / kTileRows * group, group);
-    for (; d < columns; d += kTileRows) transpose_pairs(v + d, stride, keys - j, columns - d, visible, to + d / kTileRows * group);
+    for (; d < columns; d += kTileRows)
+      transpose_pairs(v + d, stride, keys - j, columns - d, visible, to + d / kTileRows * group);
   }
 }
 

@@ -54,7 +54,8 @@ INLINE void transpose_16_pairs(const char* const* row, int64_t offset, char* to)
     const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
     const __m512d e = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), f = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
     _mm512_store_pd(to, _mm512_unpacklo_pd(a, e)), _mm512_store_pd(to + kPanelBytes, _mm512_unpackhi_pd(a, e));
-    _mm512_store_pd(to + 2 * kPanelBytes, _mm512_unpacklo_pd(b, f)), _mm512_store_pd(to + 3 * kPanelBytes, _mm512_unpackhi_pd(b, f));
+    _mm512_store_pd(to + 2 * kPanelBytes, _mm512_unpacklo_pd(b, f)),
+        _mm512_store_pd(to + 3 * kPanelBytes, _mm512_unpackhi_pd(b, f));
   }
 }
 
@@ -69,7 +70,8 @@ static void pack_key_pairs(const T* const (&row)[kShortStep], int64_t columns, c
       }
       alignas(64) char copy[kTileRows][64];
       const char* at[kTileRows];
-      for (int i = 0; i < kTileRows; i++) _mm512_store_si512(copy[i], load_halves(from[i], d, columns)), at[i] = copy[i];
+      for (int i = 0; i < kTileRows; i++)
+        _mm512_store_si512(copy[i], load_halves(from[i], d, columns)), at[i] = copy[i];
       transpose_16_pairs(at, 0, to + half * 64);
     }
 }
@@ -90,10 +92,11 @@ static void pack_value_pairs(const T* const (&row)[kShortStep], int64_t columns,
 
 // The same for split numbers, whose parts are `part` bytes apart; `copy` holds 32 split rows. Columns stay in order.
 template <class Mode>
-static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to, int64_t part,
-                            RangeCheck& range_check) {
+static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* copy, char* to,
+                            int64_t part, RangeCheck& range_check) {
   const int64_t depth = (columns + kTileDepth - 1) / kTileDepth, bytes = depth * 64;
-  for (int64_t i = 0; i < kShortStep; i++) split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, range_check);
+  for (int64_t i = 0; i < kShortStep; i++)
+    split_row<Mode>(row[i], columns, copy + i * bytes, 64, kShortStep * bytes, range_check);
   for (int p = 0; p < kParts<Mode>; p++, copy += kShortStep * bytes, to += part) {
     const Part<Mode>* half[kShortStep];
     for (int64_t i = 0; i < kShortStep; i++) half[i] = (const Part<Mode>*)(const void*)(copy + i * bytes);
@@ -101,7 +104,8 @@ static void split_key_pairs(const typename Mode::T* const (&row)[kShortStep], in
   }
 }
 template <class Mode>
-static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part, RangeCheck& range_check) {
+static void split_value_pairs(const typename Mode::T* const (&row)[kShortStep], int64_t columns, char* to, int64_t part,
+                              RangeCheck& range_check) {
   for (int i = 0; i < kTileRows; i++, to += kPanelBytes) {
     UVec first = {}, second = {};
     for (int64_t d = 0; d < columns; d += kLanes) {
@@ -122,15 +126,14 @@ INLINE void stream_partial(Vec x, Float16* to) {
   _mm256_stream_si256((__m256i*)(void*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-INLINE __m512i in_order(__m512i x) {
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x);
-}
+INLINE __m512i in_order(__m512i x) { return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x); }
 INLINE __m512i join_columns(Vec low, Vec high, BFloat16) {
   return in_order((__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 }
 INLINE __m512i join_columns(Vec low, Vec high, Float16) {
   const __m256i x = _mm512_cvtps_ph((__m512)low, _MM_FROUND_TO_NEAREST_INT);
-  return in_order(_mm512_inserti64x4(_mm512_castsi256_si512(x), _mm512_cvtps_ph((__m512)high, _MM_FROUND_TO_NEAREST_INT), 1));
+  return in_order(
+      _mm512_inserti64x4(_mm512_castsi256_si512(x), _mm512_cvtps_ph((__m512)high, _MM_FROUND_TO_NEAREST_INT), 1));
 }
 
 // ---- products
@@ -140,7 +143,7 @@ INLINE __m512i join_columns(Vec low, Vec high, Float16) {
 struct PendingTiles {
   char* at = nullptr;
   int64_t row = kPanelBytes;  // stride in bytes
-  int quarters = 0;  // bit 2 * g + h: the g-th 16 rows and the h-th 16 columns
+  int quarters = 0;           // bit 2 * g + h: the g-th 16 rows and the h-th 16 columns
 
   template <int N>
   static inline __attribute__((always_inline)) void quarter(const PendingTiles& u) {
@@ -181,7 +184,8 @@ INLINE void multiply_quarters(const Operands& operands, const PendingTiles& prev
 
 // The given quarters of the scores of 32 rows and 32 keys.
 template <class T, int N, int Quarters>
-static __attribute__((noinline)) void score_quarters(const Operands& operands, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
+static __attribute__((noinline)) void score_quarters(const Operands& operands, int64_t steps,
+                                                     const PendingTiles& previous, Prefetch& prefetch) {
   Operands x = operands;
   multiply_quarters<T, N, Quarters, true>(x, previous);
   for (int64_t s = 1; s < steps; s++) {
@@ -193,8 +197,11 @@ static __attribute__((noinline)) void score_quarters(const Operands& operands, i
 }
 // Computes these quarters, or more, with the nearest instantiation.
 template <class T, int N>
-static int score_step(int quarters, const Operands& operands, int64_t steps, const PendingTiles& previous, Prefetch& prefetch) {
-  auto call = [&](auto which) { return score_quarters<T, N, which.value>(operands, steps, previous, prefetch), which.value; };
+static int score_step(int quarters, const Operands& operands, int64_t steps, const PendingTiles& previous,
+                      Prefetch& prefetch) {
+  auto call = [&](auto which) {
+    return score_quarters<T, N, which.value>(operands, steps, previous, prefetch), which.value;
+  };
   if (quarters == 13) return call(std::integral_constant<int, 13>());  // on the diagonal
   if (quarters == 11) return call(std::integral_constant<int, 11>());  // where a window begins
   if (quarters == 1) return call(std::integral_constant<int, 1>());
@@ -213,8 +220,8 @@ struct GroupRun {
 
 // C += weights * values for the steps of a run; v: address of each step's values.
 template <class Mode, int Groups>
-INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part, int64_t column,
-                      const PendingTiles& previous, Prefetch& prefetch) {
+INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, const char* const* v, int64_t v_part,
+                         int64_t column, const PendingTiles& previous, Prefetch& prefetch) {
   constexpr int quarters = (Groups & 1 ? 3 : 0) | (Groups & 2 ? 12 : 0), P = kParts<Mode>, N = kProducts<Mode>;
   typedef Part<Mode> T;
   auto operands = [&](int64_t t) {
@@ -226,9 +233,9 @@ INLINE void multiply_run(const GroupRun& run, bool first, const char* weights, c
 }
 // The results, 32 columns at a time: 16 rows of kPanelBytes per group. v: address of each step's values.
 template <class Mode>
-static __attribute__((noinline)) void multiply_values_short(const GroupRun* runs, int count, bool both, const char* weights,
-                                                   const char* const* v, int64_t v_part, int64_t columns, char* sums,
-                                                   Prefetch& prefetch) {
+static __attribute__((noinline)) void multiply_values_short(const GroupRun* runs, int count, bool both,
+                                                            const char* weights, const char* const* v, int64_t v_part,
+                                                            int64_t columns, char* sums, Prefetch& prefetch) {
   PendingTiles previous;
   for (int64_t d = 0; d < columns; d += kTileDepth, sums += 2 * kGroupStride) {
     const int64_t at = d / kTileDepth * kGroupStride;

@@ -29,18 +29,20 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
 }
 
 // Copies rows into groups of kBroadcasts columns, kColumnGroup apart, each stored row by row.
-[[maybe_unused]] static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+[[maybe_unused]] static void group_columns(const float* from, int64_t stride, int64_t rows, int64_t columns,
+                                           float* to) {
   for (int64_t j = 0; j < rows; j++, from += stride, to += kBroadcasts) {
     int64_t d = 0;
-    for (float* group = to; d + kBroadcasts <= columns; d += kBroadcasts, group += kColumnGroup) memcpy(group, from + d, kBroadcasts * 4);
+    for (float* group = to; d + kBroadcasts <= columns; d += kBroadcasts, group += kColumnGroup)
+      memcpy(group, from + d, kBroadcasts * 4);
     for (; d < columns; d++) to[d / kBroadcasts * kColumnGroup + d % kBroadcasts] = from[d];
   }
 }
 
 // Puts keys j and j + 1 side by side in 32 bits, from key `start` at v on; keys outside [start, stop), or that no row
 // sees, become zeros.
-[[maybe_unused]] static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,
-                       uint32_t* to) {
+[[maybe_unused]] static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns,
+                                        const uint8_t* visible, uint32_t* to) {
   for (int64_t j = start & ~(int64_t)1; j < stop; j += 2, to += columns) {
     const BFloat16* even = j >= start && (!visible || visible[j - start]) ? v + (j - start) * stride : nullptr;
     const BFloat16* odd = j + 1 < stop && (!visible || visible[j + 1 - start]) ? v + (j + 1 - start) * stride : nullptr;
@@ -68,11 +70,12 @@ static KeyBlockSpace layout_key_block(const Attention& a, char* base) {
   KeyBlockSpace w;
   Arena arena{base};
   const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = Mode::kAmx || sizeof(typename Mode::T) == 2;
-  w.k = arena.allocate(Mode::kAmx              ? kBlockKeys * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>
-                : Mode::kConvertsK || odd ? kBlockKeys * (a.qk_dim + 1) * 4
-                : copies                  ? 0
-                                          : kBlockKeys * padded_stride(a.qk_dim) * 4);
-  w.v = arena.allocate(copies ? kBlockKeys * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>) : groups_of(a.v_dim) * kColumnGroup * 4);
+  w.k = arena.allocate(Mode::kAmx                ? kBlockKeys * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>
+                       : Mode::kConvertsK || odd ? kBlockKeys * (a.qk_dim + 1) * 4
+                       : copies                  ? 0
+                                                 : kBlockKeys * padded_stride(a.qk_dim) * 4);
+  w.v = arena.allocate(copies ? kBlockKeys * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>)
+                              : groups_of(a.v_dim) * kColumnGroup * 4);
   w.k_rows = arena.allocate(a.pages ? kBlockKeys * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.v_rows = arena.allocate(a.pages ? kBlockKeys * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.bytes = arena.bytes;
@@ -84,12 +87,12 @@ template <class Mode>
 struct KeyBlock {
   typedef typename Mode::T T;
   int64_t start, stop;  // the keys that some panel needs
-  int64_t packed_to;  // keys before this one are packed
+  int64_t packed_to;    // keys before this one are packed
   const void* k;
   int64_t k_stride;
   const typename Mode::PackedV* v;  // row (or pair) of key `start`
   int64_t v_stride;
-  int64_t v_group;  // see multiply_values
+  int64_t v_group;               // see multiply_values
   const T *source_k, *source_v;  // the row of key `start` in the caller's memory, or gathered from pages
   int64_t source_k_stride, source_v_stride;
   bool gathers_pages, copies_k, copies_v;
@@ -100,15 +103,17 @@ struct KeyBlock {
 // Initialises a block of keys [start, stop) without packing any. V may stay in place unless several panels read it
 // column by column.
 template <class Mode>
-static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop, const KeyBlockSpace& w, bool shared,
-                       bool row_major, KeyBlock<Mode>& key_block) {
+static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop,
+                            const KeyBlockSpace& w, bool shared, bool row_major, KeyBlock<Mode>& key_block) {
   typedef typename Mode::T T;
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
   key_block.start = key_block.packed_to = start, key_block.stop = stop, key_block.space = w;
   // a block within one page is read in place, except on AMX, whose steps reach beyond the visible keys
   key_block.gathers_pages = !k.is_contiguous(start, stop) || (Mode::kAmx && a.pages);
-  key_block.source_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start), key_block.source_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
-  key_block.source_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start), key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
+  key_block.source_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start),
+  key_block.source_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
+  key_block.source_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start),
+  key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
   key_block.k = key_block.source_k, key_block.k_stride = key_block.source_k_stride;
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
   key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2);
@@ -128,9 +133,10 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
 #if defined(UNDIVIDED_AMX)
 // Packs V of `keys` keys for the second product.
 template <class Mode>
-static void pack_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, char* to,
-                  [[maybe_unused]] RangeCheck& range_check) {
-  if constexpr (kParts<Mode> > 1) split_v<Mode>(v, stride, keys, columns, visible, kBlockKeys / kTileDepth, to, range_check);
+static void pack_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible,
+                   char* to, [[maybe_unused]] RangeCheck& range_check) {
+  if constexpr (kParts<Mode> > 1)
+    split_v<Mode>(v, stride, keys, columns, visible, kBlockKeys / kTileDepth, to, range_check);
   else transpose_v(v, stride, keys, columns, visible, kBlockKeys / kTileDepth, to);
 }
 #endif
@@ -144,10 +150,13 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
   const int64_t start = key_block.packed_to, first = start - key_block.start, count = stop - start;
   const uint8_t* visible = key_block.visible + first;
   if (key_block.gathers_pages) {
-    gather_pages(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, visible, (T*)key_block.space.k_rows + first * a.qk_dim);
-    gather_pages(value_rows<T>(a, block.batch, block.kv_head), start, stop, a.v_dim, visible, (T*)key_block.space.v_rows + first * a.v_dim);
+    gather_pages(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, visible,
+                 (T*)key_block.space.k_rows + first * a.qk_dim);
+    gather_pages(value_rows<T>(a, block.batch, block.kv_head), start, stop, a.v_dim, visible,
+                 (T*)key_block.space.v_rows + first * a.v_dim);
   }
-  const T *k = key_block.source_k + first * key_block.source_k_stride, *v = key_block.source_v + first * key_block.source_v_stride;
+  const T *k = key_block.source_k + first * key_block.source_k_stride,
+          *v = key_block.source_v + first * key_block.source_v_stride;
   const int64_t k_s = key_block.source_k_stride, v_s = key_block.source_v_stride;
   key_block.packed_to = stop;
 #if defined(UNDIVIDED_AMX)
@@ -160,20 +169,23 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
     return;
   } else
 #endif
-  if constexpr (Mode::Arith::kPairs) {
+      if constexpr (Mode::Arith::kPairs) {
     BFloat16* copy = (BFloat16*)key_block.space.k + first * key_block.k_stride;
     for (int64_t j = 0; key_block.copies_k && j < count; j++, copy += key_block.k_stride) {
       memcpy(copy, k + j * k_s, (size_t)a.qk_dim * 2);
       copy[a.qk_dim].bits = 0;
     }
-    interleave(v, v_s, start, stop, a.v_dim, visible, (uint32_t*)key_block.space.v + (start / 2 - key_block.start / 2) * a.v_dim);
+    interleave(v, v_s, start, stop, a.v_dim, visible,
+               (uint32_t*)key_block.space.v + (start / 2 - key_block.start / 2) * a.v_dim);
   } else if constexpr (Mode::kConvertsK) {
     widen(k, k_s, count, a.qk_dim, nullptr, (float*)key_block.space.k + first * a.qk_dim);
     widen(v, v_s, count, a.v_dim, nullptr, (float*)key_block.space.v + first * a.v_dim);
   } else {
     float* copy = (float*)key_block.space.k + first * key_block.k_stride;
-    for (int64_t j = 0; key_block.copies_k && j < count; j++) memcpy(copy + j * key_block.k_stride, k + j * k_s, (size_t)a.qk_dim * 4);
-    if (key_block.copies_v && key_block.v_group == 0) widen(v, v_s, count, a.v_dim, nullptr, (float*)key_block.space.v + first * a.v_dim);
+    for (int64_t j = 0; key_block.copies_k && j < count; j++)
+      memcpy(copy + j * key_block.k_stride, k + j * k_s, (size_t)a.qk_dim * 4);
+    if (key_block.copies_v && key_block.v_group == 0)
+      widen(v, v_s, count, a.v_dim, nullptr, (float*)key_block.space.v + first * a.v_dim);
     else if (key_block.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)key_block.space.v + first * kBroadcasts);
   }
 }

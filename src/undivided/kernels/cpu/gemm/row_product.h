@@ -27,11 +27,13 @@ INLINE void add_key(Vec (&acc)[R][C], const float* weights, const float* values,
 }
 // R rows and C vectors of columns.
 template <int R, int C>
-static __attribute__((noinline)) void multiply_row_group(const float* pt, const float* v, int64_t stride, int64_t from, int64_t to,
-                                                      const float* decay, float* sums, int64_t sums_stride) {
+static __attribute__((noinline)) void multiply_row_group(const float* pt, const float* v, int64_t stride, int64_t from,
+                                                         int64_t to, const float* decay, float* sums,
+                                                         int64_t sums_stride) {
   Vec acc[R][C] = {};
   for (int64_t j = from; j < to; j++)
-    add_key(acc, pt + j * kPanel, v + j * stride, std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, C>());
+    add_key(acc, pt + j * kPanel, v + j * stride, std::make_integer_sequence<int, R>(),
+            std::make_integer_sequence<int, C>());
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -52,8 +54,8 @@ INLINE void with_rows(int64_t rows, F f) {
 
 // R rows from `row` on, or as many as the panel has, C vectors of columns at once.
 template <int R, int C>
-static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
-                             int64_t columns, const float* decay, float* sums) {
+static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v,
+                                int64_t stride, int64_t columns, const float* decay, float* sums) {
   for (int64_t row = 0; row < p.rows; row += R) {
     int64_t from = start + keys, to = start;
     for (int64_t r = row; r < row + R && r < p.rows; r++)
@@ -77,8 +79,8 @@ static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, con
 
 // Multiplies the weights of keys [start, start + keys) with V, whose first row is that of key `start`. Without decay
 // the sums start here: kPanel rows of `columns`, a multiple of kLanes.
-static inline void multiply_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v, int64_t stride,
-                              int64_t columns, const float* decay, float* sums) {
+static inline void multiply_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v,
+                                 int64_t stride, int64_t columns, const float* decay, float* sums) {
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
   if (columns % (8 * kLanes) == 0) multiply_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
   else multiply_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);

@@ -21,7 +21,8 @@ constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 // Whether every head has at most `limit` rows and keys, and scores have no bias, mask, ALiBi, dropout or softcap.
 INLINE bool is_small(const Attention& a, int64_t limit) {
   const bool has_score_bias = a.bias || a.dense || a.slopes || a.dropout || a.softcap != 0;
-  return rows_of_group(a) <= limit && a.kv_len <= limit && !has_score_bias && a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0;
+  return rows_of_group(a) <= limit && a.kv_len <= limit && !has_score_bias && a.qk_dim % kLanes == 0 &&
+         a.v_dim % kLanes == 0;
 }
 
 // From the first to the last key that a row of a panel sees; empty if start >= stop.
@@ -52,8 +53,8 @@ static float dot_of(const T* x, const T* y, int64_t dim) {
 }
 
 // to[row][keys] = rows . keys. transposed: room for the transposed keys.
-static inline void score_rows(const float* const* rows, int64_t count, const float* const* keys, int64_t key_count, int64_t dim,
-                              float* transposed, float* to) {
+static inline void score_rows(const float* const* rows, int64_t count, const float* const* keys, int64_t key_count,
+                              int64_t dim, float* transposed, float* to) {
   if (key_count <= kMinTransposedKeys) {
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < kLanes; j++) to[r * kPanel + j] = j < key_count ? dot_of(rows[r], keys[j], dim) : 0.0f;
@@ -75,12 +76,13 @@ static inline void score_rows(const float* const* rows, int64_t count, const flo
 }
 
 template <int R, int C, int... I>
-INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t row_stride, const Vec (&row)[C], std::integer_sequence<int, I...>) {
+INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t row_stride, const Vec (&row)[C],
+                    std::integer_sequence<int, I...>) {
   ((acc[I / C][I % C] += a[I / C * row_stride] * row[I % C]), ...);
 }
 template <int R, int C, class T>
-static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
-                                                    int64_t count, int64_t d, T* const* out) {
+static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_stride, int64_t step_stride,
+                                                    const float* const* rows, int64_t count, int64_t d, T* const* out) {
   Vec acc[R][C] = {};
   for (int64_t n = 0; n < count; n++, a += step_stride) {
     Vec row[C];
@@ -96,8 +98,8 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_
 // out[i][d] = sum over n in some[i] of a[i * row_stride + n * step_stride] * rows[n][d], for i < results; a is 0 for
 // the n of other results.
 template <class T>
-static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows, const Segment* some, int64_t dim,
-                     int64_t results, T* const* out) {
+static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
+                     const Segment* some, int64_t dim, int64_t results, T* const* out) {
   int64_t d = 0;
   auto columns = [&](auto vectors) {  // all results for these columns, while their rows are in L1
     constexpr int C = decltype(vectors)::value;
@@ -107,7 +109,8 @@ static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, co
           constexpr int R = decltype(r)::value;
           int64_t from = some[i].start, to = some[i].stop;
           for (int n = 1; n < R; n++) from = smaller_of(from, some[i + n].start), to = larger_of(to, some[i + n].stop);
-          add_row_group<R, C>(a + i * row_stride + from * step_stride, row_stride, step_stride, rows + from, to - from, d, out + i);
+          add_row_group<R, C>(a + i * row_stride + from * step_stride, row_stride, step_stride, rows + from, to - from,
+                              d, out + i);
         });
   };
   columns(std::integral_constant<int, kSmallColumns>());

@@ -52,7 +52,9 @@ INLINE void store_partial(Vec x, Float16* p, int64_t count) {
 }
 
 // Magnitudes as unsigned integers, in the order of the numbers; NaN is the largest.
-INLINE UVec max_magnitudes(UVec magnitudes, Vec x) { return (UVec)_mm512_max_epu32((__m512i)magnitudes, (__m512i)((UVec)x << 1)); }
+INLINE UVec max_magnitudes(UVec magnitudes, Vec x) {
+  return (UVec)_mm512_max_epu32((__m512i)magnitudes, (__m512i)((UVec)x << 1));
+}
 INLINE UVec magnitude(float x) { return (UVec)splat(x) << 1; }
 
 // The largest magnitudes of a row, per lane. (A separate pass over whole rows also loads them fastest from memory if
@@ -78,13 +80,15 @@ class RangeCheck {
   // `low`.
   template <class Mode>
   static RangeCheck of_mode(float low = 0x1p-80f) {
-    return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, unit_input<Mode>()) : RangeCheck(low, 0x1p100f, 1);
+    return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, unit_input<Mode>())
+                                                    : RangeCheck(low, 0x1p100f, 1);
   }
   // low and high bound the largest number of a row after scaling by `unit`, unless it is 0.
 #if defined(UNDIVIDED_AMX)
   RangeCheck(float low, float high, float unit) : low_(magnitude(low / unit)), high_(magnitude(high / unit)) {}
   void add(UVec magnitudes) {  // of a row
-    out_of_range_ |= !_mm512_cmpge_epu32_mask((__m512i)magnitudes, (__m512i)low_) && _mm512_test_epi32_mask((__m512i)magnitudes, (__m512i)magnitudes);
+    out_of_range_ |= !_mm512_cmpge_epu32_mask((__m512i)magnitudes, (__m512i)low_) &&
+                     _mm512_test_epi32_mask((__m512i)magnitudes, (__m512i)magnitudes);
     largest_ = (UVec)_mm512_max_epu32((__m512i)largest_, (__m512i)magnitudes);
   }
   bool out_of_range() const { return out_of_range_ || _mm512_cmpge_epu32_mask((__m512i)largest_, (__m512i)high_); }
@@ -170,7 +174,8 @@ INLINE Vec scaled_up(Vec x) {
 // A row, scaled up, in order: kTileDepth numbers of each part, `part` bytes apart; the next kTileDepth numbers are
 // `step` bytes further on.
 template <class Mode>
-INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part, RangeCheck& range_check) {
+INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, int64_t step, int64_t part,
+                      RangeCheck& range_check) {
   typedef Part<Mode> Half;
   UVec magnitudes = {};
   for (int64_t d = 0; d < columns; d += kTileDepth, to += step) {
@@ -187,8 +192,8 @@ INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, in
 // Transposes kLanes rows (a null pointer is a row of zeros), scaled by `unit`, into pairs: to[part][d / 2][lane], zeros
 // up to `depth` pairs.
 template <class Mode>
-static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to, RangeCheck& range_check,
-                       float unit = unit_input<Mode>()) {
+static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to,
+                       RangeCheck& range_check, float unit = unit_input<Mode>()) {
   for (int i = 0; i < kLanes; i++)
     if (row[i]) range_check.add(row_magnitudes(row[i], dim));
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
@@ -204,8 +209,8 @@ static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim
 
 // pack_k for split numbers: groups of kTileRows keys, each with all parts. Keys that no row sees become zeros.
 template <class Mode>
-static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns, const uint8_t* visible, char* to,
-                    RangeCheck& range_check) {
+static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int64_t padded, int64_t columns,
+                    const uint8_t* visible, char* to, RangeCheck& range_check) {
   const int64_t steps = (columns + kTileDepth - 1) / kTileDepth, part = steps * kTileBytes;
   for (int64_t j = 0; j < padded; j++, k += stride) {
     char* row = to + j / kTileRows * kParts<Mode> * part + j % kTileRows * 64;
@@ -219,8 +224,8 @@ static void split_k(const typename Mode::T* k, int64_t stride, int64_t keys, int
 
 // transpose_v for split numbers: groups of kTileRows columns, each with all parts of `capacity` steps.
 template <class Mode>
-static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible, int64_t capacity, char* to,
-                    RangeCheck& range_check) {
+static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int64_t columns, const uint8_t* visible,
+                    int64_t capacity, char* to, RangeCheck& range_check) {
   const int64_t part = capacity * kTileBytes;
   for (int64_t j = 0; j < keys; j += kTileDepth, v += kTileDepth * stride, visible += kTileDepth, to += kTileBytes) {
     for (int64_t key = 0; key < kTileDepth && j + key < keys; key++)
@@ -231,7 +236,8 @@ static void split_v(const typename Mode::T* v, int64_t stride, int64_t keys, int
         Vec pair[2], parts[kParts<Mode>];
         for (int odd = 0; odd < 2; odd++) {
           const int64_t key = 2 * i + odd;
-          pair[odd] = scaled_up<Mode>(j + key < keys && visible[key] ? load_partial(v + key * stride + d, columns - d) : Vec{});
+          pair[odd] =
+              scaled_up<Mode>(j + key < keys && visible[key] ? load_partial(v + key * stride + d, columns - d) : Vec{});
         }
         split_pairs<Part<Mode>, kParts<Mode>>(pair[0], pair[1], parts);
         for (int p = 0; p < kParts<Mode>; p++) x[p][i] = parts[p];

@@ -23,7 +23,8 @@ template <class Mode>
 INLINE bool is_worth_splitting(const Attention& a) {
   const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
   const MinRows min = kMinSplitRows<Mode>;
-  return kParts<Mode> == 1 || (columns >= kMinSplitColumns && rows_of_group(a) >= (columns < 64 ? min.narrow_rows : min.rows));
+  return kParts<Mode> == 1 ||
+         (columns >= kMinSplitColumns && rows_of_group(a) >= (columns < 64 ? min.narrow_rows : min.rows));
 }
 
 // The fraction of its tiles of 32 rows by 32 keys that a problem fills.
@@ -35,8 +36,9 @@ INLINE double filled_part(const Attention& a) {
 template <class Mode>
 INLINE bool are_gradients_worth_splitting(const Attention& a) {
   const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
-  return kParts<Mode> == 1 || (columns >= kMinSplitColumns && smaller_of(rows_of_group(a), a.kv_len) >= kMinSplitGradients &&
-                               (kParts<Mode> == 2 || filled_part(a) >= kMinSplitFill));
+  return kParts<Mode> == 1 ||
+         (columns >= kMinSplitColumns && smaller_of(rows_of_group(a), a.kv_len) >= kMinSplitGradients &&
+          (kParts<Mode> == 2 || filled_part(a) >= kMinSplitFill));
 }
 // fp32 rows that see no more keys than this run on vectors if they cannot take the path of few keys.
 INLINE int64_t max_unsplit_keys(const Attention& a) {

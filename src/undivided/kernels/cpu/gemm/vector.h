@@ -83,7 +83,8 @@ INLINE void accumulate_each(Vec (&acc)[N][V], const T* a, int64_t row, int64_t n
                             std::integer_sequence<int, I...>) {
   for (int64_t c = 0; c < count; c++, a += next, b += kPanel)
     (Arith::add(acc[I / Some][First + I % Some], fetch<typename Arith::Scalar>(a + I / Some * row),
-                load(b + (First + I % Some) * kLanes)), ...);
+                load(b + (First + I % Some) * kLanes)),
+     ...);
 }
 template <class Arith, int First, int Some, int N, int V, class T>
 INLINE void accumulate_some(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
@@ -113,8 +114,8 @@ struct NoPrefetch {
 };
 
 template <class Arith, int V, class T, class Prefetcher>
-static __attribute__((noinline)) void score_vectors(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys,
-                                                    float* st, Prefetcher* prefetch) {
+static __attribute__((noinline)) void score_vectors(const float* qt, const T* k, int64_t stride, int64_t count,
+                                                    int64_t keys, float* st, Prefetcher* prefetch) {
   int64_t j = 0;
   for (; j + kBroadcasts <= keys; j += kBroadcasts) {
     if (prefetch) prefetch->step();
@@ -134,21 +135,22 @@ static __attribute__((noinline)) void score_vectors(const float* qt, const T* k,
 // The scores of `keys` keys; `count` is the contracted length in Scalars.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
 static void multiply_scores(const float* qt, const T* k, int64_t stride, int64_t count, int64_t keys, float* st,
-                       int vectors = kVectors, Prefetcher* prefetch = nullptr) {
+                            int vectors = kVectors, Prefetcher* prefetch = nullptr) {
   with_vectors(vectors, [&](auto v) { score_vectors<Arith, v.value>(qt, k, stride, count, keys, st, prefetch); });
 }
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the sum over a key block, for i < N columns of V. The block is summed from
 // zero: in one chain over all keys the error would grow with their number. Without decay, ot starts here.
 template <class Arith, int N, int V, class T>
-INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay, float* ot) {
+INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay,
+                          float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V] = {};
   for (int r = 0; r < runs.count; r++) {
     const Run& run = runs.run[r];
     with_run<V>(run, [&](auto first, auto some) {
-      accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride, pt + run.start * kPanel,
-                                                      run.stop - run.start);
+      accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride,
+                                                      pt + run.start * kPanel, run.stop - run.start);
     });
   }
 #pragma GCC unroll 8
@@ -179,8 +181,8 @@ static __attribute__((noinline)) void value_vectors(const float* pt, const T* v,
 }
 // V is stored row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
-static void multiply_values(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns, const Vec* decay, float* ot,
-                       int64_t group = 0, Prefetcher* prefetch = nullptr) {
+static void multiply_values(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns,
+                            const Vec* decay, float* ot, int64_t group = 0, Prefetcher* prefetch = nullptr) {
   with_vectors(runs.vectors, [&](auto n) {
     value_vectors<Arith, n.value>(pt, v, stride, runs, columns, decay, ot, group, prefetch);
   });
@@ -190,19 +192,20 @@ static void multiply_values(const float* pt, const T* v, int64_t stride, const R
 constexpr int kMaxSlots = 16;
 struct Slots {
   int count;
-  int panel[kMaxSlots], rows[kMaxSlots];  // the panel's place in b, and its number of rows
+  int panel[kMaxSlots], rows[kMaxSlots];      // the panel's place in b, and its number of rows
   int64_t start[kMaxSlots], stop[kMaxSlots];  // entries outside are not read, except to fill a group of N keys
 };
 
 // out[i][lanes] += sum over the rows of the slots of a[slot][i][row] (broadcast) * b[row][lanes], for i < N keys.
 template <class Arith, int N, int V, class T>
-INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, const int* which, int count,
-                     float* out) {
+INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, const int* which,
+                     int count, float* out) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V] = {};
   for (int n = 0; n < count; n++) {
     const int slot = which[n];
-    accumulate<Arith>(acc, a + slot * a_slot, kPanel, step, b + slots.panel[slot] * b_panel, (slots.rows[slot] + step - 1) / step);
+    accumulate<Arith>(acc, a + slot * a_slot, kPanel, step, b + slots.panel[slot] * b_panel,
+                      (slots.rows[slot] + step - 1) / step);
   }
 #pragma GCC unroll 24
   for (int i = 0; i < N; i++)
@@ -215,8 +218,8 @@ INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel
 
 // The same for keys [from, to) of a key block, a multiple of N.
 template <class Arith, int N, int V, class T, class Prefetcher>
-INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t from, int64_t to,
-                       float* out, Prefetcher* prefetch) {
+INLINE void add_groups(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t from,
+                       int64_t to, float* out, Prefetcher* prefetch) {
   for (int64_t j = from; j < to; j += N) {
     if (prefetch) prefetch->step();
     int which[kMaxSlots], count = 0;
@@ -241,9 +244,10 @@ static __attribute__((noinline)) void add_vectors(const T* a, int64_t a_slot, co
 
 // The same for all keys of a key block and `vectors` vectors of lanes; a and out have a multiple of kBroadcasts rows.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
-static void multiply_key_gradients(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, int64_t keys, int vectors,
-                     float* out, Prefetcher* prefetch = nullptr) {
-  with_vectors(vectors, [&](auto v) { add_vectors<Arith, v.value>(a, a_slot, b, b_panel, slots, keys, out, prefetch); });
+static void multiply_key_gradients(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots,
+                                   int64_t keys, int vectors, float* out, Prefetcher* prefetch = nullptr) {
+  with_vectors(vectors,
+               [&](auto v) { add_vectors<Arith, v.value>(a, a_slot, b, b_panel, slots, keys, out, prefetch); });
 }
 
 }  // namespace

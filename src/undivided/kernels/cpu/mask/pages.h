@@ -26,7 +26,8 @@ struct Rows {
 };
 
 template <class T>
-INLINE Rows<T> rows_at(const Attention& a, const void* pool, int64_t b, int64_t h, int64_t s, int64_t batch, int64_t head) {
+INLINE Rows<T> rows_at(const Attention& a, const void* pool, int64_t b, int64_t h, int64_t s, int64_t batch,
+                       int64_t head) {
   const T* base = (const T*)pool + head * h;
   if (a.pages) return {base, s, b, a.page_size, a.page_count, a.pages + batch * a.pages_b};
   return {base + batch * b, s, 0, 1, 1, nullptr};
@@ -42,7 +43,8 @@ INLINE Rows<T> value_rows(const Attention& a, int64_t batch, int64_t head) {
 
 // Copies rows [start, stop) to consecutive rows of `to`; rows that no query sees become 0.
 template <class T>
-static void gather_pages(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible, T* to) {
+static void gather_pages(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,
+                         T* to) {
   for (int64_t j = start; j < stop; j++, to += columns) {
     if (visible[j - start]) memcpy(to, rows(j), (size_t)columns * sizeof(T));
     else memset(to, 0, (size_t)columns * sizeof(T));

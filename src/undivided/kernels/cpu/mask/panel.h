@@ -15,10 +15,10 @@ constexpr int kMaxSegments = 2 * kPanel;
 // The keys that a panel of at most kPanel rows sees.
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
-  int64_t first, rows;  // first: index in the row block
-  bool has_sums;  // whether its sums have been written
-  bool row_major;  // whether its sums are stored row by row; see gemm/row_product.h
-  int64_t common[2][2];  // keys that every row sees through its first range, and through its second
+  int64_t first, rows;         // first: index in the row block
+  bool has_sums;               // whether its sums have been written
+  bool row_major;              // whether its sums are stored row by row; see gemm/row_product.h
+  int64_t common[2][2];        // keys that every row sees through its first range, and through its second
   int segments, next_segment;  // next_segment: the first one that later key blocks may touch
   Segment segment[kMaxSegments];
 

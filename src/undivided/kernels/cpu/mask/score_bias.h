@@ -34,9 +34,10 @@ template <class T>
 class RowLanes {
  public:
   static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys per 32-bit word
-  static constexpr int kKeys = kPerWord * kLanes;  // keys per transposition
+  static constexpr int kKeys = kPerWord * kLanes;      // keys per transposition
 
-  RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at) : stride_(k), keys_(keys) {
+  RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at)
+      : stride_(k), keys_(keys) {
     for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
     for (int i = 1; i < kLanes; i++) same_ &= row_[i] == row_[0];
   }
@@ -108,8 +109,8 @@ INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8
 
 // Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees.
 template <class B>
-static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first, const Panel& p,
-                       int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
+static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first,
+                       const Panel& p, int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
   const int64_t b = block.batch, origin = block.row + panel_row;
   const LaneRows at(a, block, origin + first, origin + p.rows - 1);
   RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, at);
@@ -131,7 +132,7 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
       for (int i = 0; i < kLanes; i++) {
         const int64_t key = j + i < a.kv_len ? j + i : a.kv_len - 1;
         IVec distance = position - a.key_position[b * a.key_position_b + key];
-        x[i] = slope * (Vec)((UVec)__builtin_convertvector(distance, Vec) & 0x7fffffffu);
+        x[i] = slope * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
       }
     if (a.bias) {
       bias.read(j, (j - start) / kLanes);
@@ -159,20 +160,21 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
 
 // Writes what is added to the scores of rows and keys [start, stop), -inf where masked, and which keys some row sees.
 // Returns whether any is seen.
-static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
-                       int64_t stop, float* score_bias, uint8_t* visible) {
+static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
+                            int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
   memset(visible, 0, (size_t)kBlockKeys);
   auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float>
               : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16>
                                                   : fill_lanes<Float16>;
-  for (int64_t v = 0; v < kVectors; v++) fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
+  for (int64_t v = 0; v < kVectors; v++)
+    fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
   return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
 }
 
 // Whether more than the rows' ranges changes the scores of keys [start, stop): false if there is only a boolean mask,
 // and it allows all of them.
-static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p, int64_t start,
-                      int64_t stop) {
+static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
+                           int64_t start, int64_t stop) {
   if (!a.dense || a.bias || a.slopes) return a.bias || a.slopes;
   if (a.dense_k != 1) return true;
   if (stop > a.kv_len) stop = a.kv_len;

@@ -55,7 +55,8 @@ class ScaledScores {
   template <int V>
   INLINE_MEMBER void operator()(int64_t, const Bases<V>& bases, Vec (&x)[2 * V]) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * V; i++) x[i] = (kLarge ? x[i] - bases.large_base[i / 2] : x[i]) * factor_ + bases.offset[i / 2];
+    for (int i = 0; i < 2 * V; i++)
+      x[i] = (kLarge ? x[i] - bases.large_base[i / 2] : x[i]) * factor_ + bases.offset[i / 2];
   }
   // The scores themselves, in their unit.
   template <int N>
@@ -80,7 +81,8 @@ class AmxScoreBias {
       at_[v] = LaneRows(a, block, block.row + p.first + v * kLanes, block.row + p.first + p.rows - 1);
       if (!a.slopes) continue;
       for (int i = 0; i < kLanes; i++) {
-        slope_[v][i] = a.slopes[batch_ * a.slopes_b + at_[v].head[i] * a.slopes_h + at_[v].row[i] * a.slopes_q] * kLog2E;
+        slope_[v][i] =
+            a.slopes[batch_ * a.slopes_b + at_[v].head[i] * a.slopes_h + at_[v].row[i] * a.slopes_q] * kLog2E;
         position_[v][i] = a.row_position[batch_ * a.row_position_b + at_[v].row[i]];
       }
     }
@@ -96,7 +98,8 @@ class AmxScoreBias {
   Vec rise(int64_t i, int v, float limit) const {
     if (!a_.slopes || limit == 0) return Vec{};
     const int64_t last = smaller_of(start_ + (i + 1) * kSoftmaxKeys, a_.kv_len) - 1;
-    const Vec distance = __builtin_convertvector(position_[v] - a_.key_position[batch_ * a_.key_position_b + last], Vec);
+    const Vec distance =
+        __builtin_convertvector(position_[v] - a_.key_position[batch_ * a_.key_position_b + last], Vec);
     return smaller(larger(slope_[v] * kLn2 * distance, Vec{}), splat(limit));
   }
 
@@ -125,8 +128,12 @@ class AmxScoreBias {
     if constexpr (std::is_same<B, NoBias>::value) return false;
     else {
       constexpr int each = RowLanes<B>::kPerWord;
-      constexpr uint32_t forbids = sizeof(B) == 4 ? 0xff800000u : std::is_same<B, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;
-      auto largest = [](__m512i x, __m512i y) { return sizeof(B) == 4 ? _mm512_max_epu32(x, y) : _mm512_max_epu16(x, y); };
+      constexpr uint32_t forbids = sizeof(B) == 4                     ? 0xff800000u
+                                   : std::is_same<B, BFloat16>::value ? 0xff80ff80u
+                                                                      : 0xfc00fc00u;
+      auto largest = [](__m512i x, __m512i y) {
+        return sizeof(B) == 4 ? _mm512_max_epu32(x, y) : _mm512_max_epu16(x, y);
+      };
       __m512i largest_word = _mm512_setzero_si512();
       for (int v = 0; v < vectors; v++) {
         RowLanes<B> rows((const B*)a_.bias + batch_ * a_.bias_b, a_.bias_h, a_.bias_q, a_.bias_k, a_.kv_len, at_[v]);
@@ -142,7 +149,8 @@ class AmxScoreBias {
       }
       // as an unsigned number -inf is the largest, NaN apart
       const __m512i least = _mm512_set1_epi32((int)forbids);
-      const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(largest_word, least) != 0 : _mm512_cmpge_epu16_mask(largest_word, least) != 0;
+      const bool found = sizeof(B) == 4 ? _mm512_cmpge_epu32_mask(largest_word, least) != 0
+                                        : _mm512_cmpge_epu16_mask(largest_word, least) != 0;
       for (int64_t j = 0; found && j < stop - start_; j++)
         for (int v = 0; v < vectors; v++) {
           const Vec x = entry((UVec)load(words_ + j / each * kPanel + v * kLanes), (int)(j % each), B());
@@ -172,14 +180,17 @@ class BiasedScores {
   BiasedScores(const AmxScoreBias& source, int64_t first)
       : positions_(source.a_.slopes != nullptr),
         factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_ * (double)kLog2E)),
-        cap_((float)(source.a_.softcap * (double)kLog2E)), natural_factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_)),
+        cap_((float)(source.a_.softcap * (double)kLog2E)),
+        natural_factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_)),
         natural_cap_((float)source.a_.softcap), words_(source.words_ + first / kPerWord * kPanel) {
     if (!positions_) return;
     // relative to the first key of the step, so that they are exact in fp32
     const int32_t* positions = source.a_.key_position + source.batch_ * source.a_.key_position_b;
     const int32_t origin = positions[source.start_ + first];
-    for (int v = 0; v < kVectors; v++) row_[v] = __builtin_convertvector(source.position_[v] - origin, Vec), slope_[v] = source.slope_[v];
-    for (int64_t j = 0; j < kSoftmaxKeys; j++) key_[j] = (float)(positions[smaller_of(source.start_ + first + j, source.a_.kv_len - 1)] - origin);
+    for (int v = 0; v < kVectors; v++)
+      row_[v] = __builtin_convertvector(source.position_[v] - origin, Vec), slope_[v] = source.slope_[v];
+    for (int64_t j = 0; j < kSoftmaxKeys; j++)
+      key_[j] = (float)(positions[smaller_of(source.start_ + first + j, source.a_.kv_len - 1)] - origin);
   }
   template <int V>
   INLINE_MEMBER void operator()(int64_t j, const Bases<V>& bases, Vec (&x)[2 * V]) const {
@@ -211,11 +222,14 @@ class BiasedScores {
     for (int i = 0; i < N; i++) {
       x[i] = kNatural ? rounded(x[i] * natural_factor_) : x[i] * factor_;
       if constexpr (!std::is_same<B, NoBias>::value)
-        rest[i] += entry((UVec)load(words_ + (kPerWord == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) * bias_unit;
+        rest[i] +=
+            entry((UVec)load(words_ + (kPerWord == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) *
+            bias_unit;
     }
     if (positions_)
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) rest[i] -= slope_[i / 2] * slope_unit * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
+      for (int i = 0; i < N; i++)
+        rest[i] -= slope_[i / 2] * slope_unit * (Vec)((UVec)(row_[i / 2] - key_[j + i % 2]) & 0x7fffffffu);
     if constexpr (kCapped && kApproximate) tanh_approx(x);
     if constexpr (kCapped && !kApproximate)
       for (int i = 0; i < N; i++) x[i] = tanh_of(x[i]);
@@ -234,8 +248,9 @@ class BiasedScores {
 
 // Prefetches what the next step reads of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's
 // rows at the next key block.
-static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start, int64_t stop,
-                         int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q, int64_t k) {
+static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start,
+                          int64_t stop, int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q,
+                          int64_t k) {
   int64_t first = p.first + p.rows;
   if (first >= block.rows) first = 0, start += kBlockKeys, stop += kBlockKeys;
   stop = smaller_of(stop, kv_len);
@@ -243,22 +258,23 @@ static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_l
   int64_t row = block.row + first, left = q == 0 ? 1 : smaller_of(block.rows - first, kPanel);
   while (left > 0) {
     const int64_t at = row % q_len, some = smaller_of(left, q_len - at);
-    prefetch.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size, some,
-                 (stop - start) * size);
+    prefetch.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size,
+                 some, (stop - start) * size);
     row += some, left -= some;
   }
 }
 
 // The mask and the bias of the next step.
-static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, int64_t steps) {
+static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start,
+                                    int64_t stop, int64_t steps) {
   Prefetch prefetch;
   if (a.dense)
     prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
-                 a.dense_q, a.dense_k);
+                  a.dense_q, a.dense_k);
   const int64_t size = a.bias_dtype == kFloat32 ? 4 : 2;
   if (a.bias)
-    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, (const char*)a.bias + block.batch * a.bias_b * size, size,
-                 a.bias_h, a.bias_q, a.bias_k);
+    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len,
+                  (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);
   prefetch.pace(steps);
   return prefetch;
 }

@@ -77,20 +77,22 @@ static void apply_ranges(const Panel& p, int64_t start, int64_t keys, LaneMask* 
   for (int v = 0; v < p.vectors(); v++) {
     UVec first[2], count[2];
     for (int i = 0; i < 2; i++) {
-      const IVec from = *(const UnalignedIVec*)(p.start[i] + v * kLanes), to = *(const UnalignedIVec*)(p.stop[i] + v * kLanes);
+      const IVec from = *(const UnalignedIVec*)(p.start[i] + v * kLanes),
+                 to = *(const UnalignedIVec*)(p.stop[i] + v * kLanes);
       first[i] = (UVec)from, count[i] = (UVec)(to > from ? to - from : IVec{});
     }
     for (int64_t j = 0; j < keys; j++) {
       const UVec key = UVec{} + (uint32_t)(start + j);
       const LaneMask inside = _mm512_cmplt_epu32_mask((__m512i)(key - first[0]), (__m512i)count[0]) |
-                          _mm512_cmplt_epu32_mask((__m512i)(key - first[1]), (__m512i)count[1]);
+                              _mm512_cmplt_epu32_mask((__m512i)(key - first[1]), (__m512i)count[1]);
       visible[j * kVectors + v] &= inside;
     }
   }
 }
 
 // Which of the keys [start, stop) each row of the panel sees, by its mask and its ranges.
-static void find_visible(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop, LaneMask* visible) {
+static void find_visible(const Attention& a, const RowBlock& block, const Panel& p, int64_t start, int64_t stop,
+                         LaneMask* visible) {
   if (a.dense) {
     const MaskRows rows(a, block, p);
     for (int64_t key = start; key < stop; key += kBits) read_mask(rows, key, visible + (key - start) * kVectors);

@@ -25,7 +25,8 @@ int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
 // blocks. Never a function of the number of threads.
 int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
   int64_t limit = k.row_panels(a.dtype);
-  while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits) limit /= 2;
+  while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits)
+    limit /= 2;
   return limit;
 }
 
@@ -84,7 +85,8 @@ bool has_documents(const Attention& a) {
       bool has_keys = false, shares = previous == nullptr;
       for (int64_t x = 0; x < a.columns; x += 2) {
         has_keys |= row[x] < row[x + 1];
-        for (int64_t y = 0; previous && y < a.columns; y += 2) shares |= std::max(row[x], previous[y]) < std::min(row[x + 1], previous[y + 1]);
+        for (int64_t y = 0; previous && y < a.columns; y += 2)
+          shares |= std::max(row[x], previous[y]) < std::min(row[x + 1], previous[y + 1]);
       }
       if (has_keys && !shares) return true;
       if (has_keys) previous = row;
@@ -111,10 +113,31 @@ UnitSizes unit_sizes(const Attention& a, const Kernels& k) {
 
 Backward make_backward(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys, unit_keys = std::min(sizes.unit_keys, fitting);
-  return {a, g, rows, panels, sizes.row_panels, (panels + sizes.row_panels - 1) / sizes.row_panels, unit_keys,
-          (a.kv_len + unit_keys - 1) / unit_keys, false,
-          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys,
+                unit_keys = std::min(sizes.unit_keys, fitting);
+  return {a,
+          g,
+          rows,
+          panels,
+          sizes.row_panels,
+          (panels + sizes.row_panels - 1) / sizes.row_panels,
+          unit_keys,
+          (a.kv_len + unit_keys - 1) / unit_keys,
+          false,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr};
 }
 
 int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
@@ -132,7 +155,8 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
   const int64_t count = (int64_t)units.size();
   const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // taking turns needs one order
   if (status == kOk)
-    status = run_units(shares, k.key_scratch(p), threads, [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
+    status = run_units(shares, k.key_scratch(p), threads,
+                       [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
   if (status == kOk && *p.out_of_range) return kOutOfRange;
   if (status == kOk && g.dq && !p.whole_heads)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
@@ -200,7 +224,8 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
   if (status == kOk && out_of_range) return kOutOfRange;
   // documents are separate already, but a document may itself consist of disjoint parts, such as chunks
   const auto has_parts = [](const Document& d) { return has_documents(d.a); };
-  return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite : status;
+  return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite
+                                                                                                   : status;
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace {
 
 // The chunks of every sequence. They depend on sizes and lengths only, so that results do not depend on the threads.
 struct Chunks {
-  std::vector<KeyChunk> all;  // ordered by sequence, then head, then key
+  std::vector<KeyChunk> all;          // ordered by sequence, then head, then key
   std::vector<int64_t> per_sequence;  // chunks per head of each sequence
 };
 Chunks split_keys(const Attention& a, int64_t heads) {
@@ -59,7 +59,9 @@ void merge_chunks(const Attention& a, const Chunks& chunks, int64_t heads, int64
 
 }  // namespace
 
-bool is_decoding(const Attention& a) { return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a); }
+bool is_decoding(const Attention& a) {
+  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
+}
 
 int run_chunks(const Attention& a) {
   const Kernels& k = kernels();
@@ -70,10 +72,11 @@ int run_chunks(const Attention& a) {
   float* partials = (float*)caller_scratch.reserve(std::max(units * per_chunk * 4, (int64_t)64));
   if (partials == nullptr) return kNoMemory;
   const int64_t threads = threads_for(a);
-  int status = run_units(even_shares(units, threads), k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
-    const KeyChunk* next_chunk = i + 1 < units ? &chunks.all[(size_t)(i + 1)] : nullptr;
-    k.chunk(a, chunks.all[(size_t)i], next_chunk, partials + i * per_chunk, scratch);
-  });
+  int status =
+      run_units(even_shares(units, threads), k.chunk_scratch(a, heads), threads, [&](int64_t i, char* scratch) {
+        const KeyChunk* next_chunk = i + 1 < units ? &chunks.all[(size_t)(i + 1)] : nullptr;
+        k.chunk(a, chunks.all[(size_t)i], next_chunk, partials + i * per_chunk, scratch);
+      });
   if (status == kOk) merge_chunks(a, chunks, heads, row_size, partials);
   caller_scratch.shrink();
   return status;

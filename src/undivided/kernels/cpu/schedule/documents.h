@@ -31,14 +31,15 @@ inline void advance(void*& pointer, int64_t elements, int64_t size) {
 }
 
 // Rows [row, row + rows) and keys [key, key + keys) of a problem with batch 1 and without pages.
-inline Document make_document(const Attention& a, const Gradients& g, int64_t row, int64_t rows, int64_t key, int64_t keys,
-                        const int32_t* ranges, int64_t pairs) {
+inline Document make_document(const Attention& a, const Gradients& g, int64_t row, int64_t rows, int64_t key,
+                              int64_t keys, const int32_t* ranges, int64_t pairs) {
   Document d = {a, g, pairs};
   const int64_t size = element_size(a.dtype), result = element_size(g.type);
   d.a.q_len = rows, d.a.kv_len = keys, d.a.ranges = ranges;
   advance(d.a.q, row * a.q_s, size), advance(d.a.out, row * a.out_s, size), advance(d.a.lse, row);
   advance(d.a.k, key * a.k_s, size), advance(d.a.v, key * a.v_s, size);
-  advance(d.a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)), advance(d.a.dense, row * a.dense_q + key * a.dense_k);
+  advance(d.a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)),
+      advance(d.a.dense, row * a.dense_q + key * a.dense_k);
   advance(d.a.slopes, row * a.slopes_q), advance(d.a.row_position, row), advance(d.a.key_position, key);
   advance(d.a.dropout_row, row), advance(d.a.dropout_sequence, row);
   advance(d.g.grad_out, row * g.grad_out_s, size), advance(d.g.grad_lse, row), advance(d.g.dq, row * g.dq_s, result);
@@ -63,7 +64,8 @@ inline std::vector<Document> find_documents(const Attention& a, const Gradients&
   int64_t row = 0, key = 0, stop = 0, pairs = 0;
   for (int64_t r = 0; r < a.q_len; r++) {
     if (pairs > 0 && stop <= first[(size_t)r] && first[(size_t)r] < a.kv_len) {
-      documents.push_back(make_document(a, g, row, r - row, key, first[(size_t)r] - key, ranges.data() + row * columns, pairs));
+      documents.push_back(
+          make_document(a, g, row, r - row, key, first[(size_t)r] - key, ranges.data() + row * columns, pairs));
       row = r, key = first[(size_t)r], pairs = 0;
     }
     for (int32_t* range = ranges.data() + r * columns; range < ranges.data() + (r + 1) * columns; range += 2) {
@@ -76,7 +78,8 @@ inline std::vector<Document> find_documents(const Attention& a, const Gradients&
     }
   }
   if (documents.empty()) return {};
-  documents.push_back(make_document(a, g, row, a.q_len - row, key, a.kv_len - key, ranges.data() + row * columns, pairs));
+  documents.push_back(
+      make_document(a, g, row, a.q_len - row, key, a.kv_len - key, ranges.data() + row * columns, pairs));
   return documents;
 }
 

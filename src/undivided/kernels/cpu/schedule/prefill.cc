@@ -38,7 +38,8 @@ struct KeyParts {
 KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
   const KeyExtent extent = key_extent(a, batch);
   if (extent.stop <= extent.start) return {};
-  const int64_t start = extent.start / block_keys * block_keys, key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
+  const int64_t start = extent.start / block_keys * block_keys,
+                key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
   const int64_t size = (key_blocks + parts - 1) / parts;
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
@@ -46,8 +47,8 @@ KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t
 // How the blocks of a problem divide its heads, rows and keys.
 struct Division {
   int64_t heads, rows;  // rows of a head
-  bool share;  // the heads of a group share a block
-  int64_t parts;  // of the keys
+  bool share;           // the heads of a group share a block
+  int64_t parts;        // of the keys
 };
 
 // Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
@@ -58,7 +59,8 @@ Division divide(const Attention& a) {
   d.share = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
-  d.parts = a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
+  d.parts =
+      a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
   return d;
 }
 
@@ -81,13 +83,13 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
   for (int64_t row = 0, next; row < d.rows; row = next) {
     const int32_t* range = a.ranges + batch * a.ranges_b + row % a.q_len * 2;
     int64_t longest = 0;
-    for (next = row; next < d.rows && (next == row || (next % a.q_len > 0 && range[0] == range[-2])); next++, range += 2)
+    for (next = row; next < d.rows && (next == row || (next % a.q_len > 0 && range[0] == range[-2]));
+         next++, range += 2)
       longest = std::max(longest, (int64_t)range[1] - range[0]);
     const int64_t short_keys = longest <= max_short_keys ? std::max(longest, (int64_t)1) : 0;
     if (!spans.empty() && (spans.back().short_keys > 0) == (short_keys > 0))
       spans.back().rows += next - row, spans.back().short_keys = std::max(spans.back().short_keys, short_keys);
-    else
-      spans.push_back({row, next - row, short_keys});
+    else spans.push_back({row, next - row, short_keys});
   }
   if ((int64_t)spans.size() > 1 + d.rows / kMinSpanRows) return {whole};
   return spans;
@@ -133,7 +135,8 @@ class RowBlockList {
     const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.short_keys, threads_);
     std::vector<RowBlock> head_blocks;
     for (int64_t row = span.row; row < span.row + span.rows; row += step) {
-      const int64_t rows = std::min(step, span.row + span.rows - row), cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
+      const int64_t rows = std::min(step, span.row + span.rows - row),
+                    cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
       RowBlock block = {b, 0, 0, row, rows, cost};
       block.short_keys = span.short_keys;
       head_blocks.push_back(block);
@@ -145,7 +148,8 @@ class RowBlockList {
         else
           for (int64_t part = 0; part < keys.count; part++) {
             block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
-            block.partials = partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
+            block.partials =
+                partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
             blocks_.push_back(block);
           }
       }
@@ -186,7 +190,8 @@ void merge_parts(const Attention& a, const Kernels& k, const Division& d, float*
     const int64_t count = parts_of(a, k.block_keys, b, d.parts).count;
     for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
       for (int64_t r = 0; r < d.rows; r++)
-        kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count, d.rows * size);
+        kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count,
+                        d.rows * size);
   }
 }
 

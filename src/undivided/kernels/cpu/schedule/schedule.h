@@ -33,8 +33,7 @@ struct KeyExtent {
   int64_t start, stop;
 };
 inline KeyExtent key_extent(const Attention& a, int64_t batch) {
-  if (a.band)
-    return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
+  if (a.band) return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
   if (!a.ranges) return {0, a.kv_len};
   KeyExtent extent = {a.kv_len, 0};
   for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {

@@ -93,7 +93,8 @@ class Team {
     const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
     for (size_t i = 0; i < count; i++) {
       Queue& queue = team.queues_[(own + i) % count];
-      for (int64_t unit; queue.next < queue.stop && (unit = queue.next.fetch_add(1)) < queue.stop;) team.body_(unit, scratch);
+      for (int64_t unit; queue.next < queue.stop && (unit = queue.next.fetch_add(1)) < queue.stop;)
+        team.body_(unit, scratch);
     }
     thread_scratch.shrink();
   }

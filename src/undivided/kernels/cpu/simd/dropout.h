@@ -81,8 +81,8 @@ INLINE void philox(const DropoutRows& rows, int v, uint32_t group, uint64_t seed
 }
 
 // Which weights of a panel and keys [start, stop) are kept: keep[(key - start) * kVectors + v].
-static __attribute__((noinline)) void draw_keep_masks(const Attention& a, int64_t batch, const DropoutRows& rows, int64_t start,
-                                                int64_t stop, LaneMask* keep) {
+static __attribute__((noinline)) void draw_keep_masks(const Attention& a, int64_t batch, const DropoutRows& rows,
+                                                      int64_t start, int64_t stop, LaneMask* keep) {
   const int32_t* keys = a.key_position + batch * a.key_position_b;
   const uint32_t threshold = (uint32_t)a.dropout;
   for (int64_t j = start; j < stop;) {

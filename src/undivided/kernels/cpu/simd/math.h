@@ -8,7 +8,7 @@ namespace {
 // 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree 3,
 // 7.5e-5, is enough for weights that are rounded to bf16, but not for the log-sum-exp.)
 #if defined(__AVX512DQ__)
-INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {  // 0 in the other lanes
+INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                              // 0 in the other lanes
   Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 for -inf
   Vec p = 1.8777841277e-03f * f + 8.9891273624e-03f;
   p = p * f + 5.5826172901e-02f;
@@ -16,7 +16,8 @@ INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {  // 0 in the other la
   p = p * f + 6.9315302391e-01f;
   p = p * f + 9.9999992668e-01f;
   // masked, because a result that underflows costs 200 cycles
-  return (Vec)_mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(-126), _CMP_NLT_UQ), (__m512)p, (__m512)x);
+  return (Vec)_mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(-126), _CMP_NLT_UQ),
+                                     (__m512)p, (__m512)x);
 }
 #else
 // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.

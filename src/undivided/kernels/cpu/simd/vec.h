@@ -185,7 +185,7 @@ INLINE void store_from_float(Float16* p, Vec x) {
 // Two vectors rounded to 16 bits, pairs side by side in 32 bits.
 #if defined(__AVX512BF16__)
 INLINE Vec pair_bf16(Vec even, Vec odd) {
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   return (Vec)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
