@@ -38,9 +38,7 @@ GRADIENT_FIELDS = (
     "dq dq_b dq_h dq_s dk dk_b dk_h dk_s dv dv_b dv_h dv_s sinks slopes rows_b rows_h "
     "bias bias_b bias_h bias_q bias_k"
 ).split()
-GRADIENT_DOUBLES = ("scale", "softcap", "survivor_scale")
-"""The fields that are doubles; the others are integers and pointers."""
-RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
+GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
 _OUT_OF_RANGE, _NON_FINITE = 3, 4
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
@@ -102,7 +100,7 @@ class Library:
         return None
 
     def is_forked(self) -> bool:
-        """Whether this process was forked from one that had imported the package. Its threads are not PyTorch's then."""
+        """Whether this process was forked from one that had imported the package: its threads are not PyTorch's."""
         return bool(self._is_forked())
 
     def peak(self, dtype: int, repeats: int) -> float:

@@ -1,14 +1,14 @@
 // The two products of a decoding step on AMX, for 16-bit types and head sizes of whole tiles. K and V are read in
 // place:
 //
-//     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, made once per chunk
+//     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, once per chunk
 //     O[row][d]   += P[row][key, 0] * V[key][d, d + 1]       A: weights, B: 16 keys of V
 //
-// The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives the
-// even columns, a zero beside the weight the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate but needs
-// no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is NaN), so
-// non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride (small pages of
-// a cache, the end of a sequence) are copied first.
+// The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives
+// the even columns, a zero beside the weight the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate but
+// needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is
+// NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride
+// (small pages of a cache, the end of a sequence) are copied first.
 #pragma once
 
 #include "forward/decode_step.h"

@@ -1,7 +1,7 @@
 // The AMX micro-kernel for rows that see few keys: 32 rows with all of their keys at once.
 //
-//     S[row][key] = Q[row][d]        * K^T[d / 2][key][2]         A: 16 rows of Q in place, B: pairs of 32 keys
-//     O[row][d]   = P[row][key pair] * V[key pair][d][2]          A: weights in the place of scores, B: keys j and j + 16
+//     S[row][key] = Q[row][d]        * K^T[d / 2][key][2]        A: 16 rows of Q in place, B: pairs of 32 keys
+//     O[row][d]   = P[row][key pair] * V[key pair][d][2]         A: weights in place of scores, B: keys j and j + 16
 //
 // Only K is transposed. With query rows in lanes (gemm/amx.h) Q, V and the results are transposed too, which takes most
 // of the time if there are few keys. In exchange maxima and sums of a row are taken across lanes, once per panel. If

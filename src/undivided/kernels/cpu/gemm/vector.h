@@ -5,8 +5,9 @@
 //
 // K and V are read in place at any row stride, no size needs padding, and maximum, sum, mask and rescaling need no
 // shuffles. kBroadcasts x kVectors accumulators stay in registers; each step loads kVectors vectors and kBroadcasts
-// scalars for kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the contracted
-// axis. A panel with few rows computes only the `vectors` that hold them; its other lanes are neither read nor written.
+// scalars for kBroadcasts * kVectors multiply-adds. With bf16 dot products a lane holds two neighbours of the
+// contracted axis. A panel with few rows computes only the `vectors` that hold them; its other lanes are neither read
+// nor written.
 #pragma once
 
 #include <type_traits>
