@@ -1,6 +1,6 @@
 // Every measured threshold: what it decides, and where it was measured. Ratios are "times as fast" as the alternative.
-// "Granite Rapids" is an Intel Xeon 6 with AMX-FP16; where no processor is named, the value follows from the size of a
-// cache.
+// "Granite Rapids" is an Intel Xeon 6 with AMX-FP16; if no processor is named, none was recorded. A value without a
+// ratio follows from the size of a cache, or was chosen.
 #pragma once
 
 #include <stdint.h>
@@ -30,10 +30,11 @@ constexpr int64_t kPartsTotal = 32, kMinPartKeys = 1024, kMinPrefillRows = 64;
 constexpr int64_t kMaxRounds = 16;
 // Average length of a span of rows with few keys; if spans are shorter, all rows take the general path.
 constexpr int64_t kMinSpanRows = 64;
-// Query rows of a block. K and V are read once for all of them (see forward/block.h). Q^T and O^T of 384 rows at D =
-// 128 take 384 KiB of an L2 of 1 MiB or more. 16-bit types convert or interleave V once per block, so their blocks are
-// larger; larger heads get fewer rows. AMX packs K and V once per block, an eighth of its time at 512 rows; 1024 rows
-// of D = 128 take 770 KiB (fp32: 1.3 MB) of an L2 of 2 MiB (Granite Rapids: 1024 rows are 4 % faster than 512).
+// Query rows of a block. K and V are read once for all of them (see forward/block.h). Q^T and O^T of 384 rows at
+// D = 128 take 384 KiB of an L2 of 1 MiB or more. 16-bit types convert or interleave V once per block, so their blocks
+// are larger; larger heads get fewer rows. AMX packs K and V once per block, an eighth of its time at 512 rows;
+// 1024 rows of D = 128 take 770 KiB (fp32: 1.3 MB) of an L2 of 2 MiB (Granite Rapids: 1024 rows are 4 % faster than
+// 512).
 constexpr int64_t kVectorRows = 384;
 #if defined(UNDIVIDED_AMX)
 constexpr int64_t kRows32 = 1024, kRows16 = 1024, kBlockBytes = 1100 << 10;
@@ -48,8 +49,8 @@ constexpr int64_t kPackingRows = 48;
 constexpr int64_t kPackingRows = 5;
 #endif
 // Keys of a key block. Their scores for one panel take 24 KiB with AVX-512, half of an L1 of 48 KiB, and 12 KiB with
-// AVX2. AMX keeps 16-bit weights instead of scores: 12 KiB for 192 keys (Granite Rapids: 4 % faster than 128 keys at D
-// = 128).
+// AVX2. AMX keeps 16-bit weights instead of scores: 12 KiB for 192 keys (Granite Rapids: 4 % faster than 128 keys at
+// D = 128).
 #if defined(UNDIVIDED_AMX)
 constexpr int64_t kBlockKeys = 192;
 #else
@@ -82,10 +83,10 @@ constexpr int64_t kMaxRowMajorKeys = 128, kMaxRowMajorBytes = 32 << 10;
 // 768 keys: causal sequences 1.1 to 1.2 and 1.0 to 1.15, windows 1.0 to 1.3; 1024 keys 0.9 to 1.1.) Without a mask the
 // general path loses less: fp32 1.0 at 512 keys, 16-bit types 0.9 to 1.1 from 320 keys on.
 constexpr int64_t kMaxShortKeys = 768, kMaxShortKeysUnmasked = 256, kMaxShortKeysUnmasked32 = 512;
-// Rows of such a block. It keeps one panel, so any number is possible, and fewer blocks pack fewer keys twice. (1024
-// rows are 4 to 15 % faster than 256 in documents and windows, 2048 up to 6 % faster than 1024. 8192 are 2 % faster if
-// the rows of a head are adjacent, but 3 to 10 % slower in fp32 if all heads of a token are: another head returns too
-// late to the same pages.)
+// Rows of such a block. It keeps one panel, so any number is possible, and fewer blocks pack fewer keys twice.
+// (1024 rows are 4 to 15 % faster than 256 in documents and windows, 2048 up to 6 % faster than 1024. 8192 are 2 %
+// faster if the rows of a head are adjacent, but 3 to 10 % slower in fp32 if all heads of a token are: another head
+// returns too late to the same pages.)
 constexpr int64_t kShortBlockRows = 2048;
 // Results of so many bytes are written past the caches. (16 and 32 MiB, documents of 16-128 and of 64-512 tokens: 1 to
 // 11 % faster.)
@@ -95,9 +96,10 @@ constexpr int64_t kMinStreamedBytes = 16 << 20;
 
 // Splitting has to be shared by so many rows of a group, or narrow_rows if heads are narrower than 64. (Granite Rapids,
 // as many keys as rows, against vectors; D = 64 and 128 unless noted. Two fp16: 16 tokens 0.8 and 0.9, 32 tokens 1.1
-// and 1.4, 64 tokens 1.4 and 1.6; 32 rows and 2048 keys 1.2. Three bf16: 32 tokens 0.8, 97 tokens 0.9 to 1.0, 112
-// tokens 1.0 and 1.1, 128 tokens 1.2 and 1.1; D = 32: 64 to 256 tokens 0.8 to 0.9, 512 tokens 1.1. fp16 as two bf16: 16
-// tokens 0.7, 32 tokens 1.1 and 1.2, 64 tokens 1.3 and 1.5; D = 32: 32 tokens 0.8, 64 tokens 1.1. D = 16: 0.7 to 0.8.)
+// and 1.4, 64 tokens 1.4 and 1.6; 32 rows and 2048 keys 1.2. Three bf16: 32 tokens 0.8, 97 tokens 0.9 to 1.0,
+// 112 tokens 1.0 and 1.1, 128 tokens 1.2 and 1.1; D = 32: 64 to 256 tokens 0.8 to 0.9, 512 tokens 1.1. fp16 as two
+// bf16: 16 tokens 0.7, 32 tokens 1.1 and 1.2, 64 tokens 1.3 and 1.5; D = 32: 32 tokens 0.8, 64 tokens 1.1. D = 16: 0.7
+// to 0.8.)
 struct MinRows {
   int64_t rows, narrow_rows;
 };
@@ -105,9 +107,9 @@ constexpr MinRows kMinRowsTwoFloat16 = {32, 32}, kMinRowsThreeBFloat16 = {112, 5
 constexpr int64_t kMinSplitColumns = 32;
 // The same for gradients: so many rows and keys, and three bf16 only if these fill so much of their tiles of 32 x 32.
 // (Against vectors. Two fp16: 48 tokens 0.8, 64 and 65 tokens 1.2 and 0.9 to 1.1, 100 tokens 1.0 to 1.2, 256 tokens 1.6
-// and 1.8. Three bf16: 65 tokens 0.8 to 1.0, 96 tokens 1.0 and 1.1, 97 tokens 0.8 to 0.9, 112 tokens 0.9 to 1.0, 128
-// tokens 1.1 and 1.2, 129 tokens 0.9, 160 tokens 1.2 and 1.3. fp16: 64 tokens 1.5 and 1.2, 65 tokens 1.2, 128 tokens
-// 1.5 and 1.6.)
+// and 1.8. Three bf16: 65 tokens 0.8 to 1.0, 96 tokens 1.0 and 1.1, 97 tokens 0.8 to 0.9, 112 tokens 0.9 to 1.0,
+// 128 tokens 1.1 and 1.2, 129 tokens 0.9, 160 tokens 1.2 and 1.3. fp16: 64 tokens 1.5 and 1.2, 65 tokens 1.2,
+// 128 tokens 1.5 and 1.6.)
 constexpr int64_t kMinSplitGradients = 64;
 constexpr double kMinSplitFill = 0.77;
 // fp32 rows that see no more keys go to vectors if they cannot take the path of few keys; documents, which begin and

@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr bool kHasAmx = kBlockKeys != 128;
 // Panels of a row block.
 template <class Mode>
 constexpr int kRowPanels = ((kHasAmx && kParts<Mode> < 3 ? kBackwardRowsAmx : kBackwardRows) + kPanel - 1) / kPanel;

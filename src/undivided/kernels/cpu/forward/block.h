@@ -4,8 +4,8 @@
 // at the edges of the key blocks; if only some vectors of rows see a key, only those (see panel_vector.h). A row's
 // result does not depend on which rows share its panel, so the order of every sum is a function of the problem alone.
 //
-// Memory traffic. Wide blocks take one key block after another, each for all panels: it is read from memory once, and R
-// / kPanel times from L2. A multiply-add is 2 operations, and a block of 128 keys has 128 * (Dk + Dv) elements, so R
+// Memory traffic. Wide blocks take one key block after another, each for all panels: it is read from memory once, and
+// R / kPanel times from L2. A multiply-add is 2 operations, and a block of 128 keys has 128 * (Dk + Dv) elements, so R
 // rows do 2 * R operations per element read: 768 for R = 384, about ten times what a core needs to hide DRAM. Per
 // panel, Q^T (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a key block (24 KiB) share L1; the output
 // O^T passes through L1 once per key block, 1 / kBlockKeys of the multiply-adds. Narrow blocks (windows, documents,

@@ -6,9 +6,9 @@
 //
 // C is two groups of A by the two vectors of rows, so that four multiply-adds (64 cycles) need four loads of 16 lines.
 // Sums start from what C holds: with 16-bit types a chain over all keys adds nothing to the rounding of the weights
-// (2^-9, 2^-12). TDPBF16PS reads subnormal bf16 as 0; TDPFP16PS reads subnormal fp16 exactly; both flush subnormal
-// fp32 sums. Instructions are inline assembly: GCC 12 has none for fp16, and its intrinsics do not declare that they
-// read memory.
+// (2^-9, 2^-12). TDPBF16PS reads subnormal bf16 as 0; TDPFP16PS reads subnormal fp16 exactly; both flush subnormal fp32
+// sums. Instructions are inline assembly: GCC 12 has none for fp16, and its intrinsics do not declare that they read
+// memory.
 #pragma once
 
 #include "gemm/vector.h"

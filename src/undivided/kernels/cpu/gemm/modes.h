@@ -53,6 +53,12 @@ struct Split {  // AMX: fp32 as sums of two fp16 or three bf16, fp16 as sums of 
 };
 #endif
 
+#if defined(UNDIVIDED_AMX)
+constexpr bool kHasAmx = true;
+#else
+constexpr bool kHasAmx = false;
+#endif
+
 // Number of 16-bit parts per number of Q, K, V and the weights; the exponent of the power of two that scales Q, K and V
 // up; and the type of the parts.
 template <class Mode>

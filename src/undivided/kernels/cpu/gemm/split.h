@@ -6,11 +6,11 @@
 //     three bf16   x = x0 + x1 + x2,  |x1| <= 2^-9 |x|,  |x2| <= 2^-17 |x|
 //                  x y = x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0
 //
-// Accuracy. Three bf16 hold the 24 bits of fp32, and the omitted products are below 2^-25 |x y|. Two fp16 hold 23 or 24
-// bits (an error of at most 2^-24 |x|, half of fp32's last bit), and the omitted products are below 2^-22 |x y|, 2^-25
-// on average: less than the rounding of fp32 sums. Each product is exact in fp32. A tile adds 32 of them to one sum,
-// and that to the sum so far, which takes fewer roundings than a chain of multiply-adds. fp16 is exactly a sum of two
-// bf16; scores take all four products, so that the log-sum-exp equals that of other kernels, the rest three, whose
+// Accuracy. Three bf16 hold the 24 bits of fp32, and the omitted products are below 2^-25 |x y|. Two fp16 hold 23 or
+// 24 bits (an error of at most 2^-24 |x|, half of fp32's last bit), and the omitted products are below 2^-22 |x y|,
+// 2^-25 on average: less than the rounding of fp32 sums. Each product is exact in fp32. A tile adds 32 of them to one
+// sum, and that to the sum so far, which takes fewer roundings than a chain of multiply-adds. fp16 is exactly a sum of
+// two bf16; scores take all four products, so that the log-sum-exp equals that of other kernels, the rest three, whose
 // error of up to 2^-18 is below the rounding of the results to fp16 (2^-12).
 //
 // Speed. A tile instruction computes 8192 products of parts in 16 cycles: 8192 products of fp32 take 96 cycles with six

@@ -1,8 +1,8 @@
 // The terms that are added to the scores of a panel and a key block: bias, ALiBi, and -inf where a boolean mask or a
 // range forbids the pair.
 //
-// Scores have query rows in lanes, but masks and biases are usually stored row by row. Here kLanes rows are read 32
-// bits per lane, which is 1, 2 or 4 keys of a row, and transposed, so that a boolean mask takes a fourth of the
+// Scores have query rows in lanes, but masks and biases are usually stored row by row. Here kLanes rows are read
+// 32 bits per lane, which is 1, 2 or 4 keys of a row, and transposed, so that a boolean mask takes a fourth of the
 // shuffles of an fp32 bias.
 #pragma once
 

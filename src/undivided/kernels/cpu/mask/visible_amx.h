@@ -1,8 +1,8 @@
 // Which pairs of a panel and a key block are visible, that is not forbidden by a boolean mask, by ranges or by a bias
 // of -inf. One bit per pair, so that a mask adds no arithmetic to the softmax.
 //
-// The mask is stored row by row, one byte per key, but lanes are rows. One comparison turns 64 keys of a row into 64
-// bits; the bits of 32 rows are transposed as bytes (16 shuffles), then extracted one bit of every byte at a time:
+// The mask is stored row by row, one byte per key, but lanes are rows. One comparison turns 64 keys of a row into
+// 64 bits; the bits of 32 rows are transposed as bytes (16 shuffles), then extracted one bit of every byte at a time:
 // about one vector instruction per 16 pairs.
 #pragma once
 

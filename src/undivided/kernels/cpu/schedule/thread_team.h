@@ -52,8 +52,8 @@ bool is_forked();  // whether this process was forked after the library was load
 
 // Offsets of the shares of the units, and the end of the last. A thread takes the units of its own share in order, so
 // that memory which is adjacent stays in its caches, also from call to call, and then takes units of the other shares.
-// (Two threads, against one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5 times as fast, of 128
-// tokens 1.0 to 1.15.)
+// (Two threads, against one share for both: a hundred heads of 16 tokens and more 1.1 to 1.5 times as fast, of
+// 128 tokens 1.0 to 1.15.)
 typedef std::vector<int64_t> Shares;
 
 // Units that must start in order.
