@@ -318,7 +318,7 @@ class ShortBlock {
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
       const Vec high = load(max_score + r), l = load(total + r) / unit;
-      store(lse + r, (high == -kInfinity) & (l == 0) ? high : high * natural + log_of(l));
+      store(lse + r, ((high == -kInfinity) & (l == 0)) ? high : high * natural + log_of(l));
       Vec sink = {};
       for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++)
         sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);

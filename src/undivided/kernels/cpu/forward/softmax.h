@@ -10,7 +10,7 @@
 namespace {
 
 // Converts products to scores in their unit, with the bias.
-static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
+[[maybe_unused]] static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
   const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap,
               inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
@@ -26,7 +26,7 @@ static void apply_score_bias(const Attention& a, const float* score_bias, int64_
 
 // Masks scores outside of their rows' ranges. The other scores keep their bits, also if all are in range, so that a
 // row's result does not depend on which rows share its panel.
-static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
+[[maybe_unused]] static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
     for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);

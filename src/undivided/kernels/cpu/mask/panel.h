@@ -166,7 +166,7 @@ static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
 }
 
 // The keys [from, to) of a panel in groups of `group`, and the vectors that have a row which sees some of them.
-static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
+[[maybe_unused]] static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
   static_assert(kBlockKeys / kBroadcasts <= Runs::kMax);
   if (p.covers(from, to)) return Runs(to - from, p.vectors());
   int64_t start[kVectors], stop[kVectors];

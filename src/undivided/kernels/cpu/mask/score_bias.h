@@ -173,8 +173,8 @@ static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block
 
 // Whether more than the rows' ranges changes the scores of keys [start, stop): false if there is only a boolean mask,
 // and it allows all of them.
-static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
-                           int64_t start, int64_t stop) {
+[[maybe_unused]] static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first,
+                                            const Panel& p, int64_t start, int64_t stop) {
   if (!a.dense || a.bias || a.slopes) return a.bias || a.slopes;
   if (a.dense_k != 1) return true;
   if (stop > a.kv_len) stop = a.kv_len;

@@ -4,6 +4,7 @@
 // softmax.
 #pragma once
 
+#include "gemm/amx.h"
 #include "gemm/prefetch.h"
 #include "mask/scores.h"
 #include "mask/visible_amx.h"
