@@ -1,7 +1,7 @@
-"""The native kernel's arguments: a call and its tensors as the flat records that its C ABI takes.
+"""The native kernel's arguments: a call and its tensors as the flat records of its C ABI.
 
-The kernel trusts what it is given: sizes, strides and ranges are checked before they come here, ranges are clamped to
-the keys, and every tensor that a record points to is held until the call returns.
+The kernel checks nothing. Sizes, strides and ranges are validated before they come here, ranges are clamped to the
+keys, and every tensor that a record points to is kept alive until the call returns.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from undivided.masks.normal_form import DensePairs
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MASK_PAIRS = 1 << 24
-"""Entries of a mask evaluated at once where ranges are not enough: 16 MiB of bool."""
+"""Entries of a mask that are evaluated at once if ranges cannot express it: 16 MiB of bool."""
 
-FEWEST_ROWS = 32
-"""Query rows of such a block at least: a panel of the widest instruction set."""
+MIN_ROWS = 32
+"""Smallest number of query rows in such a block: a panel of the widest instruction set."""
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
-# the record in three parts: the tensors; ranges and pages; the rest, which plain problems leave empty
+# the record in three parts: tensors; ranges and pages; the optional fields, which are empty in plain problems
 _FORMAT = cpu.RECORD.format
 _RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
 _PACK_TENSORS = struct.Struct(_FORMAT[:_RANGES]).pack
 _PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_REST]).pack
-# what the record holds where there is none: pointers, then strides
+# the record's fields of absent arguments: pointers, then strides
 NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 NO_PAGES: tuple[int, ...] = (0,) * 4
 _NO_LSE: tuple[int, ...] = (0,) * 3
@@ -48,21 +48,20 @@ _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
 _NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
-"""Masks that are one band for every sequence: the kernel works out their ranges itself, in no time and no memory."""
-_EXTRAS = frozenset({"bias", "alibi", "sinks", "dropout"})
+"""Masks that are one band for every sequence: the kernel computes their ranges itself, without a table."""
+_OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
 
 
 def is_plain(call: Call, tensors: Tensors) -> bool:
-    """Whether ranges say it all, as in most calls: these take the shortest way to the kernel."""
+    """Whether the mask is ranges only, without optional features, as in most calls: these take the shortest path."""
     problem = call.problem
-    if problem.features & _EXTRAS:
+    if problem.features & _OPTIONAL_FEATURES:
         return False
     return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q.device).exact
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor, if its values lie at its pointer; a copy of them if it is a negated view, or zeros that have no
-    memory.
+    """The tensor, if its values are at its pointer; a copy if it is a negated view, or zeros without memory.
 
     Raises:
         InputError: its class or a mode keeps the values elsewhere (fake tensors, wrappers), or it is not on the CPU.
@@ -72,7 +71,7 @@ def in_memory(tensor: Tensor) -> Tensor:
             return tensor.resolve_neg() if tensor.is_neg() else tensor
         if tensor._is_zerotensor():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    except (NotImplementedError, RuntimeError):  # raised for a pointer that is not there
+    except (NotImplementedError, RuntimeError):  # raised if it has no pointer
         pass
     kind = type(tensor).__name__
     raise InputError(
@@ -84,7 +83,8 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def placed(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
-    """The tensors, and the addresses of q, k and v. These are copies if `in_memory` makes them: they must be held."""
+    """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: `in_memory` may have made
+    copies."""
     q, k, v = tensors.q, tensors.k, tensors.v
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
@@ -97,10 +97,10 @@ STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
     "bshd": operator.itemgetter(0, 2, 1),
     "sbhd": operator.itemgetter(1, 2, 0),
     "bhsd": operator.itemgetter(0, 1, 2),
-    "thd": operator.itemgetter(0, 1, 0),  # a batch of one: its stride is not used
+    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
 }
-"""Strides of batch, head and token from those of a tensor in this layout: views would say the same, a microsecond
-each."""
+"""Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
+microsecond each."""
 
 
 def plain_record(
@@ -112,8 +112,8 @@ def plain_record(
     lse: Tensor,
     pages: tuple[int, ...] = NO_PAGES,
 ) -> bytes:
-    """The record of a whole problem that `is_plain`: q, k and v lie in the caller's layout (pools as their pages do),
-    at these addresses."""
+    """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
+    pages."""
     problem = call.problem
     q, k, v, layout = tensors.q, tensors.k, tensors.v, call.problem.layout
     if not (out_at := out.data_ptr()):
@@ -150,7 +150,7 @@ def plain_record(
 def record(
     call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float
 ) -> bytes:
-    """The C record; `rest` are its fields from ranges on. The kernel writes no lse to `UNREAD`."""
+    """The C record; `rest` is its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
     problem = call.problem
     q_b, q_h, q_s, _ = q.stride()
     k_b, k_h, k_s, _ = k.stride()
@@ -191,7 +191,7 @@ def record(
 
 
 def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
-    """The record's fields from ranges on. A table is the normal form's, which the call holds until the end."""
+    """The record's fields of ranges and band. The table belongs to the normal form, which the call keeps alive."""
     problem = call.problem
     if call.mask.is_full:
         return NO_RANGES
@@ -202,7 +202,7 @@ def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
 
 
 def _band(problem: Problem) -> tuple[int, int]:
-    """Query row i sees keys [i + first, i + last)."""
+    """(first, last): query row i sees keys [i + first, i + last)."""
     left, right, far = problem.mask.left, problem.mask.right, problem.q_len + problem.kv_len
     shift = problem.kv_len - problem.q_len if problem.align == "bottom_right" else 0
     first = shift - (far if left is None else min(left, far))
@@ -211,7 +211,7 @@ def _band(problem: Problem) -> tuple[int, int]:
 
 
 def pages_of(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
-    """The record's fields, and the block table that they point to, to be held until the call returns."""
+    """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
     if call.pages is None:
         return None, NO_PAGES
     # in thd the sequences' rows follow one another, as their keys do
@@ -247,7 +247,7 @@ class Records:
             self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
 
     def slices(self) -> list[slice]:
-        """The rows of each call: all at once, unless what masks them has to be evaluated in blocks."""
+        """The rows of each call: all at once, unless the mask has to be evaluated in blocks."""
         problem = self.call.problem
         whole = [slice(0, problem.q_len)]
         if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
@@ -255,18 +255,18 @@ class Records:
         extras = self.call.normal_form(self.tensors.q.device).extras
         if not extras or self._stored_mask() is not None:
             return whole
-        step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), FEWEST_ROWS)
+        step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
         return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
 
     def _stored_mask(self) -> Tensor | None:
-        """The boolean tensor that is all there is beside the ranges."""
+        """The boolean tensor, if it is the only part of the mask besides the ranges."""
         extras = self.call.normal_form(self.tensors.q.device).extras
         if len(extras) == 1 and isinstance(extras[0], DensePairs):
             return extras[0].tensor
         return None
 
     def record(self, rows: slice) -> bytes:
-        """The record for these rows; what it points to is held until the next is made."""
+        """The record for these rows. What it points to stays alive until the next record is made."""
         call, tensors = self.call, self.tensors
         q, k, v, out, lse = self.views
         q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
@@ -324,7 +324,7 @@ class Records:
         return (dense.data_ptr(), *dense.stride())
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
-        """The record's fields from dropout on."""
+        """The record's fields from `dropout` on."""
         p, position, sequence = self.call.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
         assert self.call.dropout_seed is not None
         return (
@@ -340,7 +340,7 @@ class Records:
 
 
 def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """(slope of every row [B, H, Sq], i' + d of every row [B|1, Sq])."""
+    """The slope of every row [B, H, Sq], and i' + d of every row [B|1, Sq]."""
     problem = call.problem
     assert tensors.alibi_slopes is not None
     normal = call.normal_form(tensors.q.device)
@@ -354,5 +354,5 @@ def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def batch_stride(table: Tensor) -> int:
-    """Of a [B|1, ..] table; 0 where it is broadcast."""
+    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
     return table.stride(0) if table.shape[0] > 1 else 0
