@@ -18,7 +18,7 @@ make_venv() {
 
 # The folder counts too: an environment that was moved or copied still points at the old sources.
 # So do the native library's sources: a change builds it anew.
-stamp() { { pwd && cat pyproject.toml constraints.txt cmake/CMakeLists.txt src/undivided/kernels/cpu/*.{h,cc}; } | cksum; }
+stamp() { { pwd && cat pyproject.toml constraints.txt cmake/CMakeLists.txt src/undivided/kernels/cpu/*/*.{h,cc}; } | cksum; }
 
 set_up() {
   [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ] && return

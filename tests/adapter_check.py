@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calls import call_of
 from undivided import _layout, masks
-from undivided._problem import Operands, Problem, normalise
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import reference
 from undivided.backends._base import Backend
@@ -52,22 +54,22 @@ def tensors(
 
 
 def expected(
-    problem: Problem, operands: Operands, grad: Tensor, grad_lse: Tensor | None = None
+    call: Call, given: Tensors, grad: Tensor, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out [B, S, H, D], lse [B, H, S], gradients of the given inputs) by the definition, from the dense mask."""
-    fresh = [None if t is None else t.detach().clone().requires_grad_() for t in operands.differentiable]
-    inputs = operands.with_differentiable(fresh)
-    allowed = operands.mask.to_dense(problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    q, k, v = inputs.heads_first()
-    group = problem.heads // problem.kv_heads
+    """(out in the call's layout, lse [B, H, S], gradients of the given inputs) by the definition, from the dense mask."""
+    fresh = [None if t is None else t.detach().clone().requires_grad_() for t in given]
+    inputs = Tensors._make(fresh)
+    allowed = call.mask.to_dense(call.problem.batch, call.problem.heads, call.problem.q_len, call.problem.kv_len)
+    q, k, v = inputs.heads_first(call.problem.layout)
+    group = call.problem.heads // call.problem.kv_heads
     used = allowed.any(-2)[:, ::group].unsqueeze(-1)
     k, v = (torch.where(used, t, 0.0).repeat_interleave(group, 1) for t in (k, v))
     q = torch.where(allowed.any(-1, keepdim=True), q, 0.0)
-    score = operands.scale * (q @ k.mT)
-    if operands.softcap:
-        score = operands.softcap * torch.tanh(score / operands.softcap)
+    score = call.scale * (q @ k.mT)
+    if call.softcap:
+        score = call.softcap * torch.tanh(score / call.softcap)
     if inputs.alibi_slopes is not None:
-        form = operands.normal_form(problem)
+        form = call.normal_form(given.q.device)
         slopes = inputs.alibi_slopes
         slope = slopes[None, :, None] if slopes.dim() == 1 else slopes[form.q_sequence.long()].transpose(1, 2)
         distance = (form.q_position + form.shift)[:, None, :, None] - form.kv_position[:, None, None]
@@ -83,10 +85,10 @@ def expected(
         total = torch.logaddexp(finite, inputs.sinks[:, None])
     out = torch.exp(score - total.unsqueeze(-1)) @ v
     leaves = [t for t in fresh if t is not None]
-    outputs, grads = [out], [_layout.heads_first(grad, problem.layout)]
+    outputs, grads = [out], [_layout.heads_first(grad, call.problem.layout)]
     if grad_lse is not None:
         outputs, grads = [out, finite], [*grads, grad_lse]
-    return out.transpose(1, 2), lse, list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
+    return _layout.from_heads_first(out, call.problem.layout), lse, list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
 
 
 def check(
@@ -104,46 +106,46 @@ def check(
     for t in (q, k, v, more.get("bias"), more.get("sinks")):
         if t is not None:
             t.requires_grad_(backward)
-    problem, operands = normalise(q, k, v, layout=layout, device="cuda", return_lse=grad_lse, **more)  # type: ignore[arg-type]
-    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
+    call, given = call_of(q, k, v, layout=layout, device="cuda", return_lse=grad_lse, **more)  # type: ignore[arg-type]
+    given = Tensors._make(None if t is None else t.detach() for t in given)
     shape = (*_layout.canonical(q, layout).shape[:-1], v.shape[-1])  # type: ignore[arg-type]
     # a gradient whose strides are not the output's
     grad = _layout.restore(torch.randn(*shape[:2], shape[3], shape[2], dtype=q.dtype).transpose(2, 3), layout)  # type: ignore[arg-type]
     dlse = torch.randn(shape[0], shape[2], shape[1], dtype=q.dtype) if grad_lse else None
-    out, lse, grads = expected(problem, operands, grad, dlse)
-    result = module.forward(problem, operands)
+    out, lse, grads = expected(call, given, grad, dlse)
+    result = module.forward(call, given)
     assert isinstance(result, Result)
     torch.testing.assert_close(result.out, out)
     torch.testing.assert_close(result.lse.to(lse.dtype), lse)
     if not backward:
         return
-    found = module.backward(problem, operands, result, grad, dlse)
+    found = module.backward(call, given, result, grad, dlse)
     assert len(found) == 6
-    pairs = zip([g for g, t in zip(found, operands.differentiable, strict=True) if t is not None], grads, strict=True)
+    pairs = zip([g for g, t in zip(found, given, strict=True) if t is not None], grads, strict=True)
     for have, want in pairs:
         if want is not None and have is not None:
             assert have.shape == want.shape
             torch.testing.assert_close(have, want)
 
 
-def asked(case: Case) -> tuple[Problem, Operands, Inputs]:
+def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
     """A case of the catalogue in fp64, which the stand-ins compute in, with NaN wherever nothing may look."""
     built = build(case, torch.float64, poison=True)
-    return *normalise(**built.arguments, device="cuda"), built
+    return *call_of(**built.arguments, device="cuda"), built
 
 
 def check_against_reference(backend: Backend, case: Case) -> None:
     """Output, log-sum-exp, and gradients where the case has some."""
-    problem, operands, built = asked(case)
-    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
+    call, given, built = asked(case)
+    given = Tensors._make(None if t is None else t.detach() for t in given)
     backends = (reference.BACKEND, backend)
     with torch.no_grad():
-        want, have = (each.forward(problem, operands) for each in backends)
+        want, have = (each.forward(call, given) for each in backends)
     torch.testing.assert_close(have.out, want.out)
     torch.testing.assert_close(have.lse, want.lse)
-    if "backward" in problem.features:
+    if "backward" in call.problem.features:
         wanted, found = (
-            each.backward(problem, operands, result, built.grad_out, None)
+            each.backward(call, given, result, built.grad_out, None)
             for each, result in zip(backends, (want, have), strict=True)
         )
         for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):

@@ -160,7 +160,7 @@ def _kind(error: Exception) -> str:
     if isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY):
         return "out of memory"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, TypeError) and _where(error).startswith("undivided/masks/_intervals.py"):
+    if isinstance(error, TypeError) and _where(error).startswith("undivided/masks/normal_form/predicate_pairs.py"):
         return "raised by the caller's predicate"
     if any(name.endswith("utils/module_tracker.py") for name in files):  # of the FLOP counter
         return "refused by PyTorch"

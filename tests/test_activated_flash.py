@@ -14,10 +14,11 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 import fake_gpu_kernels as fake
 import undivided
 from adapter_check import MASKS, check, tensors
+from calls import problem_of
 from undivided import _machine, masks
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import Problem, normalise
+from undivided._problem import Problem
 from undivided._selection import decide, select
 from undivided.backends import _torch_flash_cuda, torch_flash
 
@@ -38,7 +39,7 @@ def ask(dim: int = 128, dtype: torch.dtype = torch.bfloat16, v_dim: int = 0, gra
     q, k, v = (
         torch.empty(2, 512, 4, d, dtype=dtype, device="meta", requires_grad=grad) for d in (dim, dim, v_dim or dim)
     )
-    return normalise(q, k, v, layout="bshd", device="cuda", **more)[0]
+    return problem_of(q, k, v, layout="bshd", device="cuda", **more)
 
 
 ALIBI = ask(grad=False, alibi_slopes=torch.empty(4, device="meta"), mask=masks.causal())

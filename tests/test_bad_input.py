@@ -395,7 +395,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "causal-ambiguous": (
         lambda: att(mask=masks.causal()),
         (
-            "align must be given where top-left and bottom-right differ (queries and keys of unequal length), got"
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for query length 5, key length 7"
         ),
         "write align='top_left' or align='bottom_right' in causal, window or chunks",
@@ -403,7 +403,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "window-ambiguous": (
         lambda: att(mask=masks.window(3, 0)),
         (
-            "align must be given where top-left and bottom-right differ (queries and keys of unequal length), got"
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for query length 5, key length 7"
         ),
         "write align='top_left' or align='bottom_right' in causal, window or chunks",
@@ -411,18 +411,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "lengths-ambiguous": (
         lambda: square(mask=masks.causal() & masks.lengths([5, 4])),
         (
-            "align must be given where top-left and bottom-right differ (queries and keys of unequal length), got"
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for lengths with q=None at query length 5, key length 5"
         ),
         (
             "write align='top_left' or align='bottom_right' in causal, window or chunks; for a padded "
-            "self-attention batch give the queries' lengths as well: lengths(n, n)"
+            "self-attention batch pass the lengths of the queries too: lengths(n, n)"
         ),
     ),
     "documents-ambiguous": (
         lambda: thd(mask=masks.causal() & masks.documents([0, 4, 9], [0, 5, 9])),
         (
-            "align must be given where top-left and bottom-right differ (queries and keys of unequal length), got"
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for documents whose cu_seqlens_q and cu_seqlens_kv are different"
         ),
         "write align='top_left' or align='bottom_right' in causal, window or chunks",
@@ -430,7 +430,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "alibi-ambiguous": (
         lambda: att(alibi_slopes=t(4)),
         (
-            "align must be given where top-left and bottom-right differ (queries and keys of unequal length), got"
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for query length 5, key length 7"
         ),
         "for ALiBi without a mask: masks.window(None, None, align='top_left' or 'bottom_right')",
@@ -489,7 +489,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "lengths-q-start-alone": (
         lambda: masks.lengths([3, 1], q_start=[1, 1]),
         "q must be given with q_start, got None",
-        "say how many rows are real from q_start on",
+        "q is the number of real rows from q_start on",
     ),
     "cu-not-zero": (
         lambda: masks.documents([1, 3]),
@@ -554,7 +554,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "ids-batches": (
         lambda: masks.document_ids(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)),
-        "ids_kv must have the batch of ids_q (2), got 3",
+        "ids_kv must have the batch size of ids_q (2), got 3",
         None,
     ),
     "prefix-negative": (lambda: masks.prefix(-1), "n must be at least 0, got -1", None),
@@ -633,7 +633,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "and-two-aligns": (
         lambda: masks.causal("top_left") & masks.window(3, 0, "bottom_right"),
         "mask must have one alignment, got causal(align='top_left') & window(3, 0, align='bottom_right')",
-        "give both the same align, or only one of them any",
+        "pass the same align to both, or to only one of them",
     ),
     # bias, slopes, sinks
     "bias-bool": (

@@ -294,7 +294,7 @@ class TestVerificationFirst:
     def test_a_sample_finds_one_wrong_row_among_those_it_looks_at(self, backward: bool) -> None:
         case = replace(TINY, q_len=640, heads=3, needs=None if backward else ())
         prepared = prepare(Benchmark("forward", case, torch.float32, backward=backward))
-        sample = sample_of(prepared.problem, prepared.operands, prepared.inputs.grad_out if backward else None)
+        sample = sample_of(prepared.call, prepared.tensors, prepared.inputs.grad_out if backward else None)
         assert len(sample.pieces) == (2 if backward else 4), "too large to be looked at whole"
         results = competitors._sdpa(prepared).results()
         for name, value in results.items():
@@ -309,7 +309,7 @@ class TestVerificationFirst:
     def test_a_sample_wants_exact_zeros_where_nothing_reaches(self) -> None:
         case = replace(TINY, mask=lambda: masks.causal("bottom_right"), kv_len=8, q_len=12)
         prepared = prepare(Benchmark("forward", case, torch.float32))
-        sample = sample_of(prepared.problem, prepared.operands, None)
+        sample = sample_of(prepared.call, prepared.tensors, None)
         out = competitors._ours(prepared, None).results()["out"].clone()
         assert sample.error("out", out) <= sample.allowed["out"]
         out[0, 0, 0, 0] = 1e-30

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, KVCache, PagedKVCache, masks
-from undivided.masks import Mask, _ranges
+from undivided.masks import Mask
+from undivided.masks.normal_form import ranges
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
 LENGTHS = (13, 7, 10)
@@ -352,8 +353,8 @@ def test_layers_with_the_same_lengths_work_out_the_mask_once(
     """A model has one cache a layer, and a mask is made of the lengths in each: the same one, also in inference
     mode."""
     built = []
-    build = _ranges.build
-    monkeypatch.setattr(_ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
+    build = ranges.build
+    monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
     for window in (None, masks.window(2, 0)):
         lengths = (5, 3, 2 + inference)  # another test may have asked for the same ones
         sequences, caches = new_sequences(lengths), [new_cache(kind, layout=layout) for _ in range(4)]
@@ -443,7 +444,7 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "v-longer": (lambda c: c.append(K, tokens_of(3, 3, dim=VALUE_DIM)), r"v must have the length of k \(2\), got 3"),
     "another-dtype": (lambda c: c.append(K.double(), V.double()), r"k must have the dtype of the cache"),
     "another-device": (lambda c: c.append(K.to("meta"), V), "k must be on the device of the cache"),
-    "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must need no gradient"),
+    "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must not require a gradient"),
     "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
     "lengths-too-long": (
         lambda c: c.append(K, V, lengths=[1, 3, 2]),
@@ -452,7 +453,7 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "lengths-negative": (lambda c: c.append(K, V, lengths=[1, -1, 2]), r"lengths\[1\] must be at least 0"),
     "lengths-floats": (lambda c: c.append(K, V, lengths=torch.rand(3)), "lengths must be an int tensor"),
     "lengths-a-number": (lambda c: c.append(K, V, lengths=2), "lengths must be a list of 3 ints"),
-    "q-of-another-batch": (lambda c: c.attend(Q[:2]), "q must have the batch of the cache"),
+    "q-of-another-batch": (lambda c: c.attend(Q[:2]), "q must have the batch size of the cache"),
     "q-of-another-size": (lambda c: c.attend(Q[..., :4]), "q must have the head size of the cache"),
     "q-flat": (lambda c: c.attend(Q.flatten(2)), "q must have 4 axes"),
     "q-unlike-the-last-tokens": (lambda c: c.attend(torch.randn(3, 1, HEADS, DIM)), "q_lengths must be given"),

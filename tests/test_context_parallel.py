@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import undivided
+from calls import call_of
 from context_parallel_check import PLACEMENTS, alone, differences, everyone, grid, in_double, of_rank
 from undivided import _layout, masks
-from undivided._problem import normalise
 from undivided.context_parallel import RankError, simulate
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.verification.budget import budget_for
@@ -57,7 +57,7 @@ def test_within_the_budget_of_a_single_kernel(case: Case) -> None:
         grad_lse = inputs.grad_lse
         if grad_lse is not None and case.layout == "thd":
             grad_lse = grad_lse.unsqueeze(0)
-        budget = budget_for(*normalise(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
+        budget = budget_for(*call_of(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
         found = simulated(inputs, *TURNS[case.name])
         wrong = {
             name: (budget.error(name, t), budget.allowed[name]) for name, t in found.items() if not budget.met(name, t)

@@ -11,11 +11,14 @@ import torch
 
 import undivided
 from adapter_check import MASKS, check, expected, tensors
+from calls import call_of, problem_of
 from fake_cudnn import FakeCudnn
 from undivided import DotProductAttention, functional, masks
+from undivided._call import Call
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import Operands, Problem, normalise
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._selection import Decision, select
 from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_graph, cudnn, reference
@@ -86,16 +89,12 @@ def test_cudnn_keeps_its_graphs(cudnn_module: FakeCudnn) -> None:
     """Other lengths in the same packed shape need no new graph; another shape does."""
     q, k, v = tensors(12, 12, "thd")
     for cu in ([0, 3, 12], [0, 7, 9]):
-        problem, operands = normalise(
-            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu), total_q=12), device="cuda"
-        )
-        cudnn.BACKEND.forward(problem, operands)
+        call, given = call_of(q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu), total_q=12), device="cuda")
+        cudnn.BACKEND.forward(call, given)
     assert len(cudnn_module.graphs) == 1
     assert cudnn_module.graphs[0].executed == 2
-    problem, operands = normalise(
-        q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda"
-    )
-    cudnn.BACKEND.forward(problem, operands)
+    call, given = call_of(q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda")
+    cudnn.BACKEND.forward(call, given)
     assert len(cudnn_module.graphs) == 2
 
 
@@ -113,8 +112,8 @@ def test_cudnn_copies_misaligned_rows(cudnn_module: FakeCudnn) -> None:
     """Views that start between two multiples of 16 bytes, and heads whose rows do: cuDNN would return wrong numbers."""
     base, odd = (torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64), torch.randn(2, 5, 2, 9, dtype=torch.float64))
     q, k, v = base[..., 1:].unflatten(2, (4, 8)), odd[..., :8], odd[..., 1:]
-    problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
-    result = cudnn.BACKEND.forward(problem, operands)
+    call, given = call_of(q, k, v, layout="bshd", device="cuda")
+    result = cudnn.BACKEND.forward(call, given)
     want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
     torch.testing.assert_close(result.out, want.transpose(1, 2))
 
@@ -139,10 +138,10 @@ def test_cudnn_bias(cudnn_module: FakeCudnn, axes: str, causal: bool) -> None:
 def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
     q, k, v = (t.requires_grad_() for t in tensors(5, 7))
     bias = torch.randn(4, 5, 7, dtype=torch.float64)
-    problem, operands = normalise(q, k, v, layout="bshd", bias=bias, device="cuda")
+    call, given = call_of(q, k, v, layout="bshd", bias=bias, device="cuda")
     with torch.no_grad():
-        result = cudnn.BACKEND.forward(problem, operands)
-        gradients = cudnn.BACKEND.backward(problem, operands, result, torch.ones_like(result.out), None)
+        result = cudnn.BACKEND.forward(call, given)
+        gradients = cudnn.BACKEND.backward(call, given, result, torch.ones_like(result.out), None)
     assert gradients[3] is None
     assert cudnn_module.graphs[1].inputs["dBias"] is None
 
@@ -152,9 +151,9 @@ def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
     -inf."""
     bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
     bias[:, 3:] = -torch.inf
-    problem, operands = normalise(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
-    value = operands.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
-    torch.testing.assert_close(cudnn.BACKEND.forward(problem, operands).out, value)
+    call, given = call_of(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
+    value = given.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
+    torch.testing.assert_close(cudnn.BACKEND.forward(call, given).out, value)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (6, 9), (6, 4)])
@@ -179,7 +178,7 @@ def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
         (copy.deepcopy(undivided.alibi_slopes(4)), False),
         (own, False),
     ):
-        problem, _ = normalise(q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda")
+        problem = problem_of(q, k, v, layout="bshd", mask=masks.causal(), alibi_slopes=slopes, device="cuda")
         assert problem.usual_slopes is known
         reasons = cudnn.BACKEND.reasons(problem, Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23"}))
         assert [reason[:40] for reason in reasons] == ([] if known else ["ALiBi slopes that are not known to be th"])
@@ -257,10 +256,10 @@ def test_cudnn_pages(cudnn_module: FakeCudnn, page: int, width: int, sinks: torc
     lengths = [page, page * width, 5, 0, page * width - 3, page * (width - 1) + 1]
     q, k, v, table = paged(lengths, page, width)
     mask = masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right")
-    problem, operands = normalise(q, k, v, layout="bshd", mask=mask, pages=table, sinks=sinks, device="cuda")
-    result = cudnn.BACKEND.forward(problem, operands)
+    call, given = call_of(q, k, v, layout="bshd", mask=mask, pages=table, sinks=sinks, device="cuda")
+    result = cudnn.BACKEND.forward(call, given)
     clean = [torch.nan_to_num(t)[table.clamp(max=len(k) - 1).long()].flatten(1, 2) for t in (k, v)]
-    dense = normalise(q, *clean, layout="bshd", mask=mask, sinks=sinks, device="cuda")
+    dense = call_of(q, *clean, layout="bshd", mask=mask, sinks=sinks, device="cuda")
     out, lse, _ = expected(*dense, torch.ones(len(lengths), 1, 4, 16, dtype=torch.float64))
     torch.testing.assert_close(result.out, out)
     torch.testing.assert_close(result.lse, lse)
@@ -274,18 +273,18 @@ def test_cudnn_pages_share_a_graph_while_the_table_grows(cudnn_module: FakeCudnn
         k, v = torch.nan_to_num(k)[:9], torch.nan_to_num(v)[:9]
         table = table.clamp(max=8)
         mask = masks.lengths(torch.tensor([70, 3]))
-        problem, operands = normalise(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
-        cudnn.BACKEND.forward(problem, operands)
+        call, given = call_of(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
+        cudnn.BACKEND.forward(call, given)
     assert len(cudnn_module.graphs) == 1
 
 
 H100 = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
 
 
-def asked(case: Case) -> tuple[Problem, Operands, Inputs]:
+def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
     """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
     built = build(case, torch.float64, poison=True)
-    return *normalise(**built.arguments, device="cuda"), built
+    return *call_of(**built.arguments, device="cuda"), built
 
 
 def allowed_on_an_h100(case: Case) -> bool:
@@ -300,15 +299,15 @@ CATALOGUE = [case for case in CASES.values() if allowed_on_an_h100(case)]
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
 def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: Case) -> None:
-    problem, operands, built = asked(case)
-    operands = operands.with_differentiable([None if t is None else t.detach() for t in operands.differentiable])
+    call, given, built = asked(case)
+    given = Tensors._make(None if t is None else t.detach() for t in given)
     with torch.no_grad():
-        want, have = (backend.forward(problem, operands) for backend in (reference.BACKEND, cudnn.BACKEND))
+        want, have = (backend.forward(call, given) for backend in (reference.BACKEND, cudnn.BACKEND))
     torch.testing.assert_close(have.out, want.out)
     torch.testing.assert_close(have.lse, want.lse)
-    if "backward" in problem.features:
+    if "backward" in call.problem.features:
         wanted, found = (
-            backend.backward(problem, operands, result, built.grad_out, None)
+            backend.backward(call, given, result, built.grad_out, None)
             for backend, result in ((reference.BACKEND, want), (cudnn.BACKEND, have))
         )
         for name, one, other in zip(("q", "k", "v", "bias", "sinks"), wanted, found, strict=False):

@@ -259,7 +259,7 @@ def test_a_window_at_the_call_replaces_that_of_construction() -> None:
     rows = [(b, list(range(4)), list(range(4))) for b in range(2)]
     assert recovered(module, 4, 4) == definition("causal", (1, -1), False, rows)
     assert recovered(module, 4, 4, window_size=(0, 0)) == definition("causal", (0, -1), False, rows)
-    with pytest.warns(UserWarning, match="looks at no later key"):
+    with pytest.warns(UserWarning, match="allows no later key"):
         assert recovered(module, 4, 4, window_size=(1, 1)) == definition("causal", (1, -1), False, rows)
 
 

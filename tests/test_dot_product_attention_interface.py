@@ -80,9 +80,9 @@ def test_the_page_says_of_every_argument_what_becomes_of_it(
     rows = dict(ROW.findall(section))
     names = [word.split("=")[0] for word in signature]
     assert list(rows) == names + beyond
-    from undivided.nn import _arguments
+    from undivided.nn.arguments import refused as tables
 
-    refused = _arguments.AT_CONSTRUCTION if beyond else _arguments.AT_CALL
+    refused = tables.AT_CONSTRUCTION if beyond else tables.AT_CALL
     assert [name for name in names if rows[name] == "refused"] == [name for name in names if name in refused]
 
 
@@ -104,12 +104,12 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         bad({"num_attention_heads": 4.0}, "num_attention_heads must be an int, got 4.0"),
         bad({"kv_channels": 0}, "kv_channels must be at least 1, got 0"),
-        bad({"kv_channels": (8, 8, 8)}, "kv_channels must be an int or a pair (of queries and keys, of values), got (8, 8, 8)"),
+        bad({"kv_channels": (8, 8, 8)}, "kv_channels must be an int or a pair (queries and keys, values), got (8, 8, 8)"),
         bad({"num_gqa_groups": 3}, "num_gqa_groups must divide num_attention_heads (4), got 3"),
         bad({"attention_dropout": 1.5}, "attention_dropout must be a number from 0 to 1, got 1.5"),
         bad({"qkv_format": "bhsd"}, "qkv_format must be one of 'sbhd', 'bshd', 'thd', got 'bhsd'\n  HINT: x.transpose(1, 2)"),
         bad({"attn_mask_type": "casual"}, "attn_mask_type must be one of 'no_mask', 'padding', 'causal', "),
-        bad({"window_size": 128}, "window_size must be a pair (left, right), got 128\n  HINT: (128, 0) looks back 128 keys"),
+        bad({"window_size": 128}, "window_size must be a pair (left, right), got 128\n  HINT: (128, 0) allows 128 earlier keys"),
         bad({"window_size": (-2, 0)}, "window_size[0] must be at least -1, got -2"),
         bad({"bottom_right_diagonal": 1}, "bottom_right_diagonal must be True or False, got 1"),
         bad({"attention_type": "both"}, "attention_type must be one of 'self', 'cross', got 'both'"),
@@ -118,9 +118,9 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"return_max_logit": None}, "return_max_logit must be True or False, got None"),
         bad({"layer_number": "first"}, "layer_number must be an int, got 'first'"),
         bad({"softcap": -1.0}, "softcap must be a positive number or None, got -1.0"),
-        bad({"sequence_parallel": True}, "sequence_parallel must be False, got True\n  HINT: heads are this rank's own"),
-        bad({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: heads are this rank's own: num_attention_heads // tp_size"),
-        bad({"tp_group": object}, "tp_group must be None, got <class 'object'>\n  HINT: heads are this rank's own"),
+        bad({"sequence_parallel": True}, "sequence_parallel must be False, got True\n  HINT: pass the heads of this rank at construction"),
+        bad({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: pass the heads of this rank at construction: num_attention_heads // tp_size"),
+        bad({"tp_group": object}, "tp_group must be None, got <class 'object'>\n  HINT: pass the heads of this rank at construction"),
         bad({"get_rng_state_tracker": len}, "get_rng_state_tracker must be None, got <built-in function len>\n  HINT: dropout"),
         bad({"cp_group": object}, "group must be a process group"),
         bad({"cp_comm_type": "ring"}, "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a+p2p', got 'ring'"),
@@ -146,21 +146,21 @@ BAD_CALLS = [
     ((T, T, T), {"qkv_format": None}, "qkv_format must be given", "three axes: 'thd', or [batch, seq, hidden]"),
     ((Q, Q, Q), {"qkv_format": "hsbd"}, "qkv_format must be one of 'sbhd', 'bshd', 'thd', got 'hsbd'", "Megatron"),
     ((Q.flatten(2),) * 3, {}, "query_layer must have 4 axes [b, s, h, d] in qkv_format='bshd', got 3 axes [2, 6, 32]",
-     "a [batch, seq, hidden] tensor has its heads still together: x.unflatten(-1, (4, 8))"),
+     "split the heads of a [batch, seq, hidden] tensor: x.unflatten(-1, (4, 8))"),
     ((T, T, T), {}, "query_layer must have 4 axes", "is qkv_format='thd', with cu_seqlens_q and a padding mask type"),
     ((Q, Q, Q), PACKED, "query_layer must have 3 axes [t, h, d] in qkv_format='thd', got 4 axes", "thd has no batch axis"),
     ((Q.transpose(1, 2),) * 3, {}, "query_layer must have 4 heads (num_attention_heads) at axis 2, got 6", "x.transpose(1, 2) is 'bshd'"),
     ((Q, KV, KV), {}, "key_layer must have 4 heads (num_gqa_groups) at axis 2, got 2", "num_gqa_groups=2 at construction"),
     ((Q[..., :4],) * 3, {}, "query_layer must have head size 8 (kv_channels), got 4 in [2, 6, 4, 4]", ""),
-    ((Q, Q, Q[..., :4]), {}, "value_layer must have head size 8", "kv_channels=(of queries and keys, of values)"),
-    ((Q, Q[:, :5], Q), {}, "value_layer must have key_layer's axes [2, 5, 4]", ""),
+    ((Q, Q, Q[..., :4]), {}, "value_layer must have head size 8", "kv_channels=(queries and keys, values)"),
+    ((Q, Q[:, :5], Q), {}, "value_layer must have the axes [2, 5, 4] of key_layer", ""),
     ((Q, Q[:1], Q[:1]), {}, "key_layer must have query_layer's batch size (2) in qkv_format='bshd', got 1",
      "these shapes would fit qkv_format='sbhd'"),
     ((Q, Q.half(), Q), {}, "key_layer must have query_layer's dtype (torch.float32), got torch.float16", "autocast"),
     ((Q, Q.to("meta"), Q), {}, "key_layer must be on query_layer's device (cpu), got meta", ""),
     ((Q.int(),) * 3, {}, "query_layer must be float16, bfloat16, float32 or float64, got torch.int32", ""),
     ((Q, Q), {}, "value_layer must be a torch.Tensor, got None", "or qkv_layer alone"),
-    ((Q,), {"qkv_layer": torch.stack((Q, Q, Q), 2)}, "query_layer must be None with qkv_layer", "qkv_layer holds it"),
+    ((Q,), {"qkv_layer": torch.stack((Q, Q, Q), 2)}, "query_layer must be None with qkv_layer", "qkv_layer contains it"),
     ((Q, Q), {"kv_layer": torch.stack((Q, Q), 2)}, "key_layer must be None with kv_layer", ""),
     ((), {"qkv_layer": torch.stack((Q, Q, Q), 3)}, "qkv_layer must have 5 axes [.., 3, h, d] with qkv_interleave_dim=-3",
      "these sizes would fit qkv_interleave_dim=-2"),
@@ -175,14 +175,14 @@ BAD_CALLS = [
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU[None]}, "cu_seqlens_q must have one axis", "are [0, 3, 5]"),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU + 1}, "cu_seqlens_q must start at 0, got 1", ""),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU * 2}, "cu_seqlens_q must have cu_seqlens_q[-1] of at most 12", ""),
-    ((T, T[:7], T[:7]), {**PACKED, "cu_seqlens_q": CU}, "cu_seqlens_kv must be given where keys are not packed as", ""),
+    ((T, T[:7], T[:7]), {**PACKED, "cu_seqlens_q": CU}, "cu_seqlens_kv must be given if keys are not packed as", ""),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "max_seqlen_q": 3}, "max_seqlen_q must be at least the longest document (7), got 3", ""),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "max_seqlen_q": CU.diff().max()}, "max_seqlen_q must be an int", "x.item()"),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "cu_seqlens_q_padded": torch.tensor([0, 4, 12])},
      "cu_seqlens_q_padded must leave room for document 0 of length 5, got 4", ""),
-    ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "pad_between_seqs": True}, "pad_between_seqs must come with cu_seqlens_q_padded", ""),
+    ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "pad_between_seqs": True}, "pad_between_seqs must be given with cu_seqlens_q_padded", ""),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU - CU.clamp(max=1), "cu_seqlens_q_padded": CU, "pad_between_seqs": False},
-     "pad_between_seqs must not be False where cu_seqlens_q_padded differs", "leave it out"),
+     "pad_between_seqs must not be False if cu_seqlens_q_padded differs", "omit it"),
     ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "attention_mask": padding(2, 1, 1, 7)}, "attention_mask must be None in qkv_format='thd'", ""),
     # offsets and masks of a dense batch
     ((Q, Q, Q), {"cu_seqlens_q": CU}, "cu_seqlens_q must be None with attn_mask_type='causal' in qkv_format='bshd'",
@@ -194,7 +194,7 @@ BAD_CALLS = [
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 5, 3])}, "cu_seqlens_q must start at 0 and never decrease", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_kv": CU}, "cu_seqlens_q must be given with cu_seqlens_kv", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": CU, "cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded must be None", ""),
-    ((Q, Q, Q), {"attn_mask_type": "padding"}, "attention_mask must be given, or cu_seqlens_q, with", "without padding it is 'no_mask'"),
+    ((Q, Q, Q), {"attn_mask_type": "padding"}, "attention_mask must be given (or cu_seqlens_q) with", "without padding, use 'no_mask'"),
     ((Q, Q, Q), {"attention_mask": padding(2, 1, 1, 6)}, "attention_mask must be None with attn_mask_type='causal'", "'padding_causal'"),
     ((Q, Q, Q), {"attn_mask_type": "padding", "attention_mask": padding(2, 6)}, "attention_mask must have shape [batch, 1, 1, length]",
      "attention_mask[:, None, None, :]"),
@@ -206,7 +206,7 @@ BAD_CALLS = [
     ((Q, Q[:, :3], Q[:, :3]), {"attn_mask_type": "padding", "attention_mask": padding(2, 1, 1, 6)},
      "attention_mask must be a pair for the queries and the keys", "(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])"),
     ((Q, Q, Q), {"attn_mask_type": "padding", "attention_mask": padding(2, 1, 1, 6), "cu_seqlens_q": CU},
-     "attention_mask must be None where cu_seqlens_q says the lengths", ""),
+     "attention_mask must be None if cu_seqlens_q is given", ""),
     ((Q, Q, Q), {"attn_mask_type": "arbitrary"}, "attention_mask must be given with attn_mask_type='arbitrary'", ""),
     ((Q, Q, Q), {"attn_mask_type": "arbitrary", "attention_mask": padding(2, 6, 6)}, "attention_mask must be broadcastable", "[:, None]"),
     # what is added
@@ -222,8 +222,8 @@ BAD_CALLS = [
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be a float32 tensor", ""),
     # accepted at their defaults alone
     ((Q, Q, Q), {"inference_params": object()}, "inference_params must be an undivided.InferenceParams, got object", ""),
-    ((Q, Q, Q), {"fp8_output": True}, "fp8_output must be False, got True", "there is no FP8 attention here"),
-    ((Q, Q, Q), {"bf16_backward": True}, "bf16_backward must be False, got True", "there is no FP8 attention here"),
+    ((Q, Q, Q), {"fp8_output": True}, "fp8_output must be False, got True", "FP8 attention is not supported"),
+    ((Q, Q, Q), {"bf16_backward": True}, "bf16_backward must be False, got True", "FP8 attention is not supported"),
     ((Q, Q, Q), {"score_mod": max}, "score_mod must be None", "masks.predicate(fn)"),
     ((Q, Q, Q), {"score_mod_tensors": {"a": Q}}, "score_mod_tensors must be None, got dict", ""),
     ((Q, Q, Q), {"num_splits": -1}, "num_splits must be at least 0, got -1", ""),

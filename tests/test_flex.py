@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fake_gpu_kernels as fake
 from adapter_check import check, expected, tensors
+from calls import call_of, problem_of
 from undivided import masks
 from undivided._machine import Machine
-from undivided._problem import normalise
 from undivided.backends import flex
 
 # ---- FlexAttention really runs on this CPU ----
@@ -40,11 +40,11 @@ def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 @pytest.mark.parametrize("name", ["gqa-causal-softcap-alibi-bias", "lengths-nan-predicate", "global-window-dense"])
 def test_flex_on_the_cpu(name: str) -> None:
     (q, k, v), more = flex_case(name)
-    problem, operands = normalise(q, k, v, layout="bshd", **more)
-    assert flex.BACKEND.reasons(problem, Machine.this()) == []
+    call, given = call_of(q, k, v, layout="bshd", **more)
+    assert flex.BACKEND.reasons(call.problem, Machine.this()) == []
     with torch.no_grad():
-        result = flex.BACKEND.forward(problem, operands)
-    want, _, _ = expected(problem, operands, torch.ones(2, 130, 4, 8))
+        result = flex.BACKEND.forward(call, given)
+    want, _, _ = expected(call, given, torch.ones(2, 130, 4, 8))
     torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
     assert result.lse.isnan().all()
 
@@ -63,29 +63,29 @@ def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
 def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
     """Inductor failed with an internal error: it was handed the columns of the row ranges as views of one buffer."""
     q, k, v = (t.float() for t in tensors(1, kv_len))
-    problem, operands = normalise(q, k, v, layout="bshd", **of_one_query(name, kv_len))
-    assert flex.BACKEND.reasons(problem, Machine.this()) == []
+    call, given = call_of(q, k, v, layout="bshd", **of_one_query(name, kv_len))
+    assert flex.BACKEND.reasons(call.problem, Machine.this()) == []
     with torch.no_grad():
-        result = flex.BACKEND.forward(problem, operands)
-    want, _, _ = expected(problem, operands, torch.ones(2, 1, 4, 8))
+        result = flex.BACKEND.forward(call, given)
+    want, _, _ = expected(call, given, torch.ones(2, 1, 4, 8))
     torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
 
 
 def test_flex_on_the_cpu_says_what_it_cannot() -> None:
     cpu = Machine(device="cpu")
     q = torch.zeros(1, 4, 2, 8, requires_grad=True)
-    problem, _ = normalise(q, q, q, layout="bshd", return_lse=True, sinks=torch.zeros(2))
+    problem = problem_of(q, q, q, layout="bshd", return_lse=True, sinks=torch.zeros(2))
     reasons = flex.BACKEND.reasons(problem, cpu)
     for piece in ("gradients on the CPU", "log-sum-exp returned on the CPU", "sinks"):
         assert any(piece in reason for reason in reasons), reasons
     assert "backend='flex'" in (flex.BACKEND.only_when_asked(problem, cpu) or "")
-    wide, _ = normalise(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
+    wide, _ = call_of(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
     assert any("float64" in reason for reason in flex.BACKEND.reasons(wide, cpu))
 
 
 def test_flex_needs_a_compiler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    problem, _ = normalise(*(torch.zeros(1, 4, 2, 8),) * 3, layout="bshd")
+    problem = problem_of(*(torch.zeros(1, 4, 2, 8),) * 3, layout="bshd")
     assert any("no C++ compiler" in reason for reason in flex.BACKEND.reasons(problem, Machine.this()))
 
 
@@ -108,8 +108,8 @@ def test_flex_block_mask_names_every_tile(
     mask = masks.lengths(torch.tensor([kv_len, 5]))
     if causal:
         mask = mask & masks.causal("bottom_right")
-    problem, operands = normalise(*tensors(q_len, kv_len), layout="bshd", mask=mask)
-    block_mask = flex._block_mask(problem, operands.normal_form(problem))
+    call, given = call_of(*tensors(q_len, kv_len), layout="bshd", mask=mask)
+    block_mask = flex._block_mask(call, given.normal_form(call.problem))
     dense = mask.to_dense(2, 1, q_len, kv_len)
     listed = torch.zeros(2, -(-q_len // 4), -(-kv_len // 4), dtype=torch.int)
     for worth, (count, which) in enumerate(

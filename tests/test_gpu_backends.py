@@ -16,9 +16,9 @@ import torch
 
 import fake_gpu_kernels as fake
 from adapter_check import MASKS, Recorder, check, tensors
+from calls import call_of
 from undivided import masks
 from undivided._machine import Machine
-from undivided._problem import normalise
 from undivided.backends import _flash_attn_2, _flash_attn_3, _flash_attn_4, _torch_flash_cuda, flash_attn
 
 
@@ -153,9 +153,11 @@ def test_torch_flash_alibi(aten: Recorder) -> None:
 
 def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
     q, k, v = tensors()
-    problem, operands = normalise(q, k, v, layout="bshd", device="cuda")
-    result = _torch_flash_cuda.forward(problem, operands)
-    _torch_flash_cuda.backward(problem._replace(deterministic=True), operands, result, torch.ones_like(q), None)
+    call, given = call_of(q, k, v, layout="bshd", device="cuda")
+    result = _torch_flash_cuda.forward(call, given)
+    _torch_flash_cuda.backward(
+        call.with_problem(call.problem._replace(deterministic=True)), given, result, torch.ones_like(q), None
+    )
     assert aten.last("flash_backward")["deterministic"]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -294,15 +296,11 @@ def test_flash_attn_2_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     q, _, _ = tensors(1, 1)
     k, v = torch.randn(5, 4, 2, 8, dtype=q.dtype), torch.randn(5, 4, 2, 8, dtype=q.dtype)
     pages = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
-    problem, operands = normalise(
-        q, k, v, layout="bshd", mask=masks.lengths(torch.tensor([6, 3])), pages=pages, device="cuda"
-    )
-    result = module.forward(problem, operands)
+    call, given = call_of(q, k, v, layout="bshd", mask=masks.lengths(torch.tensor([6, 3])), pages=pages, device="cuda")
+    result = module.forward(call, given)
     for b, length in enumerate((6, 3)):
         keys, values = (t[pages[b].long()].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
-        want, _ = fake.plain(
-            q[b].transpose(0, 1), keys, values, operands.scale, torch.ones(1, length, dtype=torch.bool)
-        )
+        want, _ = fake.plain(q[b].transpose(0, 1), keys, values, call.scale, torch.ones(1, length, dtype=torch.bool))
         torch.testing.assert_close(result.out[b].transpose(0, 1), want)
     assert record.last("with_cache")["block_table"] is pages
 
@@ -324,9 +322,9 @@ def test_flash_attn_4_sinks_and_the_gradient_through_lse(monkeypatch: pytest.Mon
 def test_the_flash_attn_version_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash_attn_4": "4.0.0"}
     q = torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16)
-    problem, operands = normalise(q, q, q, layout="bshd", device="cuda")
+    call, given = call_of(q, q, q, layout="bshd", device="cuda")
     for gpu, number in (("a100", 2), ("h100", 3), ("b200", 4)):
         monkeypatch.setattr(Machine, "this", staticmethod(lambda device, gpu=gpu: Machine.named(gpu, None, packages)))
-        assert flash_attn.BACKEND._pick(problem, operands).number == number
-    alibi = problem._replace(features=frozenset({"alibi"}))
-    assert flash_attn.BACKEND._pick(alibi, operands).number == 2
+        assert flash_attn.BACKEND._pick(call, given).number == number
+    alibi = call.problem._replace(features=frozenset({"alibi"}))
+    assert flash_attn.BACKEND._pick(call.with_problem(alibi), given).number == 2

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from calls import problem_of
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import Problem, normalise
+from undivided._problem import Problem
 from undivided._selection import decide
 from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_rules, cudnn, flash_attn, torch_cudnn, torch_efficient
@@ -44,7 +45,7 @@ def ask(
     else:
         shapes = [tuple({"b": batch, "s": s, "h": h, "d": d}[axis] for axis in layout) for h, s, d in sizes]
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes)
-    problem, _ = normalise(q, k, v, layout=layout, device="cuda", **more)  # type: ignore[arg-type]
+    problem = problem_of(q, k, v, layout=layout, device="cuda", **more)  # type: ignore[arg-type]
     return problem._replace(deterministic=deterministic)
 
 
@@ -56,7 +57,7 @@ def ask_pages(page: int, queries: int = 1, mask: masks.Mask = masks.FULL, dim: i
     )
     pages = torch.empty(2, 8, dtype=torch.int32, device="meta")
     mask = mask & masks.lengths(torch.tensor([77, 99]))
-    return normalise(q, pool, pool, layout="bshd", mask=mask, pages=pages, device="cuda")[0]
+    return problem_of(q, pool, pool, layout="bshd", mask=mask, pages=pages, device="cuda")
 
 
 CU = torch.tensor([0, 1000, 4096], dtype=torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InferenceParams, InputError, masks
-from undivided.masks import _ranges
+from undivided.masks.normal_form import ranges
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
 FORMATS = ("bshd", "sbhd", "thd")
@@ -171,8 +171,8 @@ def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
 def test_layers_share_the_mask_and_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step needs is worked out in the first layer, also under inference mode."""
     built = []
-    build = _ranges.build
-    monkeypatch.setattr(_ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
+    build = ranges.build
+    monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
     params, tokens = new_params(True), [new_tokens(7), new_tokens(1)]
     q, k, v = (joined([t[n] for t in tokens], "bshd") for n in range(3))
     with torch.inference_mode():
@@ -233,12 +233,12 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
         "the step's tokens must be at most the new tokens in new_k",
     ),
     "q-unlike-k": (lambda p: p.attend(1, Q[:, :2], K, V), r"q must have the tokens of new_k \(3\), got 2"),
-    "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch of the cache"),
+    "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch size of the cache"),
     "another-dtype": (lambda p: p.step(1, K.double(), V.double()), "new_k must have the dtype of the cache"),
     "a-format-that-is-none": (lambda p: p.step(1, K, V, "bhsd"), "qkv_format must be one of"),
     "packed-tokens-too-many": (lambda p: p.step(1, K[0, :2], V[0, :2], "thd"), "the step's tokens must sum to the 2"),
     "fork-of-nobody": (lambda p: p.fork("z", "y"), "src must be the id of a sequence"),
-    "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must be the id of no sequence"),
+    "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must not be the id of a sequence"),
     "truncate-nobody": (lambda p: p.truncate("z", 0), "seq_id must be the id"),
     "truncate-up": (lambda p: p.truncate("a", 6), "length must be at most the 4 cached tokens of 'a'"),
     "no-such-layer": (lambda p: p.convert_paged_to_nonpaged(7), "layer_number must be that of a layer with a cache"),
@@ -291,7 +291,7 @@ def test_a_layer_before_its_step(after: str, call: Callable[[InferenceParams], o
             "truncate": lambda: params.truncate("a", 1),
             "an-empty-step": lambda: params.pre_step({}),
         }[after]()
-    with pytest.raises(InputError, match="inference_params must be told of the sequences"):
+    with pytest.raises(InputError, match="inference_params must have a step"):
         call(params)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from undivided import MultiheadAttention, RotaryPositionEmbedding, TransformerLayer, apply_rotary_pos_emb
-from undivided.nn import _arguments
+from undivided.nn.arguments import refused as tables
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "coming-from-transformer-engine.md"
 
@@ -111,8 +111,8 @@ def names(signature: list[str]) -> list[str]:
 def test_the_page_says_of_every_argument_what_becomes_of_it() -> None:
     beyond = ["softmax_scale", "softcap", "backend"]
     for heading, first, second, extra, refused in (
-        ("The layers: constructors", LAYER, ATTENTION, beyond, _arguments.TRANSFORMER_LAYER_AT_CONSTRUCTION),
-        ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], _arguments.LAYERS_AT_CALL),
+        ("The layers: constructors", LAYER, ATTENTION, beyond, tables.TRANSFORMER_LAYER_AT_CONSTRUCTION),
+        ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], tables.LAYERS_AT_CALL),
         ("Rotary embeddings", [*ROPE, "scaling", "device"], [w for w in APPLY_ROPE if "interleaved" not in w], [], {}),
     ):
         found = rows(heading)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import undivided
 from undivided import masks
 from undivided.backends import reference
-from undivided.masks import _intervals
+from undivided.masks.normal_form import pairs
 
 pytestmark = pytest.mark.usefixtures("seen_inside")
 
@@ -112,7 +112,7 @@ def test_the_reference_makes_no_tensor_much_larger_than_its_block(name: str, mon
     MiB."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 16)
     monkeypatch.setattr(reference, "MOST_ROWS", 16)
-    monkeypatch.setattr(_intervals, "BLOCK_PAIRS", 1 << 16)
+    monkeypatch.setattr(pairs, "BLOCK_PAIRS", 1 << 16)
     x = qkv(4096)
     with largest() as seen:
         forward_and_backward(x, layout="bshd", backend="reference", **CASES[name])

@@ -1,11 +1,11 @@
-"""The native library in its process: forks, the level that UNDIVIDED_ISA asks for, compilers, and a library that is
-missing."""
+"""The native library in its process: its records, forks, the level in UNDIVIDED_ISA, compilers, a missing library."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,6 +36,28 @@ def python(program: str, *arguments: str, **environment: str) -> subprocess.Comp
         capture_output=True,
         text=True,
     )
+
+
+# Records
+
+
+def fields_of(struct: str) -> list[tuple[str, str]]:
+    """(type, name) of every field of a struct in abi/attention.h."""
+    header = re.sub("//.*", "", (SOURCES / "abi" / "attention.h").read_text(encoding="utf-8"))
+    body = header.split(f"struct {struct} {{")[1].split("};")[0]
+    fields = []
+    for declaration in body.split(";"):
+        words = declaration.replace("*", "* ").split()
+        kind = "double" if words[:1] == ["double"] else "8 bytes"
+        fields += [(kind, name.strip(" *")) for name in " ".join(words).removeprefix("const ").split(",")]
+    return [(kind, name.split()[-1]) for kind, name in fields if name]
+
+
+@pytest.mark.parametrize(("struct", "names"), [("Attention", cpu.FIELDS), ("Gradients", cpu.GRADIENT_FIELDS)])
+def test_the_records_have_the_fields_of_the_c_structs(struct: str, names: list[str]) -> None:
+    fields = fields_of(struct)
+    assert [name for _, name in fields] == names
+    assert [name for kind, name in fields if kind == "double"] == [name for name in names if name in cpu.DOUBLES]
 
 
 # Forks
@@ -98,7 +120,7 @@ PARENTS = {
 @needs_fork
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_forked_child_has_threads(parent: str) -> None:
-    """Every child was serial for ever, because one that waits for a team of its parent's never returns."""
+    """Every child ran on one thread, because a child that waits for the threads of its parent never returns."""
     done = python(FORK.format(imported="import undivided", parent=PARENTS[parent], function="state", forked=True))
     assert done.returncode == 0, done.stderr
 
@@ -122,7 +144,7 @@ def test_a_child_of_a_forked_child_has_threads(between: str) -> None:
 @needs_library
 @needs_fork
 def test_threads_of_a_forked_child_call_at_the_same_time() -> None:
-    """One has the team, the other computes alone meanwhile."""
+    """One of them uses the team; meanwhile the others compute on their own."""
     at_once = "lambda: (state(), [t.start() for t in calls], [t.join() for t in calls])[0]"
     parent = "attention(); calls = [threading.Thread(target=state) for _ in range(8)]"
     done = python(FORK.format(imported="import undivided", parent=parent, function=at_once, forked=True))
@@ -152,7 +174,7 @@ FLAGS = {
     "amx_bf16": {"amx_tile", "amx_bf16"},
     "amx": {"amx_fp16"},
 }
-"""What each level needs above the one below it, by Linux's names."""
+"""The flags that each level needs in addition to the level below it, by Linux's names."""
 
 
 def flags_of_this_processor() -> set[str]:
@@ -174,7 +196,7 @@ def test_the_levels_are_those_of_the_processor() -> None:
 
 LEVELS_PROGRAM = """
 #include <stdio.h>
-#include "level.h"
+#include "abi/level.h"
 namespace undivided {
 const Kernels kernels_generic = {"generic"}, kernels_avx2 = {"avx2"}, kernels_avx512 = {"avx512"},
               kernels_avx512_bf16 = {"avx512_bf16"}, kernels_amx_bf16 = {"amx_bf16"}, kernels_amx = {"amx"};
@@ -188,7 +210,7 @@ int main() {
 @needs_library
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Path) -> None:
-    """clang before 18 does not know __builtin_cpu_supports("f16c"): the build failed, and the wheel was pure Python."""
+    """clang before 18 has no __builtin_cpu_supports("f16c"): the build failed, and the wheel was pure Python."""
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} in PATH")
     assert isinstance(LIBRARY, cpu.Library)
@@ -198,7 +220,7 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
         "-DUNDIVIDED_AMX"
     ] * sys.platform.startswith("linux")
     options = [*built, "-std=c++17", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", f"-I{SOURCES}"]
-    subprocess.run([compiler, *options, program, SOURCES / "level.cc", "-o", levels], check=True, timeout=120)
+    subprocess.run([compiler, *options, program, SOURCES / "abi" / "level.cc", "-o", levels], check=True, timeout=120)
     found = subprocess.run([levels], capture_output=True, text=True, check=True).stdout.split()
     assert tuple(found) == LIBRARY.levels
 
@@ -212,7 +234,7 @@ undivided.attention(q, q, q, layout="bshd", backend="native")
 
 
 def test_an_unknown_level_is_an_error_that_names_those_there_are() -> None:
-    """The highest level ran instead, and nothing said so."""
+    """The highest level ran instead, without a message."""
     for program in (
         CALL,
         "from undivided.cli.main import main; import sys; sys.argv = ['undivided', 'doctor']; main()",
@@ -228,7 +250,7 @@ def test_an_unknown_level_is_an_error_that_names_those_there_are() -> None:
 @needs_library
 @pytest.mark.parametrize("level", ["generic", "avx512_bf16", "amx"])
 def test_a_level_runs_or_is_refused(level: str) -> None:
-    """A level that the processor lacks was replaced by the highest that it has, and nothing said so."""
+    """A level that the processor lacks was replaced by its highest, without a message."""
     assert isinstance(LIBRARY, cpu.Library)
     done = python(CALL, UNDIVIDED_ISA=level)
     if level in LIBRARY.levels:
@@ -281,7 +303,7 @@ ORIGINS = {
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_the_command_installs_what_was_installed(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip answered the printed command with the wheel in its cache, which has no library."""
+    """With the printed command pip installed the wheel from its cache, which has no library."""
     url, requirement = ORIGINS[origin]
     info = tmp_path / "undivided-1.2.dist-info"
     info.mkdir()

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from calls import call_of
 from fake_cudnn import FakeCudnn, FakeGraph
-from undivided import _problem, masks
+from undivided import masks
 from undivided._machine import Machine
 from undivided._slopes import usual_slopes
 from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_cudnn, torch_efficient
@@ -101,16 +102,16 @@ def _asked(name: str, train: bool, kv_heads: int = 2, **options: Any) -> tuple[A
         torch.zeros(*shape, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=train)
         for heads in (4, kv_heads, kv_heads)
     )
-    return _problem.normalise(q, k, v, layout="thd" if packed else "bshd", mask=MASKS[name](), **options)
+    return call_of(q, k, v, layout="thd" if packed else "bshd", mask=MASKS[name](), **options)
 
 
-def _waits(backend: Any, problem: Any, operands: Any) -> list[str]:
+def _waits(backend: Any, call: Any, given: Any) -> list[str]:
     """What forward and backward, if there is one, wait for."""
     with Waits() as waits, Made(waits.found), torch.no_grad():
-        result = backend.forward(problem, operands)
-        if "backward" in problem.features:
-            grad = torch.zeros_like(operands.q)
-            backend.backward(problem, operands, result, grad, None)
+        result = backend.forward(call, given)
+        if "backward" in call.problem.features:
+            grad = torch.zeros_like(given.q)
+            backend.backward(call, given, result, grad, None)
     return waits.found
 
 
@@ -142,11 +143,11 @@ def test_pytorchs_kernels(name: str) -> None:
     h100, ran = Machine(device="cuda", compute_capability=(9, 0), cudnn="9.15.0"), []
     for backend in ("torch_flash", "torch_efficient"):  # torch_cudnn's operator has no meta function
         # the meta function of the efficient backward (torch 2.13) does not take its own operator's arguments
-        problem, operands = _asked(name, backend != "torch_efficient", kv_heads=4)
-        problem = problem._replace(device="cuda")
+        call, given = _asked(name, backend != "torch_efficient", kv_heads=4)
+        problem = call.problem._replace(device="cuda")
         if not get(backend).reasons(problem, h100):
             ran.append(backend)
-            assert _waits(get(backend), problem, operands) == [], backend
+            assert _waits(get(backend), call, given) == [], backend
     assert ran
 
 
@@ -163,9 +164,9 @@ def test_the_padded_log_sum_exp_of_packed_documents(align: Any, monkeypatch: pyt
     mask = masks.documents(_int32(0, 3, 9), _int32(0, 3, 9), max_q=40, max_kv=40)
     mask = mask & masks.causal(align) if align else mask
     q, k, v = (torch.zeros(64, 4, 64, device="meta", requires_grad=True) for _ in range(3))
-    problem, operands = _problem.normalise(q, k, v, layout="thd", mask=mask)
-    assert _waits(get("torch_efficient"), problem, operands) == []
-    result = torch_efficient.BACKEND.forward(problem, operands)
+    call, given = call_of(q, k, v, layout="thd", mask=mask)
+    assert _waits(get("torch_efficient"), call, given) == []
+    result = torch_efficient.BACKEND.forward(call, given)
     assert result.lse.shape == (1, 4, 64)
 
 
@@ -178,8 +179,8 @@ def test_pytorchs_cudnn_with_documents(align: Any, monkeypatch: pytest.MonkeyPat
     mask = masks.documents(_int32(0, 3, 9), _int32(0, 3, 9))
     mask = mask & masks.causal(align) if align else mask
     q, k, v = (torch.zeros(64, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
-    problem, operands = _problem.normalise(q, k, v, layout="thd", mask=mask)
-    assert _waits(get("torch_cudnn"), problem, operands) == []
+    call, given = call_of(q, k, v, layout="thd", mask=mask)
+    assert _waits(get("torch_cudnn"), call, given) == []
 
 
 CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -204,16 +205,16 @@ def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> None:
     + [("full", "bias"), ("causal", "bias"), ("causal", "alibi")],
 )
 def test_cudnn(name: str, options: str, cudnn_module: None) -> None:
-    problem, operands = _asked(name, True, **CUDNN_OPTIONS[options]())
-    assert _waits(get("cudnn"), problem._replace(device="cuda"), operands) == []
+    call, given = _asked(name, True, **CUDNN_OPTIONS[options]())
+    assert _waits(get("cudnn"), call.with_problem(call.problem._replace(device="cuda")), given) == []
 
 
 def test_cudnn_pages(cudnn_module: None) -> None:
     q, pool = (torch.zeros(*shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 1, 4, 64), (9, 16, 2, 64)))
     pages = torch.zeros(2, 3, dtype=torch.int32, device="meta")
     mask = masks.lengths(_int32(3, 40)) & masks.causal("bottom_right")
-    problem, operands = _problem.normalise(q, pool, pool, layout="bshd", mask=mask, pages=pages)
-    assert _waits(get("cudnn"), problem, operands) == []
+    call, given = call_of(q, pool, pool, layout="bshd", mask=mask, pages=pages)
+    assert _waits(get("cudnn"), call, given) == []
 
 
 class TestCapture:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import undivided
+from calls import call_of
 from undivided._machine import Machine
-from undivided._problem import normalise
 from undivided.backends import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -305,13 +305,13 @@ def test_the_backend_in_contributing_runs() -> None:
     q, k, v, grad = (torch.randn(2, 5, 3, 8) for _ in range(4))
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    problem, operands = normalise(q, k, v, layout="bshd")
-    assert not example["BACKEND"].reasons(problem, Machine.this())
+    call, given = call_of(q, k, v, layout="bshd")
+    assert not example["BACKEND"].reasons(call.problem, Machine.this())
     results = []
     for backend in (example["BACKEND"], reference.BACKEND):
         with torch.no_grad():
-            result = backend.forward(problem, operands)
-            gradients = backend.backward(problem, operands, result, grad, None)
+            result = backend.forward(call, given)
+            gradients = backend.backward(call, given, result, grad, None)
         results.append([*result, *gradients[:3]])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)

@@ -257,7 +257,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ),
         (
             {"freqs": FREQS.bfloat16()},
-            "freqs must be float32, got torch.bfloat16\n  HINT: in a half type near positions",
+            "freqs must be float32, got torch.bfloat16\n  HINT: in a half-precision dtype, neighbouring positions",
         ),
         (
             {"freqs": RotaryPositionEmbedding(10)(5)},
@@ -276,7 +276,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ),
         (
             {"start_positions": torch.tensor([0, 0]), "freqs": FREQS.expand(5, 2, 1, 8)},
-            "start_positions must be None where freqs have a batch axis",
+            "start_positions must be None if freqs have a batch axis",
         ),
         (
             {"interleaved": True},
@@ -318,13 +318,13 @@ def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"dim": 7}, "dim must be an even number of channels that turn, got 7"),
-        ({"dim": 8, "rotary_percent": 0.4}, "dim must be an even number of channels that turn, got 8 * 0.4 = 3"),
+        ({"dim": 7}, "dim must be an even number of rotated channels, got 7"),
+        ({"dim": 8, "rotary_percent": 0.4}, "dim must be an even number of rotated channels, got 8 * 0.4 = 3"),
         ({"rotary_percent": 1.5}, "rotary_percent must be a number above 0 and up to 1, got 1.5"),
         ({"rotary_base": 1.0}, "rotary_base must be a number above 1, got 1.0"),
         (
             {"seq_len_interpolation_factor": 4},
-            "seq_len_interpolation_factor must come with pretrained_max_position_embeddings, got 4",
+            "seq_len_interpolation_factor must be given with pretrained_max_position_embeddings, got 4",
         ),
         (
             {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8, "scaling": LLAMA3},
@@ -339,11 +339,11 @@ def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> N
         ({"scaling": {"type": "linear", "factor": 0.5}}, "scaling['factor'] must be a number of at least 1, got 0.5"),
         (
             {"scaling": YARN | {"beta": 3}},
-            "scaling must not have 'beta' with rope_type 'yarn', got 3\n  HINT: it knows factor, ",
+            "scaling must not have 'beta' with rope_type 'yarn', got 3\n  HINT: allowed: factor, ",
         ),
         (
             {"scaling": YARN | {"rope_theta": 5e5}},
-            "scaling must not have 'rope_theta' with rope_type 'yarn', got 500000.0\n  HINT: it is rotary_base=500000.0 at construction",
+            "scaling must not have 'rope_theta' with rope_type 'yarn', got 500000.0\n  HINT: pass rotary_base=500000.0 at construction",
         ),
     ],
 )

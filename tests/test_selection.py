@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import undivided
+from calls import problem_of
 from undivided import InputError, Machine, NoBackendError, masks
 from undivided import _selection as selection
 from undivided._policy import Policy, policy
-from undivided._problem import Problem, normalise
+from undivided._problem import Problem
 from undivided.backends import all_backends, reference
 
 EVERYTHING = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}
@@ -364,7 +365,7 @@ def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> No
         out = undivided.attention(q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right"))
         assert out.shape == q.shape
     assert len(decided) == 7  # one for every divisibility by 1, 2, ..., 64
-    select = selection.select(normalise(q, kv[:, :700], kv[:, :700], layout="bshd")[0], Machine.this(), policy())
+    select = selection.select(problem_of(q, kv[:, :700], kv[:, :700], layout="bshd"), Machine.this(), policy())
     assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
 
 
@@ -391,9 +392,11 @@ def test_gradients_count(decided: list[Problem]) -> None:
 
 
 def test_policies_and_machines_count(decided: list[Problem]) -> None:
-    problem, _ = normalise(*(torch.randn(1, 8, 2, 8) for _ in range(3)), layout="bshd")
-    first = selection.select(problem, MACHINES["cpu"], Policy())
-    assert selection.select(problem, MACHINES["cpu"], Policy()) is first
+    problem = problem_of(*(torch.randn(1, 8, 2, 8) for _ in range(3)), layout="bshd")
+    anything = Policy()
+    first = selection.select(problem, MACHINES["cpu"], anything)
+    assert selection.select(problem, MACHINES["cpu"], anything) is first
+    assert selection.select(problem, MACHINES["cpu"], Policy()).backend is first.backend
     assert selection.select(problem, MACHINES["cpu"], Policy(forced="reference")).backend.name == "reference"
     twin = Machine("cpu", torch=TORCH, isa="AVX512")
     assert selection.select(problem, twin, Policy()).machine is twin
@@ -491,13 +494,13 @@ def test_problems_of_one_selection_key_are_the_same_to_every_backend(pair: tuple
 
 @pytest.mark.parametrize(("one", "other"), [(100, 101), (64, 65), (1023, 1025), (3, 4), (0, 1), (128, 96)])
 def test_lengths_that_a_backend_may_tell_apart_have_keys_of_their_own(one: int, other: int) -> None:
-    problem, _ = normalise(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
+    problem = problem_of(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
     keys = {selection.selection_key(problem._replace(kv_len=length)) for length in (one, other)}
     assert len(keys) == 2
 
 
 def test_whether_queries_outnumber_keys_is_in_the_key() -> None:
-    problem, _ = normalise(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
+    problem = problem_of(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
     sizes = [(129, 131), (131, 129), (131, 131)]
     keys = {selection.selection_key(problem._replace(q_len=q, kv_len=kv)) for q, kv in sizes}
     assert len(keys) == 3

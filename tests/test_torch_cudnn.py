@@ -12,10 +12,10 @@ from torch import Tensor
 
 import fake_gpu_kernels as fake
 from adapter_check import Recorder, asked, check, check_against_reference, tensors
+from calls import problem_of
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import normalise
 from undivided._selection import decide
 from undivided.backends import torch_cudnn
 from undivided.verification.cases import CASES, Case
@@ -173,7 +173,7 @@ def test_documents_run_when_asked() -> None:
     """PyTorch builds a graph for each such call."""
     q = torch.empty(64, 4, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.documents(torch.tensor([0, 24, 64])) & masks.causal()
-    problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")
+    problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")
     for policy, name in ((Policy(forced="torch_cudnn"), "torch_cudnn"), (Policy(), "cudnn")):
         machine = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
         chosen = decide(problem, machine, policy).chosen
@@ -194,6 +194,6 @@ def test_documents_run_when_asked() -> None:
 def test_documents_that_are_refused(gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str) -> None:
     q = torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.documents(torch.tensor([0, 24, 64]), total_q=tokens)
-    problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")
+    problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")
     machine = replace(Machine.named(gpu, cudnn), torch=torch_version)
     assert any(piece in reason for reason in torch_cudnn.BACKEND.reasons(problem, machine))

@@ -10,10 +10,10 @@ import torch
 
 import fake_gpu_kernels as fake
 from adapter_check import Recorder, asked, check, check_against_reference, tensors
+from calls import problem_of
 from undivided import masks
 from undivided._machine import Machine
 from undivided._policy import Policy
-from undivided._problem import normalise
 from undivided._selection import decide
 from undivided.backends import torch_efficient
 from undivided.verification.cases import CASES, Case
@@ -207,7 +207,7 @@ def test_lengths_that_only_the_gpu_knows() -> None:
     cu = torch.empty(5, dtype=torch.int32, device="meta")
     for sizes, hesitates in (({}, True), ({"max_q": 32, "max_kv": 32}, False)):
         mask = masks.documents(cu, **sizes) & masks.causal()  # type: ignore[arg-type]
-        problem, _ = normalise(q, q, q, layout="thd", mask=mask, device="cuda")
+        problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")
         decision = decide(problem, MACHINES["a100"], Policy(allowed=("efficient", "reference")))
         assert decision.chosen is not None
         assert decision.chosen.name == ("reference" if hesitates else "torch_efficient")
@@ -218,9 +218,9 @@ def test_keys_beyond_32_bit_offsets() -> None:
     """The forward kernel multiplies the number of a key by the distance of two rows as 32-bit integers."""
     for tokens, refused in ((1 << 20, False), ((1 << 20) + 1, True)):
         q, k = (torch.empty(1, n, 16, 128, device="meta") for n in (64, tokens))
-        problem, _ = normalise(q, k, k, layout="bshd", device="cuda")
+        problem = problem_of(q, k, k, layout="bshd", device="cuda")
         reasons = torch_efficient.BACKEND.reasons(problem, MACHINES["a100"])
         assert reasons == (["key length=1048577 (max 1048576)"] if refused else [])
         in_heads = (t.transpose(1, 2) for t in (q, k, k))  # the rows of one head lie together
-        problem, _ = normalise(*in_heads, layout="bhsd", device="cuda")
+        problem = problem_of(*in_heads, layout="bhsd", device="cuda")
         assert torch_efficient.BACKEND.reasons(problem, MACHINES["a100"]) == []

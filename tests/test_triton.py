@@ -18,7 +18,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import undivided
-from undivided import _problem, masks
+from calls import call_of
+from undivided import masks
 from undivided._machine import Machine
 from undivided._result import Result
 from undivided.backends import _triton_inputs, get
@@ -248,19 +249,19 @@ def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
     """As where heads are divided over ranks: they were refused."""
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 40, 4, 16) for _ in range(4))
-    given: dict[str, Any] = {"layout": "bshd", "mask": masks.causal(), "dropout_p": 0.4, "dropout_seed": 5}
+    options: dict[str, Any] = {"layout": "bshd", "mask": masks.causal(), "dropout_p": 0.4, "dropout_seed": 5}
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = undivided.attention(*leaves, **given, backend="reference")
+    out = undivided.attention(*leaves, **options, backend="reference")
     want = [out.detach(), *torch.autograd.grad(out, leaves, g)]
     leaves = [t[:, :, 2:].clone().requires_grad_() for t in (q, k, v)]
-    problem, operands = _problem.normalise(*leaves, **given)
-    form = dataclasses.replace(operands.normal_form(problem), first_head=2)
-    assert operands.bound is not None
-    operands.bound.form = form
-    assert not backend.BACKEND.reasons(problem._replace(features=problem.features | {"some_heads"}), HERE)
+    call, given = call_of(*leaves, **options)
+    form = dataclasses.replace(call.normal_form(given.q.device), first_head=2)
+    assert call.checked_mask is not None
+    call.checked_mask.form = form
+    assert not backend.BACKEND.reasons(call.problem._replace(features=call.problem.features | {"some_heads"}), HERE)
     with torch.no_grad():
-        result = backend.BACKEND.forward(problem, operands)
-        found = backend.BACKEND.backward(problem, operands, result, g[:, :, 2:], None)[:3]
+        result = backend.BACKEND.forward(call, given)
+        found = backend.BACKEND.backward(call, given, result, g[:, :, 2:], None)[:3]
     for ours, theirs in zip((result.out, *found), want, strict=True):
         _close(ours, theirs[:, :, 2:])
 
@@ -271,7 +272,7 @@ def test_what_the_copy_engine_cannot_read_is_read_by_address() -> None:
     base = torch.randn(2, 40, 2, 20)
     for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
         q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
-        inputs = _triton_inputs.Inputs(*_problem.normalise(q, k, k, layout="bshd"))
+        inputs = _triton_inputs.Inputs(*call_of(q, k, k, layout="bshd"))
         found = inputs.described(tile, inputs.k, inputs.v, tile.block_n)
         odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
         assert (found is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
@@ -291,8 +292,8 @@ def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v, g = (torch.randn(1, 150, 2, 16) for _ in range(4))
     bias = torch.randn(1, 2, 150, 150)
     mask = masks.predicate(lambda b, h, i, j: (i - j) % 3 != h) & masks.causal()
-    problem, operands = _problem.normalise(q, k, v, layout="bshd", mask=mask)
-    assert len(list(_triton_inputs.Inputs(problem, operands).parts())) == 2
+    call, given = call_of(q, k, v, layout="bshd", mask=mask)
+    assert len(list(_triton_inputs.Inputs(call, given).parts())) == 2
     found = []
     for name in ("triton", "reference"):
         leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
@@ -448,7 +449,7 @@ def test_warps_of_their_own_are_for_loops_that_were_compiled_so() -> None:
         ({"dropout_p": 0.1, "dropout_seed": 1}, False),
         ({"bias": torch.zeros(1, 1, 40, 40)}, False),
     ):
-        inputs = _triton_inputs.Inputs(*_problem.normalise(q, q, q, layout="bshd", **options))
+        inputs = _triton_inputs.Inputs(*call_of(q, q, q, layout="bshd", **options))
         assert inputs.specialised(tile, described=True) == sound, options
         assert not inputs.specialised(tile, described=False)
         assert not inputs.specialised(tile._replace(specialise=False), described=True)
@@ -478,9 +479,9 @@ def test_the_gradient_of_a_part_of_the_keys_follows_from_the_whole() -> None:
     total = [torch.zeros_like(t) for t in (q, k, v)]
     for keys in (slice(0, 13), slice(13, 40)):
         leaves = [t.clone().requires_grad_() for t in (q, k[:, keys], v[:, keys])]
-        problem, operands = _problem.normalise(*leaves, layout="bshd")
+        call, given = call_of(*leaves, layout="bshd")
         with torch.no_grad():
-            dq, dk, dv = backend.BACKEND.backward(problem, operands, whole, g, None)[:3]
+            dq, dk, dv = backend.BACKEND.backward(call, given, whole, g, None)[:3]
         total[0] += dq
         total[1][:, keys], total[2][:, keys] = dk, dv
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]

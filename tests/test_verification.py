@@ -14,8 +14,10 @@ from tests import brute_force
 from torch import Tensor
 
 import undivided
+from calls import call_of
 from undivided import InputError, masks
-from undivided._problem import Operands, Problem, normalise
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import reference, torch_flash
 from undivided.verification import Report, Row, cases, inputs, oracle, verify
@@ -26,15 +28,11 @@ from undivided.verification.oracle import Upstream
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def _request(case: Case, dtype: torch.dtype) -> tuple[Problem, Operands, Upstream]:
+def _request(case: Case, dtype: torch.dtype) -> tuple[Call, Tensors, Upstream]:
     built = inputs.build(case, dtype, poison=True)
-    problem, operands = normalise(**built.arguments)
-    shape = (problem.batch, problem.heads, problem.q_len)
-    return (
-        problem,
-        operands,
-        Upstream(built.grad_out, None if built.grad_lse is None else built.grad_lse.reshape(shape)),
-    )
+    call, given = call_of(**built.arguments)
+    shape = (call.problem.batch, call.problem.heads, call.problem.q_len)
+    return (call, given, Upstream(built.grad_out, None if built.grad_lse is None else built.grad_lse.reshape(shape)))
 
 
 # The catalogue
@@ -58,18 +56,18 @@ def test_every_mask_layout_and_way_to_lie_in_memory_is_in_the_catalogue() -> Non
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=str)
 def test_case_makes_a_problem_of_its_sizes(case: Case) -> None:
-    problem, operands, _ = _request(case, case.dtypes[0])
+    call, given, _ = _request(case, case.dtypes[0])
     assert case.name == case.name.lower()
     assert case.sizes == (
-        problem.batch,
-        problem.q_len,
-        problem.kv_len,
-        problem.heads,
-        problem.kv_heads,
-        problem.qk_dim,
-        problem.v_dim,
+        call.problem.batch,
+        call.problem.q_len,
+        call.problem.kv_len,
+        call.problem.heads,
+        call.problem.kv_heads,
+        call.problem.qk_dim,
+        call.problem.v_dim,
     )
-    needed = dict(zip(oracle.NAMES, operands.needs, strict=True))
+    needed = dict(zip(oracle.NAMES, call.needs, strict=True))
     assert case.needs is None or {name for name, need in needed.items() if need} == set(case.needs)
 
 
@@ -109,13 +107,13 @@ def test_a_case_or_tag_that_does_not_exist_is_named() -> None:
 def test_the_oracle_is_the_definition(name: str) -> None:
     """Against loops over pairs that share nothing with it, gradients by torch's autograd through the loops."""
     case = dataclasses.replace(CASES[name], layout="bhsd", q_len=5, kv_len=7, return_lse=True, mask=None, sinks=True)
-    problem, operands, upstream = _request(case, torch.float64)
-    q, k, v = (x.detach().requires_grad_() for x in operands.heads_first())
-    extras = {name: getattr(operands, name) for name in ("scale", "softcap", "bias", "sinks")}
+    call, given, upstream = _request(case, torch.float64)
+    q, k, v = (x.detach().requires_grad_() for x in given.heads_first(call.problem.layout))
+    extras = {"scale": call.scale, "softcap": call.softcap, "bias": given.bias, "sinks": given.sinks}
     out, lse = brute_force.attend(q, k, v, **extras)
     keep = lse.isfinite()
     torch.autograd.backward([out, lse[keep]], [upstream.out, upstream.lse[keep]])  # type: ignore[index]
-    found = oracle.oracle(problem, operands, upstream)
+    found = oracle.oracle(call, given, upstream)
     assert distance(found["out"], out) < 1e-12
     assert distance(found["lse"].masked_fill(~keep, -math.inf), lse) < 1e-12
     for name, x in (("dq", q), ("dk", k), ("dv", v)):
@@ -126,11 +124,8 @@ def test_the_oracle_is_the_definition(name: str) -> None:
 @pytest.mark.parametrize("case", list(CASES.values()), ids=str)
 def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
     """The plain reference in fp64 and the oracle are two derivations of one gradient."""
-    problem, operands, upstream = _request(dataclasses.replace(case, bias_dtype=None), torch.float64)
-    right, plain = (
-        oracle.oracle(problem, operands, upstream),
-        oracle.plain(problem, operands, upstream, torch.float64, order=1),
-    )
+    call, given, upstream = _request(dataclasses.replace(case, bias_dtype=None), torch.float64)
+    right, plain = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, order=1))
     right["lse"].masked_fill_(plain["lse"].isinf(), -math.inf)
     for name in right:
         assert distance(plain[name], right[name]) <= 1e-11 * max(
@@ -142,10 +137,10 @@ def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
     "name", ["everything-together", "alibi-documents-thd", "bias-broadcast-batch", "dropout-left-padding"]
 )
 def test_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, operands, upstream = _request(CASES[name], torch.float64)
-    whole = (oracle.oracle(problem, operands, upstream), oracle.plain(problem, operands, upstream, torch.float64, 2))
-    monkeypatch.setattr(oracle, "PAIRS", 3 * problem.kv_len)
-    pieces = (oracle.oracle(problem, operands, upstream), oracle.plain(problem, operands, upstream, torch.float64, 2))
+    call, given, upstream = _request(CASES[name], torch.float64)
+    whole = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, 2))
+    monkeypatch.setattr(oracle, "PAIRS", 3 * call.problem.kv_len)
+    pieces = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, 2))
     for one, other in zip(whole, pieces, strict=True):
         assert all(distance(other[x], one[x]) < 1e-11 for x in one)
 
@@ -179,7 +174,7 @@ def _heads_swapped(result: Result) -> Result:
     return Result(result.out.flip(2), result.lse)
 
 
-Sabotage = Callable[[Problem, Operands, Callable[[Problem, Operands], Result]], Result]
+Sabotage = Callable[[Call, Tensors, Callable[[Call, Tensors], Result]], Result]
 
 SABOTAGE: dict[str, tuple[Sabotage, str]] = {
     "zeros": (lambda p, o, run: Result(torch.zeros_like(run(p, o).out), run(p, o).lse), "out"),
@@ -244,9 +239,9 @@ def test_a_shift_by_one_is_seen_where_padding_must_be_zero(monkeypatch: pytest.M
     """One row beyond a document, and nothing else: its size alone would hide in bfloat16's budget."""
     right = reference.BACKEND.forward
 
-    def forward(problem: Problem, operands: Operands) -> Result:
-        out, lse = right(problem, operands)
-        return Result(out.index_fill(1, torch.tensor([3]), 1e-6), lse)
+    def forward(call: Call, given: Tensors) -> Result:
+        out, lse = right(call, given)
+        return Result(out.index_fill(0, torch.tensor([3]), 1e-6), lse)
 
     monkeypatch.setattr(reference.BACKEND, "forward", forward)
     built = inputs.build(CASES["documents-padded-offsets-thd"], torch.bfloat16)
@@ -258,7 +253,7 @@ def test_a_shift_by_one_is_seen_where_padding_must_be_zero(monkeypatch: pytest.M
 
 
 def test_a_kernel_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(problem: Problem, operands: Operands) -> Result:
+    def forward(call: Call, given: Tensors) -> Result:
         raise RuntimeError("no valid\nexecution plans")
 
     monkeypatch.setattr(torch_flash.BACKEND, "forward", forward)
@@ -397,9 +392,9 @@ def test_a_report_of_nothing_is_not_ok() -> None:
 
 
 def test_the_budget_is_twice_the_plain_error_and_one_rounding() -> None:
-    problem, operands, upstream = _request(CASES["plain-bshd"], torch.bfloat16)
-    budget: Budget = budget_for(problem, operands, upstream)
-    plain = oracle.plain(problem, operands, upstream, torch.bfloat16)
+    call, given, upstream = _request(CASES["plain-bshd"], torch.bfloat16)
+    budget: Budget = budget_for(call, given, upstream)
+    plain = oracle.plain(call, given, upstream, torch.bfloat16)
     once = distance(plain["out"], budget.right["out"]) / float(budget.right["out"].norm())
     eps = torch.finfo(torch.bfloat16).eps
     assert FACTOR == 2

@@ -26,7 +26,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from undivided import _problem, masks
+from calls import call_of
+from undivided import masks
 from undivided.backends import _triton_inputs, get
 
 POINTERS = {
@@ -108,7 +109,7 @@ def problems() -> Iterator[tuple[str, Any]]:
     ) -> Any:
         q, k = (torch.zeros(1, q_len, heads, dims[0], dtype=dtype), torch.zeros(1, kv_len, 2, dims[0], dtype=dtype))
         leaves = [t.requires_grad_(grad) for t in (q, k, torch.zeros(1, kv_len, 2, dims[1], dtype=dtype))]
-        return _problem.normalise(*leaves, layout="bshd", **rest)
+        return call_of(*leaves, layout="bshd", **rest)
 
     leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
     for dim in (64, 128, 256):
@@ -139,7 +140,7 @@ def problems() -> Iterator[tuple[str, Any]]:
 def main(architecture: str, *only: str) -> None:
     backend = get("triton")
     _triton_inputs.architecture = lambda device: architecture  # type: ignore[assignment]
-    for name, (problem, operands) in problems():
+    for name, (call, given) in problems():
         if only and name not in only:
             continue
 
@@ -148,9 +149,9 @@ def main(architecture: str, *only: str) -> None:
 
         JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
         with torch.no_grad():
-            result = backend.forward(problem, operands)
-            if any(operands.needs):
-                backend.backward(problem, operands, result, torch.zeros_like(result.out), None)
+            result = backend.forward(call, given)
+            if any(call.needs):
+                backend.backward(call, given, result, torch.zeros_like(result.out), None)
 
 
 CUDABackend.make_cubin = lambda *arguments: b""  # `resources` assembles, once

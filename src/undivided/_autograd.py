@@ -8,7 +8,6 @@ forward mode, vmap and torch.func    the reference as plain tensor operations
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ from torch.autograd import forward_ad
 from undivided import _layout
 from undivided._arguments import check_tensor
 from undivided._batches import over_hidden_batch, vmap_rule
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype
 from undivided._tensors import is_observed, versions
 from undivided.backends import reference
@@ -31,82 +32,77 @@ _any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
 
 
-def run(backend: Backend, problem: Problem, operands: Operands) -> Tensor | tuple[Tensor, Tensor]:
-    """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] where it was asked for."""
-    if _is_transformed(operands):
-        with torch.autocast(operands.q.device.type, enabled=False):
-            found = restore(reference.composite(problem, operands), problem)
-        return found if "lse" in problem.features else found[0]
-    if "backward" not in problem.features:
-        found = answer(backend, problem, operands)
-        return found if "lse" in problem.features else found[0]
-    inputs = operands.differentiable
+def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+    """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] if it was requested."""
+    features = call.problem.features
+    if _is_transformed(tensors):
+        with torch.autocast(tensors.q.device.type, enabled=False):
+            result = reference.composite(call, tensors)
+        return _returned(result, call.problem) if "lse" in features else result.out
+    if "backward" not in features:
+        result = forward(backend, call, tensors)
+        return _returned(result, call.problem) if "lse" in features else result.out
+    inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
-        if "lse" not in problem.features and (out_BHSD := backend.recorded(problem, operands)) is not None:
-            return _derivable_twice(out_BHSD, backend, problem, operands)
-    return _apply((backend, problem, operands), *inputs)  # type: ignore[no-untyped-call, no-any-return]
+        if "lse" not in features and (out_BHSD := backend.recorded(call, tensors)) is not None:
+            return _derivable_twice(out_BHSD, backend, call)
+    return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _derivable_twice(out_BHSD: Tensor, backend: Backend, problem: Problem, operands: Operands) -> Tensor:
+def _returned(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the caller gets them: lse is [H, T] in thd."""
+    return result.out, result.lse.squeeze(0) if problem.packed else result.lse
+
+
+def _derivable_twice(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
     """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one
-    may be asked for, those of `_AttentionBackward` take their place."""
+    may be requested, those of `_AttentionBackward` take their place."""
     assert out_BHSD.grad_fn is not None
-    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, problem, operands.release()))
-    return _layout.from_heads_first(out_BHSD, problem.layout).contiguous()
+    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, call))
+    return _layout.from_heads_first(out_BHSD, call.problem.layout).contiguous()
 
 
 def _exchange_gradients(
-    backend: Backend,
-    problem: Problem,
-    operands: Operands,
-    grads: tuple[Tensor | None, ...],
-    grad_outputs: tuple[Tensor | None, ...],
+    backend: Backend, call: Call, grads: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """Called after the node's backward; reads what it saved, so that nothing is held beside that."""
     if not torch.is_grad_enabled() or (grad := grad_outputs[0]) is None:
         return None
     node = torch._C._current_autograd_node()
     q, k, v, out, lse = (getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp"))
-    operands = dataclasses.replace(operands, layout="bhsd")
-    arguments = (backend, problem._replace(layout="bhsd"), operands, out, lse, grad, None, q, k, v)
+    call = call.with_problem(call.problem._replace(layout="bhsd"))
+    arguments = (backend, call, out, lse, grad, None, q, k, v)
     found = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
     return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))
 
 
-def answer(backend: Backend, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """`forward` as the caller gets it: out in its layout, lse [B, H, Sq] or [H, T]."""
-    if operands.q.is_meta or _any_autocast():
-        return restore(forward(backend, problem, operands), problem)
-    out, lse = backend.answer(problem, operands)
-    return out, lse.squeeze(0) if problem.packed else lse
-
-
-def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
+def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
     """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
-    if operands.q.is_meta:
-        shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        lse = operands.q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype))
-        return Result(_layout.empty(problem.layout, shape, operands.q), lse)
+    q = tensors.q
+    if q.is_meta:
+        problem = call.problem
+        out = q.new_empty((*q.shape[:-1], problem.v_dim))
+        return Result(out, q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype)))
     if _any_autocast():
-        with torch.autocast(operands.q.device.type, enabled=False):
-            return backend.forward(problem, operands)
-    return backend.forward(problem, operands)
+        with torch.autocast(q.device.type, enabled=False):
+            return backend.forward(call, tensors)
+    return backend.forward(call, tensors)
 
 
 def backward(
-    backend: Backend, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    backend: Backend, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Run a backend's backward with autocast off."""
-    if operands.q.is_meta:
+    if tensors.q.is_meta:
         return [
             torch.empty_like(t) if t is not None and needed else None
-            for t, needed in zip(operands.differentiable, operands.needs, strict=True)
+            for t, needed in zip(tensors, call.needs, strict=True)
         ]
     if _any_autocast():
-        with torch.autocast(operands.q.device.type, enabled=False):
-            return backend.backward(problem, operands, result, grad_out, grad_lse)
-    return backend.backward(problem, operands, result, grad_out, grad_lse)
+        with torch.autocast(tensors.q.device.type, enabled=False):
+            return backend.backward(call, tensors, result, grad_out, grad_lse)
+    return backend.backward(call, tensors, result, grad_out, grad_lse)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,19 +123,13 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _is_transformed(operands: Operands) -> bool:
+def _is_transformed(tensors: Tensors) -> bool:
     """Whether torch.func or forward-mode differentiation is looking: they see through plain operations only."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands.differentiable)
-
-
-def restore(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse) as the caller gets them: out in its layout, lse [B, H, Sq] or [H, T]."""
-    lse = result.lse.squeeze(0) if problem.packed else result.lse
-    return _layout.restore(result.out, problem.layout), lse
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -147,14 +137,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Backend, Problem, Operands], *inputs: Tensor | None
+        ctx: Any, backend_and_call: tuple[Backend, Call], *inputs: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        backend, problem, operands = call
-        out, lse = answer(backend, problem, operands)
+        backend, call = backend_and_call
+        out, lse = _returned(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.call = backend, problem, operands.release(), _state(operands)
+        ctx.call = backend, call, state(call)
         ctx.set_materialize_grads(False)
-        return (out, lse) if "lse" in problem.features else out
+        return (out, lse) if "lse" in call.problem.features else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -163,11 +153,11 @@ class _Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + count)
         inputs += [None] * (6 - count)
-        backend, problem, operands, state = ctx.call
-        _check_unchanged(operands, state)
+        backend, call, before = ctx.call
+        check_unchanged(call, before)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        arguments = (backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
+        arguments = (backend, call, out, lse, grad_out, grad_lse, *inputs)
         return (None, *over_hidden_batch(_gradients_to_derive(), *arguments)[:count])
 
 
@@ -176,14 +166,15 @@ _apply = super(torch.autograd.Function, _Attention).apply
 rest."""
 
 
-def _state(operands: Operands) -> object:
+def state(call: Call) -> object:
     """Differs once what autograd does not save has been changed in place."""
-    mask, pages = operands.mask, operands.pages
+    mask, pages = call.mask, call.pages
     return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
 
 
-def _check_unchanged(operands: Operands, state: object) -> None:
-    if _state(operands) != state:
+def check_unchanged(call: Call, before: object) -> None:
+    """RuntimeError if what autograd does not save was changed in place since `before`, a `state`."""
+    if state(call) != before:
         raise RuntimeError(
             "the mask's tensors (lengths, cu_seqlens, what a predicate captures) or the pages were changed in place "
             "between forward and backward; pass a clone, or call backward first"
@@ -192,8 +183,7 @@ def _check_unchanged(operands: Operands, state: object) -> None:
 
 def gradients(
     backend: Backend,
-    problem: Problem,
-    operands: Operands,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
@@ -206,13 +196,10 @@ def gradients(
             check_tensor(name, grad)
     if is_observed(grad_out, grad_lse, None):
         backend = reference.BACKEND  # in plain operations, that a mode can see and a wrapped gradient can pass
-    if problem.packed:
+    if call.problem.packed:
         lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
-    operands = operands.with_differentiable(inputs)
-    if operands.q.is_meta or _any_autocast():
-        result = Result(_layout.canonical(out, problem.layout), lse)
-        return tuple(backward(backend, problem, operands, result, grad_out, grad_lse))
-    return tuple(backend.gradients(problem, operands, out, lse, grad_out, grad_lse))
+    tensors = Tensors._make(inputs)
+    return tuple(backward(backend, call, tensors, Result(out, lse), grad_out, grad_lse))
 
 
 def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
@@ -231,16 +218,16 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        _, ctx.problem, ctx.operands, _, _, grad_out, grad_lse, *tensors = inputs
+        _, ctx.call, _, _, grad_out, grad_lse, *tensors = inputs
         ctx.save_for_backward(*tensors, grad_out, grad_lse)
-        ctx.state = _state(ctx.operands)
+        ctx.state = state(ctx.call)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_unchanged(ctx.operands, ctx.state)
-        found = differentiated(ctx.problem, ctx.operands, *ctx.saved_tensors, *grad_gradients)
-        return (None,) * 5 + found
+        check_unchanged(ctx.call, ctx.state)
+        found = differentiated(ctx.call, *ctx.saved_tensors, *grad_gradients)
+        return (None,) * 4 + found
 
     @staticmethod
     def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
@@ -263,38 +250,37 @@ class _DoubleBackward(torch.autograd.Function):
         return vmap_rule(_DoubleBackward, info, axes, arguments)
 
 
-def differentiated(problem: Problem, operands: Operands, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and
     the gradients of the backward's own results."""
     assert tensors[0] is not None
-    call = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
+    derive = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return over_hidden_batch(call, problem, operands, *tensors)
+        return over_hidden_batch(derive, call, *tensors)
 
 
-def _double_backward(problem: Problem, operands: Operands, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward`
     saves and the gradients of what it returns."""
     (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
-    if grad_lse is not None and problem.packed:
+    if grad_lse is not None and call.problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
     assert grad_out is not None
     found, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
-        problem, operands.with_differentiable(inputs), grad_out, grad_lse, grad_gradients
+        call, Tensors._make(inputs), grad_out, grad_lse, grad_gradients
     )
-    if for_grad_lse is not None and problem.packed:
+    if for_grad_lse is not None and call.problem.packed:
         for_grad_lse = for_grad_lse.squeeze(0)
     return for_grad_out, for_grad_lse, *found
 
 
-def _recorded_double_backward(
-    problem: Problem, operands: Operands, *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same as operations that autograd records, where a third derivative may follow: O(S^2) memory."""
     # views, so that one tensor given as q, k and v is three variables here
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
     grad_gradients = tensors[8:]
-    out, lse = restore(reference.composite(problem, operands.with_differentiable(inputs)), problem)
+    result = reference.composite(call, Tensors._make(inputs))
+    out, lse = _returned(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
     first = gradients_of([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
     pairs = [

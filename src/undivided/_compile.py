@@ -22,15 +22,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout, _problem, _sdp_switches
+from undivided import _autograd, _layout, _sdp_switches
+from undivided._call import Call
 from undivided._flops import register_if_counting
 from undivided._layout import Layout
-from undivided._machine import Machine
+from undivided._normalise import check_kinds_and_sizes
 from undivided._policy import policy
-from undivided._problem import Operands, Problem
+from undivided._prepare import prepare
+from undivided._request import Options, Request, Tensors
 from undivided._result import lse_dtype
-from undivided._selection import select
-from undivided._validation import check_layout, check_seed, checked_mask, checked_scale
+from undivided._validation import check_seed, checked_mask
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -67,60 +68,45 @@ class _Spec(NamedTuple):
         return tuple(letter == "y" for letter in self.needs)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arguments: dict[str, Any],
-    backend: str | None,
-    deterministic: bool | None,
-    switches: str = "-",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The call as one operator."""
-    if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):  # whose sizes are tensors
-        _check(q, k, v, **arguments)
-    mask, bias, sinks, slopes = (arguments[name] for name in ("mask", "bias", "sinks", "alibi_slopes"))
-    mask_text, mask_tensors = checked_mask(mask).flatten()
-    seed = arguments["dropout_seed"]
-    if isinstance(seed, int) and not 0 <= seed < 2**63:
-        check_seed(seed, q.device)  # raises: the tensor that it becomes is not looked at
-    if arguments["dropout_p"] and not isinstance(seed, Tensor):
-        # an int seed is a constant of the graph; None is drawn inside the graph at every call
-        seed = torch.randint(2**62, (), device=q.device) if seed is None else torch.tensor(seed, device=q.device)
+def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, Tensor]:
+    """The request as one call of the operator."""
+    tensors, options = request.tensors, request.options
+    # under torch.jit.trace sizes are tensors
+    if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
+        check_kinds_and_sizes(request)
+    mask_text, mask_tensors = checked_mask(options.mask).flatten()
     grad = torch.is_grad_enabled()
-    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in (q, k, v, bias, sinks, slopes)]
-    return_lse = arguments["return_lse"]
-    spec = "|".join(
-        (
-            str(arguments["layout"]),
-            mask_text,
-            "".join(needs),
-            "" if backend is None else str(backend),
-            str(deterministic),
-            "y" if return_lse else "n",
-            switches,
-        )
+    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
+    spec = (
+        str(options.layout),
+        mask_text,
+        "".join(needs),
+        "" if request.backend is None else str(request.backend),
+        str(request.deterministic),
+        "y" if options.return_lse else "n",
+        switches,
     )
-    call = (
-        q,
-        k,
-        v,
-        bias,
-        sinks,
-        slopes,
-        mask_tensors,
-        seed if arguments["dropout_p"] else None,
-        arguments["pages"],
-        spec,
-        arguments["scale"],
-        arguments["softcap"],
-        float(arguments["dropout_p"]),
-    )
+    seed = _seed(options, tensors.q.device)
+    numbers = options.scale, options.softcap, float(options.dropout_p)
+    call = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers)
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*call)
     else:
         out, lse = _dispatched(call)
-    return (out, lse) if return_lse else out
+    return (out, lse) if options.return_lse else out
+
+
+def _seed(options: Options, device: torch.device) -> Tensor | None:
+    """The seed as the operator takes it; None without dropout."""
+    seed = options.dropout_seed
+    if isinstance(seed, int) and not 0 <= seed < 2**63:
+        check_seed(seed, device)  # raises: the tensor that it becomes is not looked at
+    if not options.dropout_p:
+        return None
+    if isinstance(seed, Tensor):
+        return seed
+    # an int is a constant of the graph; None is drawn inside the graph at every call
+    return torch.randint(2**62, (), device=device) if seed is None else torch.tensor(seed, device=device)
 
 
 def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -139,36 +125,7 @@ def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: Layout,
-    mask: Mask | None,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
-    return_lse: bool,
-    pages: Tensor | None,
-) -> None:
-    """InputError for what is wrong in kinds and sizes: a fake tensor has no run time at which it would be found."""
-    check_layout(layout)
-    if scale is not None:
-        checked_scale(scale)
-    tensors = (q, k, v, bias, sinks, alibi_slopes)
-    needs = tuple(torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in tensors)
-    problem = _problem.build(*tensors, pages, layout, softcap, dropout_p, return_lse, None, False, needs)
-    check_seed(dropout_seed, q.device)
-    sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
-    checked_mask(mask).check(*sizes, packed=problem.packed, device=q.device)
-
-
-def _prepare(
+def _prepared(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -182,56 +139,41 @@ def _prepare(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
-) -> tuple[Backend, Problem, Operands]:
-    """Normalise and select, on the real tensors of this call."""
+) -> tuple[Backend, Call, Tensors]:
+    """The operator's arguments as a request that is checked and decided, on the real tensors of this call."""
     spec = _Spec.read(spec_text)
-    problem, operands = _problem.normalise(
-        q,
-        k,
-        v,
-        layout=cast(Layout, spec.layout),
-        mask=Mask.unflatten(spec.mask, mask_tensors),
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        return_lse=spec.return_lse == "y",
-        pages=pages,
-        needs=spec.needed,
-    )
+    mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
+    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)
+    request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
     deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
     switches = ""
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
     allowed = policy(spec.backend or None, deterministic, switches)
-    decision = select(problem, Machine.this(q.device), allowed)
-    return decision.backend, decision.problem, operands
+    decision, call, tensors = prepare(request, allowed, spec.needed)
+    return decision.backend, call, tensors
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        backend, problem, operands = _prepare(*arguments)
-        result = _autograd.forward(backend, problem, operands)
+        backend, call, tensors = _prepared(*arguments)
+        problem = call.problem
+        out, lse = _autograd.forward(backend, call, tensors)
         if not problem.lse_is_read:  # its shape has been promised all the same
             shape = problem.batch, problem.heads, problem.q_len
-            result = result._replace(lse=operands.q.new_zeros(shape, dtype=lse_dtype(problem.dtype)))
-        out, lse = _autograd.restore(result, problem)
-    return out.contiguous(), lse.contiguous()
+            lse = tensors.q.new_zeros(shape, dtype=lse_dtype(problem.dtype))
+    return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
 
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _run_backward(*arguments: Any) -> list[Tensor]:
-    *call, out, lse, grad_out, grad_lse = arguments
+    *given, out, lse, grad_out, grad_lse = arguments
     with torch.no_grad():
         # selected anew: out and lse mean the same whichever backend made them
-        backend, problem, operands = _prepare(*call)
-        inputs = operands.differentiable
-        found = _autograd.gradients(backend, problem, operands, out, lse, grad_out, grad_lse, *inputs)
-    return [_like(g, t) for g, t, n in zip(found, call[:6], operands.needs, strict=True) if n]
+        backend, call, tensors = _prepared(*given)
+        found = _autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
+    return [_like(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
 
 
 def _like(gradient: Tensor | None, tensor: Tensor) -> Tensor:
@@ -295,10 +237,10 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     saved: Sequence[Any] = ctx.saved_tensors
     inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
-    _, problem, operands = _prepare(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
-    tensors, needs, given = operands.differentiable, operands.needs, iter(gradients)
-    wanted = _shaped([next(given) if n else None for n in needs], tensors)  # the bias has four axes there
-    of_grad, of_lse, *found = _autograd.differentiated(problem, operands, *tensors, *grads, *wanted)
+    _, call, tensors = _prepared(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
+    given = iter(gradients)
+    wanted = _shaped([next(given) if n else None for n in call.needs], tensors)  # the bias has four axes there
+    of_grad, of_lse, *found = _autograd.differentiated(call, *tensors, *grads, *wanted)
     of_inputs = _shaped(found, inputs)
     nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
     return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)

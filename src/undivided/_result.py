@@ -17,13 +17,21 @@ from undivided.errors import InputError
 class Result(NamedTuple):
     """What a backend returns.
 
-    out: [B, Sq, H, Dv] (a view; its memory may be in any layout), dtype of the inputs.
+    out: in the caller's layout, [.., H, Dv], any strides; dtype of the inputs.
     lse: [B, H, Sq] natural logarithm of the sum of exp(score) over the allowed keys, fp32 (fp64 for fp64 inputs);
         -inf for a row with no allowed key; sinks not included. `UNREAD` will do where `Problem.lse_is_read` is false.
     """
 
     out: Tensor
     lse: Tensor
+
+    def canonical(self, layout: Layout) -> Result:
+        """The same with out, which is in `layout`, seen as [B, Sq, H, Dv]."""
+        return self if layout == "bshd" else Result(_layout.canonical(self.out, layout), self.lse)
+
+    def in_layout(self, layout: Layout) -> Result:
+        """The same with out, which is [B, Sq, H, Dv], seen in `layout`."""
+        return self if layout == "bshd" else Result(_layout.restore(self.out, layout), self.lse)
 
 
 UNREAD = torch.full((), torch.nan)

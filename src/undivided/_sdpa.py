@@ -14,18 +14,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _compile, _problem, _sdp_switches, masks
+from undivided import _autograd, _compile, _sdp_switches, masks
 from undivided._arguments import check_tensor
-from undivided._machine import Machine
 from undivided._policy import policy
+from undivided._prepare import prepare
+from undivided._request import Options, Request, Tensors
 from undivided._sdpa_refusals import NO_KERNEL, as_pytorchs
-from undivided._selection import select
 from undivided._tensors import is_observed
 from undivided._validation import DTYPES
 from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 
-Tensors = tuple[Tensor, Tensor, Tensor]
+Views = tuple[Tensor, Tensor, Tensor]
 _CAUSAL = masks.causal("top_left")
 
 
@@ -92,14 +92,7 @@ def scaled_dot_product_attention(
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         if isinstance(scale, Tensor):
             scale = _number(scale)
-        arguments: dict[str, Any] = {
-            "layout": "bhsd",
-            "mask": mask,
-            "bias": bias,
-            "scale": scale,
-            "dropout_p": dropout_p,
-        }
-        out = _attend(q, k, v, arguments)
+        out = _attend(Request(Tensors(q, k, v, bias), Options("bhsd", mask, scale, None, dropout_p)))
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
@@ -111,17 +104,14 @@ def scaled_dot_product_attention(
     return out if shape is None else out.reshape(shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Normalise, select, run, for [B, H, S, D] tensors."""
+def _attend(request: Request) -> Tensor:
+    """Prepare and run, for [B, H, S, D] tensors."""
     switches = _sdp_switches.read()
-    if torch.compiler.is_compiling() or is_observed(q, k, v, arguments["mask"], arguments["bias"]):
-        absent = dict.fromkeys(("softcap", "alibi_slopes", "sinks", "dropout_seed", "pages"))
-        return cast(
-            Tensor, _compile.attention(q, k, v, {**absent, "return_lse": False, **arguments}, None, None, switches)
-        )
-    problem, operands = _problem.normalise(q, k, v, **arguments)
-    decision = select(problem, Machine.this(q.device), policy(switches=switches))
-    return _autograd.run(decision.backend, decision.problem, operands)  # type: ignore[return-value]  # no lse was asked for
+    q, k, v, bias, *_ = request.tensors
+    if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
+        return cast(Tensor, _compile.attention(request, switches))
+    decision, call, tensors = prepare(request, policy(switches=switches))
+    return _autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 
 def _check_flags(is_causal: object, enable_gqa: object) -> None:
@@ -222,7 +212,9 @@ def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
     return (heads,)
 
 
-def _folded(query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool) -> Tensors:
+def _folded(
+    query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors as [B, H, S, D]: views, unless leading axes lie so in memory that no stride can join them."""
     batch = shape[:-3]
     heads = shape[-3] if len(shape) > 2 else 1

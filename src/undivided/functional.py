@@ -1,20 +1,23 @@
-"""The public functions. Each reads as the flow: normalise, select, run, restore."""
+"""The public functions: each makes a request, prepares it, and runs it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _compile, _problem
+from undivided import _autograd, _compile
 from undivided._arguments import check_tensor
 from undivided._foreign import keyword_hint
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
+from undivided._prepare import explained, prepare
+from undivided._request import Options, Request, Tensors
 from undivided._sdpa import scaled_dot_product_attention
-from undivided._selection import Decision, decide, select
+from undivided._selection import Decision
 from undivided._tensors import is_observed
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -142,51 +145,23 @@ def attention(
     torch.Size([10, 8, 64])
     """
     if unknown:
-        must = f"be given only its own arguments ({', '.join(sorted(_ARGUMENTS))})"
-        error = InputError("attention", must, sorted(unknown), keyword_hint(unknown, _ARGUMENTS))
+        error = _unknown("attention", unknown, _ARGUMENTS)
         if torch.compiler.is_compiling():  # which cannot make a class
             raise error
         raise error.as_also(TypeError)  # which Python raises for an unknown keyword
     q, k, v = _autograd.autocast(q, k, v)
-    if (
-        context_parallel is not None
-        or torch.compiler.is_compiling()
-        or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages)
-    ):
-        arguments: dict[str, Any] = {
-            "layout": layout,
-            "mask": mask,
-            "bias": bias,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed,
-            "return_lse": return_lse,
-            "pages": pages,
-        }
-        if context_parallel is not None:
-            return _of(context_parallel).attention(q, k, v, arguments, backend, deterministic)
-        return _compile.attention(q, k, v, arguments, backend, deterministic)
-    problem, operands = _problem.normalise(
-        q,
-        k,
-        v,
-        layout=layout,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        return_lse=return_lse,
-        pages=pages,
+    request = Request(
+        Tensors(q, k, v, bias, sinks, alibi_slopes),
+        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
+        backend,
+        deterministic,
     )
-    decision = select(problem, Machine.this(q.device), policy(backend, deterministic))
-    return _autograd.run(decision.backend, decision.problem, operands)
+    if context_parallel is not None:
+        return _checked(context_parallel).attention(request)
+    if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
+        return _compile.attention(request)
+    decision, call, tensors = prepare(request, policy(backend, deterministic))
+    return _autograd.run(decision.backend, call, tensors)
 
 
 def explain(
@@ -194,25 +169,35 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    machine: Machine | None = None,
+    layout: Layout,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    return_lse: bool = False,
+    pages: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
-    **arguments: Any,
+    machine: Machine | None = None,
+    **unknown: Any,
 ) -> Decision:
     """Which backend `attention` would run for these arguments, and why not the others. Runs nothing.
 
     Args:
-        q, k, v, arguments: as for `attention`; tensors on the meta device will do.
         machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
-        backend, deterministic: as for `attention`.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
+        q, k, v and the others: as for `attention`; tensors on the meta device are enough.
 
     Returns:
-        A `Decision`: ``print`` it for the table, read ``.chosen`` (None where no backend can run it) and ``.reasons``.
+        A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.
 
     Raises:
-        InputError: an argument is wrong, unknown, or ``layout`` is missing.
+        InputError: an argument is wrong or unknown.
 
     >>> import torch, undivided
     >>> q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta")
@@ -221,33 +206,32 @@ def explain(
     >>> undivided.explain(q, q, q, layout="bshd", machine=a100).reasons["cudnn"][0]
     'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
     """
+    if unknown:
+        raise _unknown("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
     if machine is not None and not isinstance(machine, Machine):
-        raise InputError(
-            "machine", "be an undivided.Machine or None", type(machine).__name__, hint="Machine.named('a100')"
-        )
+        raise InputError("machine", "be an undivided.Machine or None", type(machine).__name__, "Machine.named('a100')")
     device = machine.device if machine is not None and machine.device is not None else None
     if device is None and isinstance(q, Tensor) and q.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    unknown = sorted(set(arguments) - _EXPLAINED)
-    if unknown or "layout" not in arguments:
-        wanted = ", ".join(sorted(_EXPLAINED))
-        raise InputError(
-            "explain",
-            f"be given layout= and only arguments of attention ({wanted})",
-            unknown or "no layout",
-            hint=keyword_hint(unknown, _ARGUMENTS),
-        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
     q, k, v = _autograd.autocast(q, k, v)
-    if context_parallel is not None:
-        given = dict.fromkeys(_EXPLAINED) | {"dropout_p": 0.0, "return_lse": False} | arguments
-        return _of(context_parallel).explain(
-            q, k, v, given, machine or _this(q, device), policy(backend, deterministic), device
-        )
-    problem, _ = _problem.normalise(q, k, v, device=device, **arguments)
+    request = Request(
+        Tensors(q, k, v, bias, sinks, alibi_slopes),
+        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
+        backend,
+        deterministic,
+    )
     machine = machine or _this(q, device)
-    return decide(problem, machine, policy(backend, deterministic))
+    if context_parallel is not None:
+        return _checked(context_parallel).explain(request, machine, device)
+    return explained(request, machine, policy(backend, deterministic), device)
+
+
+def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
+    """The error for keywords that a function does not have."""
+    must = f"be given only its own arguments ({', '.join(sorted(known))})"
+    return InputError(function, must, sorted(given), keyword_hint(given, _ARGUMENTS))
 
 
 def _this(q: Tensor, device: str | None) -> Machine:
@@ -255,7 +239,7 @@ def _this(q: Tensor, device: str | None) -> Machine:
     return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
-def _of(context_parallel: object) -> ContextParallel:
+def _checked(context_parallel: object) -> ContextParallel:
     """A ContextParallel, told by what it can do: nothing at or below this module knows process groups."""
     if not hasattr(context_parallel, "traffic"):
         raise InputError(
@@ -267,7 +251,4 @@ def _of(context_parallel: object) -> ContextParallel:
     return cast("ContextParallel", context_parallel)
 
 
-_EXPLAINED = frozenset(
-    "layout mask bias scale softcap alibi_slopes sinks dropout_p dropout_seed return_lse pages".split()
-)
-_ARGUMENTS = _EXPLAINED | {"backend", "deterministic", "context_parallel"}
+_ARGUMENTS = frozenset((*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "context_parallel"))

@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine, Version, format_version
-from undivided._problem import FEATURES, Operands, Problem
+from undivided._problem import FEATURES, Problem
+from undivided._request import Tensors
 from undivided._result import Result
 
 Gradients = Sequence[Tensor | None]
@@ -117,39 +118,44 @@ class Backend:
         """Why it is not chosen unless asked for by name, although it could run; None where it is."""
         return None
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
-        """Attention. Called without autograd recording."""
-        raise NotImplementedError
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """Attention. Called without autograd recording.
 
-    def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:
-        """Gradients by recomputation from (out, lse). grad_out has q's layout (any strides), grad_lse is [B, H, Sq].
+        Args:
+            call: the problem, which this backend has no reason to refuse, and its options.
+            tensors: q, k and v in the problem's layout (pools, if the call has pages), and a bias of four axes.
 
-        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are exp(score -
-        lse).
+        Returns:
+            out in the problem's layout, with any strides, and lse [B, H, Sq].
         """
         raise NotImplementedError
 
-    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """`forward` as (out, lse) with out in the caller's layout, for a backend that comes by it without a view."""
-        out_BSHD, lse = self.forward(problem, operands)
-        return _layout.restore(out_BSHD, problem.layout), lse
-
-    def gradients(
-        self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        """`backward` from what `answer` returned."""
-        result = Result(_layout.canonical(out, problem.layout), lse)
-        return self.backward(problem, operands, result, grad_out, grad_lse)
+        """Gradients by recomputation from (out, lse).
 
-    def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
+        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are
+        exp(score - lse).
+
+        Args:
+            call, tensors: as for `forward`.
+            result: what `forward` returned, of this backend or another one.
+            grad_out: the gradient of out, in the problem's layout, with any strides.
+            grad_lse: the gradient of lse [B, H, Sq], or None.
+
+        Returns:
+            The gradient of each of `tensors`; None if ``call.needs`` does not want it.
+        """
+        raise NotImplementedError
+
+    def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
         """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is
         recorded.
 
         Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The
-        node must be the operator's own and save query, key, value, output and logsumexp under these names: `_autograd`
-        reads them for the second derivative.
+        node must be the operator's own and save query, key, value, output and logsumexp under these names: they are
+        read for the second derivative.
         """
         return None
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._tensors import is_traced, readable
-from undivided.masks._intervals import IdPairs, NormalForm, SomePairs
+from undivided.masks.normal_form import IdPairs, NormalForm, SelectedPairs
 
 DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
 """Kinds of mask under which rows of one sequence belong to documents."""
@@ -67,15 +68,16 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
 
 
 def must_part(
-    problem: Problem, operands: Operands, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+    call: Call, tensors: Tensors, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> bool:
     """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
 
     On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
     """
+    problem = call.problem
     if not problem.mask.kinds & DOCUMENTS or is_traced():
         return False
-    q, k, v = operands.heads_first()
+    q, k, v = tensors.heads_first(call.problem.layout)
     if not readable(q, k, v, *of_rows, *of_keys):
         return False
     if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
@@ -93,7 +95,7 @@ def document_ends(normal: NormalForm, batch: slice) -> list[int]:
     >>> document_ends(form, slice(0, 1))
     [2, 3]
     """
-    wholes = (extra.whole if isinstance(extra, SomePairs) else extra for extra in normal.extras)
+    wholes = (extra.whole if isinstance(extra, SelectedPairs) else extra for extra in normal.extras)
     if any(isinstance(whole, IdPairs) for whole in wholes):
         return list(range(1, normal.q_len + 1))
     ranges = normal.ranges[batch if normal.ranges.shape[0] > 1 else slice(None)]

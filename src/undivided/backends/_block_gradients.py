@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import lse_dtype
 from undivided.backends._block import Block
 
@@ -37,12 +38,13 @@ def gradients_of(
 class Accumulators:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes) being summed over blocks, in the precision of the softmax."""
 
-    def __init__(self, problem: Problem, operands: Operands) -> None:
-        self._problem, self._operands = problem, operands
+    def __init__(self, call: Call, tensors: Tensors) -> None:
+        problem = call.problem
+        self._call, self._tensors = call, tensors
         precision = lse_dtype(problem.dtype)
         self._sums = [
             torch.zeros(t.shape, dtype=precision, device=t.device) if t is not None and needed else None
-            for t, needed in zip(operands.differentiable, operands.needs, strict=True)
+            for t, needed in zip(tensors, call.needs, strict=True)
         ]
 
     def add(self, block: Block, gradients: Sequence[Tensor | None]) -> None:
@@ -53,7 +55,7 @@ class Accumulators:
                 continue
             if i < 3:
                 heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
-                _layout.heads_first(total, self._problem.layout)[block.batch, heads, span] += gradient
+                _layout.heads_first(total, self._call.problem.layout)[block.batch, heads, span] += gradient
             elif i == 3:
                 block.of_pairs(total).add_(gradient)
             elif i == 4:
@@ -66,7 +68,7 @@ class Accumulators:
         if total.dim() == 1:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
-        normal = self._operands.normal_form(self._problem)
+        normal = self._call.normal_form(self._tensors.q.device)
         sequence = block.of_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
         total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
@@ -75,5 +77,5 @@ class Accumulators:
         """In the dtypes of the inputs."""
         return [
             None if total is None or t is None else total.to(t.dtype)
-            for total, t in zip(self._sums, self._operands.differentiable, strict=True)
+            for total, t in zip(self._sums, self._tensors, strict=True)
         ]

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.backends import _gpu
 from undivided.masks._parts import Lengths
 
@@ -36,7 +38,7 @@ _ALIGNMENT = 16
 _KEY_TILE = 128
 
 
-class Call(NamedTuple):
+class CudnnCall(NamedTuple):
     """One call: the problem, its tensors as [B, S, H, D] or packed [T, H, D], and lengths of each sequence.
 
     `extra` are the inputs of the score: bias [1|B, 1|H, Sq, Sk], sink [1, H, 1, 1], table_k and table_v [B, 1, pages,
@@ -59,15 +61,16 @@ class Call(NamedTuple):
         return bool(self.starts)
 
     @staticmethod
-    def of(problem: Problem, operands: Operands, extra: dict[str, Tensor]) -> Call:
-        """The call of these operands."""
-        found = _gpu.documents(operands)
-        part = next((part for part in operands.mask.parts if isinstance(part, Lengths)), None)
+    def of(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
+        """The call with these tensors."""
+        problem = call.problem
+        found = _gpu.documents(call, tensors)
+        part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
-        q, k, v = _gpu.views(problem, operands)
+        q, k, v = _gpu.views(call, tensors)
         if found is not None or part is not None:
-            q, k, v = _gpu.cleaned(problem, operands, operands.normal_form(problem))
+            q, k, v = _gpu.cleaned(call, tensors, call.normal_form(tensors.q.device))
         if found is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
@@ -80,9 +83,9 @@ class Call(NamedTuple):
             full = full_lengths(problem.batch, problem.q_len, q)
             lengths = {"q": full if part.q is None else _gpu.offsets(part.q, q), "kv": _gpu.offsets(part.kv, q)}
         q, k, v = (aligned(t) for t in (q, k, v))
-        return Call(problem, operands.scale, operands.mask.band, q, k, v, lengths, starts, extra)
+        return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
-    def for_backward(self) -> Call:
+    def for_backward(self) -> CudnnCall:
         """The same call as the backward needs it: without sinks, with full lengths where keys do not fill their last
         tile.
 
@@ -209,19 +212,21 @@ def _types(cudnn: Any) -> dict[torch.dtype, Any]:
     }
 
 
-def _built(cudnn: Any, graph: Any, call: Call, build: Any, tensors: dict[str, Tensor], uids: dict[str, int]) -> Any:
+def _built(
+    cudnn: Any, graph: Any, cudnn_call: CudnnCall, build: Any, tensors: dict[str, Tensor], uids: dict[str, int]
+) -> Any:
     """Describe the inputs, add the operation, describe its outputs, and compile."""
     nodes: dict[str, Any] = {}
     outputs = {"o", "stats"} if build is forward_graph else {"dq", "dk", "dv"}
     # offsets first: the tensors refer to them
     for name in sorted(set(tensors) - outputs, key=lambda name: not name.startswith("offset")):
-        dim, stride = call.dims(name, tensors[name])
+        dim, stride = cudnn_call.dims(name, tensors[name])
         kind = _types(cudnn)[tensors[name].dtype]
         nodes[name] = graph.tensor(name=name, dim=dim, stride=stride, data_type=kind, uid=uids[name])
         if f"offset_{name}" in nodes:
             nodes[name].set_ragged_offset(nodes[f"offset_{name}"])
-    for name, node in build(cudnn, graph, call, nodes).items():
-        dim, stride = call.dims(name, tensors[name])
+    for name, node in build(cudnn, graph, cudnn_call, nodes).items():
+        dim, stride = cudnn_call.dims(name, tensors[name])
         node.set_uid(uids[name]).set_output(True).set_dim(dim).set_stride(stride)
         node.set_data_type(_types(cudnn)[tensors[name].dtype])
         if f"offset_{name}" in nodes:
@@ -234,25 +239,25 @@ def _built(cudnn: Any, graph: Any, call: Call, build: Any, tensors: dict[str, Te
     return graph
 
 
-def forward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> dict[str, Any]:
+def forward_graph(cudnn: Any, graph: Any, cudnn_call: CudnnCall, nodes: dict[str, Any]) -> dict[str, Any]:
     """Attention and its statistics."""
-    options = call.options(cudnn, nodes)
+    options = cudnn_call.options(cudnn, nodes)
     if "sink" in nodes:  # an argument that older frontends do not have
         options["sink_token"] = nodes["sink"]
     if "table_k" in nodes:
         options |= {
             "paged_attention_k_table": nodes["table_k"],
             "paged_attention_v_table": nodes["table_v"],
-            "paged_attention_max_seq_len_kv": call.problem.kv_len,
+            "paged_attention_max_seq_len_kv": cudnn_call.problem.kv_len,
         }
     out, stats = graph.sdpa(name="sdpa", q=nodes["q"], k=nodes["k"], v=nodes["v"], generate_stats=True, **options)
     return {"o": out, "stats": stats}
 
 
-def backward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) -> dict[str, Any]:
+def backward_graph(cudnn: Any, graph: Any, cudnn_call: CudnnCall, nodes: dict[str, Any]) -> dict[str, Any]:
     """Gradients of q, k and v; that of the bias is written where the graph's input says. Sinks are in the
     statistics."""
-    total_q, total_kv = call.totals() or (None, None)
+    total_q, total_kv = cudnn_call.totals() or (None, None)
     dq, dk, dv = graph.sdpa_backward(
         name="sdpa_backward",
         q=nodes["q"],
@@ -264,8 +269,8 @@ def backward_graph(cudnn: Any, graph: Any, call: Call, nodes: dict[str, Any]) ->
         dBias=nodes.get("dbias"),
         max_total_seq_len_q=total_q,
         max_total_seq_len_kv=total_kv,
-        use_deterministic_algorithm=call.problem.deterministic,
-        **call.options(cudnn, nodes),
+        use_deterministic_algorithm=cudnn_call.problem.deterministic,
+        **cudnn_call.options(cudnn, nodes),
     )
     return {"dq": dq, "dk": dk, "dv": dv}
 

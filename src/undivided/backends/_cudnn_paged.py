@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype, merge
 from undivided.backends import _cudnn_graph, _cudnn_rules, _gpu
-from undivided.backends._cudnn_graph import Call
+from undivided.backends._cudnn_graph import CudnnCall
 from undivided.backends._cudnn_rules import dotted, have
 from undivided.masks import FULL
 from undivided.masks._parts import Lengths
@@ -53,21 +55,23 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     return found
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(call: Call, tensors: Tensors) -> Result:
     """Attention of one query a sequence; the log-sum-exp is over the keys, sinks are put in last."""
-    assert operands.pages is not None and problem.page_size is not None
-    part = next(part for part in operands.mask.parts if isinstance(part, Lengths))
-    lengths = _gpu.offsets(part.kv, operands.q)
+    problem = call.problem
+    assert call.pages is not None and problem.page_size is not None
+    part = next(part for part in call.mask.parts if isinstance(part, Lengths))
+    lengths = _gpu.offsets(part.kv, tensors.q)
     full, rest = lengths // problem.page_size, lengths % problem.page_size
-    pages = operands.pages.clamp(0, operands.k.shape[0] - 1)
-    parts = (_full_pages(problem, operands, pages, full), _last_page(problem, operands, pages, full, rest))
-    out, lse = merge([part.out for part in parts], [part.lse for part in parts], operands.sinks, layout="bshd")
+    pages = call.pages.clamp(0, tensors.k.shape[0] - 1)
+    parts = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
+    out, lse = merge([part.out for part in parts], [part.lse for part in parts], tensors.sinks, layout="bshd")
     return Result(out.to(problem.dtype), lse)
 
 
-def _full_pages(problem: Problem, operands: Operands, pages: Tensor, full: Tensor) -> Result:
+def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Result:
     """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] in the precision of the softmax, lse [B, H,
     1]."""
+    problem = call.problem
     page = problem.page_size or 1
     # graphs are built for a table's width: powers of two, so that a growing cache needs few
     width = 1 << (pages.shape[1] - 1).bit_length()
@@ -76,10 +80,10 @@ def _full_pages(problem: Problem, operands: Operands, pages: Tensor, full: Tenso
     table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
     # a sequence without a full page reads one key of some page, and what comes of it is dropped
     lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
-    q, k, v = (_cudnn_graph.aligned(t) for t in (_layout.canonical(operands.q, problem.layout), operands.k, operands.v))
-    call = Call(
+    q, k, v = (_cudnn_graph.aligned(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
+    cudnn_call = CudnnCall(
         problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
-        operands.scale,
+        call.scale,
         (None, None),
         q,
         k,
@@ -89,19 +93,20 @@ def _full_pages(problem: Problem, operands: Operands, pages: Tensor, full: Tenso
         {"table_k": table, "table_v": table},
     )
     out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
-    stats = call.empty_stats(lse_dtype(problem.dtype))
-    call.run("forward", _cudnn_graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+    stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
+    cudnn_call.run("forward", _cudnn_graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
     return Result(*_gpu.blank(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
 
 
-def _last_page(problem: Problem, operands: Operands, pages: Tensor, full: Tensor, rest: Tensor) -> Result:
+def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: Tensor) -> Result:
     """The first `rest` keys of each sequence's page number `full`, as `_full_pages` returns its own."""
+    problem = call.problem
     precision = lse_dtype(problem.dtype)
     which = pages.gather(1, full.clamp(max=pages.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
     real = torch.arange(problem.page_size or 1, device=pages.device) < rest.unsqueeze(1)
-    k, v = (torch.where(real[..., None, None], t[which], 0.0).to(precision) for t in (operands.k, operands.v))
-    q = _layout.canonical(operands.q, problem.layout)[:, 0].to(precision).unflatten(1, (problem.kv_heads, -1))
-    score = operands.scale * torch.einsum("bngd,bpnd->bngp", q, k)
+    k, v = (torch.where(real[..., None, None], t[which], 0.0).to(precision) for t in (tensors.k, tensors.v))
+    q = _layout.canonical(tensors.q, problem.layout)[:, 0].to(precision).unflatten(1, (problem.kv_heads, -1))
+    score = call.scale * torch.einsum("bngd,bpnd->bngp", q, k)
     score = score.masked_fill(~real[:, None, None], -torch.inf)
     lse = score.logsumexp(-1, keepdim=True)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0))

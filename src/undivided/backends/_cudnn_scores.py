@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 
@@ -26,13 +27,14 @@ _LOWEST = -(2.0**126)
 """Times log2(e), for kernels that take powers of 2, this is still finite in fp32; the lowest number of bf16 is not."""
 
 
-def extra(problem: Problem, operands: Operands) -> dict[str, Tensor]:
+def extra(call: Call, tensors: Tensors) -> dict[str, Tensor]:
     """The graph's further inputs."""
+    problem = call.problem
     found: dict[str, Tensor] = {}
-    if operands.bias is not None:
-        found["bias"] = _finite(operands.bias)
-    if operands.sinks is not None:
-        found["sink"] = operands.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
+    if tensors.bias is not None:
+        found["bias"] = _finite(tensors.bias)
+    if tensors.sinks is not None:
+        found["sink"] = tensors.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
     return found
 
 
@@ -43,28 +45,29 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def settle(problem: Problem, operands: Operands, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
+def settle(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and
     -inf."""
-    lse = stats_BHS if operands.sinks is None else _gpu.without_sinks(stats_BHS, operands.sinks)
-    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
+    problem = call.problem
+    lse = stats_BHS if tensors.sinks is None else _gpu.without_sinks(stats_BHS, tensors.sinks)
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
     out, lse = _gpu.settle(out_BSHD, lse, form)
-    if operands.bias is not None:
-        return _gpu.blank(out, lse, _gpu.closed_rows(problem, operands))
+    if tensors.bias is not None:
+        return _gpu.blank(out, lse, _gpu.closed_rows(call, tensors))
     return out, lse
 
 
-def statistics(operands: Operands, result: Result) -> Tensor:
+def statistics(call: Call, tensors: Tensors, result: Result) -> Tensor:
     """What cuDNN wrote in the forward, [B, H, Sq]: with the sinks in it, +inf in rows without keys."""
-    lse = result.lse if operands.sinks is None else _gpu.with_sinks(result.lse, operands.sinks)
+    lse = result.lse if tensors.sinks is None else _gpu.with_sinks(result.lse, tensors.sinks)
     return _gpu.for_kernel(lse)
 
 
-def sink_gradient(operands: Operands, result: Result, grad_BSHD: Tensor) -> Tensor:
+def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
     """``-sum(p * (grad . out))`` over batch and rows, p what the sink takes of a row; in fp32 or fp64, as sinks [H]."""
-    assert operands.sinks is not None
+    assert tensors.sinks is not None
     lse = result.lse
-    taken = torch.sigmoid(operands.sinks.to(lse.dtype).unsqueeze(-1) - lse)
+    taken = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)
     change = (grad_BSHD.to(lse.dtype) * result.out).sum(-1).transpose(1, 2)
     total = torch.where(lse == -torch.inf, 0.0, taken * change).sum((0, 2))
-    return -total.to(operands.sinks.dtype)
+    return -total.to(tensors.sinks.dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import Gradients
@@ -20,74 +21,80 @@ def _package() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(call: Call, tensors: Tensors) -> Result:
     """Dense, packed, or against a cache of keys with lengths and pages."""
-    if operands.pages is not None or problem.mask.kinds & {"lengths"}:
-        return _with_cache(problem, operands)
-    settings, cu = _settings(operands), _gpu.packing(problem, operands)
-    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.views(problem, operands)
+    problem = call.problem
+    if call.pages is not None or problem.mask.kinds & {"lengths"}:
+        return _with_cache(call, tensors)
+    settings, cu = _settings(call, tensors), _gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.views(call, tensors)
     if cu:
         out, lse, *_ = _package()._flash_attn_varlen_forward(q, k, v, **cu, **settings, return_softmax=False)
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
-def backward(
-    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v. The buffers start at zero: tokens outside of every document are never written."""
-    settings, cu = _settings(operands), _gpu.packing(problem, operands)
+    problem = call.problem
+    settings, cu = _settings(call, tensors), _gpu.packing(call, tensors)
     settings |= {"deterministic": problem.deterministic, "rng_state": None}
-    q, k, v = _gpu.views(problem, operands)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(result.lse)
+    q, k, v = _gpu.views(call, tensors)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    call = _package()._flash_attn_varlen_backward if cu else _package()._flash_attn_backward
-    call(grad.contiguous(), q, k, v, out, lse, *grads, **cu, **settings)
+    run = _package()._flash_attn_varlen_backward if cu else _package()._flash_attn_backward
+    run(grad.contiguous(), q, k, v, out, lse, *grads, **cu, **settings)
     dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
 
 
-def _with_cache(problem: Problem, operands: Operands) -> Result:
+def _with_cache(call: Call, tensors: Tensors) -> Result:
     """One call against a key/value cache: lengths, a block table, or both; no gradients."""
-    causal, left, right = _gpu.flash_band(operands)
-    lengths = next((part for part in operands.mask.parts if isinstance(part, Lengths)), None)
+    problem = call.problem
+    causal, left, right = _gpu.flash_band(call, tensors)
+    lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
     assert lengths is not None, "a paged problem carries the lengths"
-    paged = operands.pages is not None
-    q = _layout.canonical(operands.q, problem.layout)
-    k, v = (t if paged else _layout.canonical(t, problem.layout) for t in (operands.k, operands.v))
+    paged = call.pages is not None
+    q = _layout.canonical(tensors.q, problem.layout)
+    k, v = (t if paged else _layout.canonical(t, problem.layout) for t in (tensors.k, tensors.v))
     out, lse = _package().flash_attn_with_kvcache(
         q,
         k,
         v,
         cache_seqlens=_gpu.offsets(lengths.kv, q),
-        block_table=operands.pages,
-        softmax_scale=operands.scale,
+        block_table=call.pages,
+        softmax_scale=call.scale,
         causal=causal,
         window_size=(left, right),
-        softcap=operands.softcap or 0.0,
-        alibi_slopes=_slopes(operands),
+        softcap=call.softcap or 0.0,
+        alibi_slopes=_slopes(call, tensors),
         return_softmax_lse=True,
     )
-    return Result(*_gpu.settle(out, lse, operands.normal_form(problem)))
+    settled = _gpu.settle(out, lse, call.normal_form(tensors.q.device))
+    return Result(*settled).in_layout(call.problem.layout)
 
 
-def _settings(operands: Operands) -> dict[str, Any]:
-    causal, left, right = _gpu.flash_band(operands)
+def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
+    causal, left, right = _gpu.flash_band(call, tensors)
     return {
         "dropout_p": 0.0,
-        "softmax_scale": operands.scale,
+        "softmax_scale": call.scale,
         "causal": causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": operands.softcap or 0.0,
-        "alibi_slopes": _slopes(operands),
+        "softcap": call.softcap or 0.0,
+        "alibi_slopes": _slopes(call, tensors),
     }
 
 
-def _slopes(operands: Operands) -> Tensor | None:
-    return None if operands.alibi_slopes is None else operands.alibi_slopes.float().contiguous()
+def _slopes(call: Call, tensors: Tensors) -> Tensor | None:
+    return None if tensors.alibi_slopes is None else tensors.alibi_slopes.float().contiguous()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import Gradients
@@ -24,24 +25,28 @@ def _package() -> Any:
         return importlib.import_module("flash_attn_interface")
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed."""
-    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.cleaned_views(problem, operands)
-    cu = _gpu.packing(problem, operands)
-    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(operands, "causal"))
+    problem = call.problem
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
+    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
-def backward(
-    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v, into buffers that start at zero."""
-    q, k, v = _gpu.cleaned_views(problem, operands)
-    cu = _gpu.packing(problem, operands)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(result.lse)
+    problem = call.problem
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
     grads = {
@@ -57,19 +62,19 @@ def backward(
         lse,
         **cu,
         **grads,
-        **_settings(operands, "is_causal"),
+        **_settings(call, tensors, "is_causal"),
         deterministic=problem.deterministic,
     )
     dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
     return dq, dk, dv, None, None, None
 
 
-def _settings(operands: Operands, causal_name: str) -> dict[str, Any]:
-    causal, left, right = _gpu.flash_band(operands)
+def _settings(call: Call, tensors: Tensors, causal_name: str) -> dict[str, Any]:
+    causal, left, right = _gpu.flash_band(call, tensors)
     return {
-        "softmax_scale": operands.scale,
+        "softmax_scale": call.scale,
         causal_name: causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": operands.softcap or 0.0,
+        "softcap": call.softcap or 0.0,
     }

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import Gradients
@@ -22,31 +23,35 @@ def _package() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
-    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.cleaned_views(problem, operands)
-    cu = _gpu.packing(problem, operands)
+    problem = call.problem
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
-        q, k, v, **cu, **_settings(operands), softcap=operands.softcap, learnable_sink=operands.sinks, return_lse=True
+        q, k, v, **cu, **_settings(call, tensors), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
     )
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    if operands.sinks is not None:
-        lse = _gpu.without_sinks(lse, operands.sinks)
-    return Result(*_gpu.settle(out, lse, form))
+    if tensors.sinks is not None:
+        lse = _gpu.without_sinks(lse, tensors.sinks)
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
-def backward(
-    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k, v and the sinks, through the output and the log-sum-exp."""
-    q, k, v = _gpu.cleaned_views(problem, operands)
-    cu = _gpu.packing(problem, operands)
+    problem = call.problem
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
     lse = result.lse
-    if operands.sinks is not None:
-        lse = _gpu.with_sinks(lse, operands.sinks)
-    grad, out, lse = _layout.canonical(grad_out, problem.layout), result.out, _gpu.for_kernel(lse)
+    if tensors.sinks is not None:
+        lse = _gpu.with_sinks(lse, tensors.sinks)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(lse),
+    )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
         grad_lse = None if grad_lse is None else grad_lse[0]
@@ -58,10 +63,10 @@ def backward(
         grad.contiguous(),
         lse,
         **cu,
-        **_settings(operands),
-        softcap=operands.softcap or 0.0,
+        **_settings(call, tensors),
+        softcap=call.softcap or 0.0,
         deterministic=problem.deterministic,
-        learnable_sink=operands.sinks,
+        learnable_sink=tensors.sinks,
         dq=torch.zeros_like(q, memory_format=torch.contiguous_format),
         dk=torch.zeros_like(k, memory_format=torch.contiguous_format),
         dv=torch.zeros_like(v, memory_format=torch.contiguous_format),
@@ -71,11 +76,11 @@ def backward(
     return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
 
 
-def _settings(operands: Operands) -> dict[str, Any]:
-    left, right = _gpu.band(operands)
+def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
+    left, right = _gpu.band(call, tensors)
     causal = left is None and right == 0
     return {
-        "softmax_scale": operands.scale,
+        "softmax_scale": call.scale,
         "causal": causal,
         "window_size_left": left,
         "window_size_right": None if causal else right,

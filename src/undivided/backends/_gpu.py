@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine, Version
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.masks import NormalForm
 from undivided.masks._parts import Documents
 
@@ -95,20 +97,20 @@ def capability_text(machine: Machine) -> str:
     return ".".join(map(str, machine.compute_capability or ()))
 
 
-def band(operands: Operands) -> tuple[int | None, int | None]:
+def band(call: Call, tensors: Tensors) -> tuple[int | None, int | None]:
     """(left, right) of the mask's window; None is unbounded."""
-    return operands.mask.band
+    return call.mask.band
 
 
-def flash_band(operands: Operands) -> tuple[bool, int, int]:
+def flash_band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
     """(causal, left, right) as flash-attention wants them: -1 is unbounded, causal is the window (-1, 0)."""
-    left, right = band(operands)
+    left, right = band(call, tensors)
     return (left is None and right == 0), -1 if left is None else left, -1 if right is None else right
 
 
-def documents(operands: Operands) -> Documents | None:
+def documents(call: Call, tensors: Tensors) -> Documents | None:
     """The packed documents of the mask, if any."""
-    return next((part for part in operands.mask.parts if isinstance(part, Documents)), None)
+    return next((part for part in call.mask.parts if isinstance(part, Documents)), None)
 
 
 def offsets(tensor: Tensor, like: Tensor) -> Tensor:
@@ -122,27 +124,29 @@ def longest(problem: Problem) -> tuple[int, int]:
     return min(q or problem.q_len, problem.q_len), min(kv or problem.kv_len, problem.kv_len)
 
 
-def packing(problem: Problem, operands: Operands) -> dict[str, Any]:
+def packing(call: Call, tensors: Tensors) -> dict[str, Any]:
     """Cumulative and longest lengths of packed documents, as flash-attn names them; empty for dense sequences."""
-    found = documents(operands)
+    problem = call.problem
+    found = documents(call, tensors)
     if found is None:
         return {}
     max_q, max_k = longest(problem)
-    cu_q, cu_k = offsets(found.cu_seqlens_q, operands.q), offsets(found.cu_seqlens_kv, operands.q)
+    cu_q, cu_k = offsets(found.cu_seqlens_q, tensors.q), offsets(found.cu_seqlens_kv, tensors.q)
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
-def views(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+def views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v as [B, S, H, D], or as [T, H, D] where documents are packed."""
-    found = tuple(_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
-    return found if documents(operands) is None else tuple(t[0] for t in found)
+    problem = call.problem
+    found = tuple(_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    return found if documents(call, tensors) is None else tuple(t[0] for t in found)
 
 
-def cleaned_views(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+def cleaned_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """`views` with 0 where no pair reads them; see `cleaned`."""
-    if documents(operands) is None:
-        return views(problem, operands)
-    return tuple(t[0] for t in cleaned(problem, operands, operands.normal_form(problem)))
+    if documents(call, tensors) is None:
+        return views(call, tensors)
+    return tuple(t[0] for t in cleaned(call, tensors, call.normal_form(tensors.q.device)))
 
 
 def has_rows_without_keys(problem: Problem) -> bool:
@@ -170,15 +174,16 @@ def blank(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor,
     return out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf)
 
 
-def closed_rows(problem: Problem, operands: Operands) -> Tensor:
+def closed_rows(call: Call, tensors: Tensors) -> Tensor:
     """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0
     on."""
-    assert operands.bias is not None
-    is_open = operands.bias > -torch.inf
+    problem = call.problem
+    assert tensors.bias is not None
+    is_open = tensors.bias > -torch.inf
     first = torch.where(is_open.any(-1), is_open.to(torch.uint8).argmax(-1), problem.kv_len)
     if not problem.mask.kinds:
         return first == problem.kv_len
-    return first >= operands.normal_form(problem).ranges[..., 1].unsqueeze(1)
+    return first >= call.normal_form(tensors.q.device).ranges[..., 1].unsqueeze(1)
 
 
 def for_kernel(lse_BHS: Tensor) -> Tensor:
@@ -215,13 +220,14 @@ def used_keys(form: NormalForm) -> Tensor:
     return steps.cumsum(1)[:, :-1] > 0
 
 
-def cleaned(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
+def cleaned(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as [B, S, H, D], with 0 where no pair reads them: for kernels that multiply what they mask by 0.
 
     A copy of each, and only where the mask says that memory may lie outside the real lengths.
     """
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
-    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _fills_everything(operands, problem):
+    problem = call.problem
+    q, k, v = (_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _fills_everything(call, tensors):
         return q, k, v
     unused = ~used_keys(form)[..., None, None]
     return clear_rows(q, form), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
@@ -247,14 +253,15 @@ def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
     return grad.masked_fill_(tail[:, None, None], 0.0)
 
 
-def _fills_everything(operands: Operands, problem: Problem) -> bool:
+def _fills_everything(call: Call, tensors: Tensors) -> bool:
     """Whether documents on the CPU are known to leave nothing to clear: every token in one, as many queries as keys in
     each.
 
     With other lengths a document may have queries and no keys, rows that hold what they like and share a tile with
     others.
     """
-    found = documents(operands)
+    problem = call.problem
+    found = documents(call, tensors)
     if found is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
         return False
     cu_q, cu_kv = found.cu_seqlens_q, found.cu_seqlens_kv

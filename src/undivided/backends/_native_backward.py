@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._layout import Layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
+from undivided._result import Result
 from undivided.backends._base import Gradients
-from undivided.backends._native_call import DTYPES, STRIDES, Call, in_memory, is_plain, placed, plain_record
+from undivided.backends._native_call import DTYPES, STRIDES, Records, in_memory, is_plain, placed, plain_record
 from undivided.kernels import cpu
 
 _PACK = cpu.GRADIENT_RECORD.pack
@@ -30,31 +32,28 @@ _NOTHING: tuple[int, ...] = (0,) * 4
 _NO_BIAS: tuple[int, ...] = (0,) * 5
 
 
-def backward(
-    problem: Problem,
-    operands: Operands,
-    out: Tensor,
-    layout: Layout,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-) -> Gradients:
-    """Gradients from (out, lse), out in this layout; see `Backend.backward`."""
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    """Gradients from (out, lse); see `Backend.backward`."""
+    layout = call.problem.layout
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    (operands, at), grad_out = placed(operands), in_memory(grad_out)
-    out, lse = _unit_last(in_memory(out)), _unit_last(in_memory(lse))
+    (tensors, at), grad_out = placed(tensors), in_memory(grad_out)
+    out, lse = _unit_last(in_memory(result.out)), _unit_last(in_memory(result.lse))
     grad_lse = None if grad_lse is None else in_memory(grad_lse)
-    if operands.pages is None and is_plain(problem, operands):
-        given = plain_record(problem, operands, at, out, STRIDES[layout](out.stride()), lse)
-        return _plain(library, problem, operands, given, grad_out, grad_lse)
-    call = Call(problem, operands, (*operands.heads_first(), _layout.heads_first(out, layout), lse))
-    slices = call.slices()
+    if call.pages is None and is_plain(call, tensors):
+        given = plain_record(call, tensors, at, out, STRIDES[layout](out.stride()), lse)
+        return _plain(library, call, tensors, given, grad_out, grad_lse)
+    records = Records(
+        call,
+        tensors,
+        (*tensors.without_pages(call.pages, layout).heads_first(layout), _layout.heads_first(out, layout), lse),
+    )
+    slices = records.slices()
     attempt: int | None = 0
     while attempt is not None:
-        gradients = _Gradients(problem, operands, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt)
+        gradients = _Gradients(call, tensors, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt)
         for rows in slices:
-            following = library.backward(call.record(rows), gradients.record(rows), attempt)
+            following = library.backward(records.record(rows), gradients.record(rows), attempt)
             if following is not None:
                 break
         attempt = following
@@ -62,13 +61,14 @@ def backward(
 
 
 def _plain(
-    library: cpu.Library, problem: Problem, operands: Operands, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
+    library: cpu.Library, call: Call, tensors: Tensors, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """The gradients of q, k and v alone, whole and at once."""
+    problem = call.problem
     grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
-    inputs = (operands.q, operands.k, operands.v)
-    found = [_like(x, False) if n else None for x, n in zip(inputs, operands.needs, strict=False)]
+    inputs = (tensors.q, tensors.k, tensors.v)
+    found = [_like(x, False) if n else None for x, n in zip(inputs, call.needs, strict=False)]
     strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
     of_grad = (grad.data_ptr(), *strides(grad.stride()))
     places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
@@ -123,19 +123,14 @@ class _Gradients:
     """The results, the buffers that the kernel fills, and the records that point to them."""
 
     def __init__(
-        self,
-        problem: Problem,
-        operands: Operands,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        in_parts: bool,
-        attempt: int,
+        self, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool, attempt: int
     ) -> None:
-        self._problem, self._operands, self._in_parts, self._attempt = problem, operands, in_parts, attempt
+        problem = call.problem
+        self._call, self._tensors, self._in_parts, self._attempt = call, tensors, in_parts, attempt
         self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
-        needs, layout = operands.needs, problem.layout
-        inputs = (operands.q, operands.k, operands.v)
+        needs, layout = call.needs, problem.layout
+        inputs = (tensors.q, tensors.k, tensors.v)
         self._qkv = [_like(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
@@ -146,7 +141,7 @@ class _Gradients:
     def _bias_buffer(self) -> Tensor:
         """fp32 sums: [B, H, Sq, 1] for a bias without a key axis, [B, H, 1, Sk] without a row axis, else the bias's
         shape."""
-        problem, bias = self._problem, self._operands.bias
+        problem, bias = self._call.problem, self._tensors.bias
         assert bias is not None
         if bias.shape[3] == 1:
             return torch.zeros(problem.batch, problem.heads, problem.q_len, 1, device=bias.device)
@@ -167,8 +162,8 @@ class _Gradients:
             )
             bias = (part.data_ptr(), *strides)
         return _record(
-            self._problem,
-            DTYPES[torch.float32 if self._in_parts else self._problem.dtype],
+            self._call.problem,
+            DTYPES[torch.float32 if self._in_parts else self._call.problem.dtype],
             self._in_parts,
             self._attempt,
             _place(self._grad_out[:, :, rows]),
@@ -180,28 +175,28 @@ class _Gradients:
 
     def finish(self) -> list[Tensor | None]:
         """The gradients in the order, shapes and dtypes of the inputs."""
-        operands = self._operands
-        found: list[Tensor | None] = [None if x is None else x.to(self._problem.dtype) for x in self._qkv]
+        tensors = self._tensors
+        found: list[Tensor | None] = [None if x is None else x.to(self._call.problem.dtype) for x in self._qkv]
         bias = sinks = slopes = None
         if self._bias is not None:
-            assert operands.bias is not None
-            bias = _summed_to(self._bias, operands.bias.shape)
+            assert tensors.bias is not None
+            bias = _summed_to(self._bias, tensors.bias.shape)
         if self._sinks is not None:
-            sinks = _summed_to(self._sinks, (1, self._problem.heads, 1)).flatten()
+            sinks = _summed_to(self._sinks, (1, self._call.problem.heads, 1)).flatten()
         if self._slopes is not None:
             slopes = self._sum_of_slopes(self._slopes)
-        for given, x in ((operands.bias, bias), (operands.sinks, sinks), (operands.alibi_slopes, slopes)):
+        for given, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
             found.append(None if x is None or given is None else x.to(given.dtype))
         return found
 
     def _sum_of_slopes(self, rows: Tensor) -> Tensor:
-        slopes = self._operands.alibi_slopes
+        slopes = self._tensors.alibi_slopes
         assert slopes is not None
         if slopes.dim() == 1:
-            return _summed_to(rows, (1, self._problem.heads, 1)).flatten()
-        if self._problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
+            return _summed_to(rows, (1, self._call.problem.heads, 1)).flatten()
+        if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
-        sequence = self._operands.normal_form(self._problem).q_sequence.clamp(0, slopes.shape[0] - 1).long()
+        sequence = self._call.normal_form(self._tensors.q.device).q_sequence.clamp(0, slopes.shape[0] - 1).long()
         return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 

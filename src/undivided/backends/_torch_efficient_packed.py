@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 from undivided.backends import _gpu
 
 LSE_ROWS = 32
@@ -40,16 +41,17 @@ class Packing(NamedTuple):
     0."""
 
     @staticmethod
-    def of(problem: Problem, operands: Operands) -> Packing | None:
-        """The packing of these operands; None for dense sequences."""
-        found = _gpu.packing(problem, operands)
+    def of(call: Call, tensors: Tensors) -> Packing | None:
+        """The packing of this call; None for dense sequences."""
+        problem = call.problem
+        found = _gpu.packing(call, tensors)
         if not found:
             return None
         cu_q, cu_k = found["cu_seqlens_q"], found["cu_seqlens_k"]
         causal = "causal" in problem.mask.kinds
         if causal and problem.align == "bottom_right":
             cu_q, cu_k = _rows_without_keys_apart(cu_q, cu_k)
-        documents = _gpu.documents(operands)
+        documents = _gpu.documents(call, tensors)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
         return Packing(cu_q, cu_k, found["max_seqlen_q"], found["max_seqlen_k"], one_split=not (same or causal))

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine, active_flash_impl
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _flash_attn_rules, _gpu
 from undivided.backends._base import Gradients, Limits, limit_reasons
@@ -98,13 +100,14 @@ def rank(problem: Problem, machine: Machine) -> float:
     return _gpu.rank("torch_flash", machine)
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(call: Call, tensors: Tensors) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
-    causal, left, right = _band(operands)
-    slopes = operands.alibi_slopes
-    form = operands.normal_form(problem) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _tensors(problem, operands)
-    packing = _pack(problem, operands)
+    problem = call.problem
+    causal, left, right = _band(call, tensors)
+    slopes = tensors.alibi_slopes
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _tensors(call, tensors)
+    packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(
         q,
         k,
@@ -113,24 +116,27 @@ def forward(problem: Problem, operands: Operands) -> Result:
         0.0,
         causal,
         False,
-        scale=operands.scale,
+        scale=call.scale,
         window_size_left=left,
         window_size_right=right,
         alibi_slopes=None if slopes is None else slopes.float().contiguous(),
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form))
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
-def backward(
-    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients by ``aten::_flash_attention_backward``."""
-    causal, left, right = _band(operands)
-    q, k, v = _tensors(problem, operands)
-    packing = _pack(problem, operands)
-    out, grad, lse = result.out, _layout.canonical(grad_out, problem.layout), _gpu.for_kernel(result.lse)
+    problem = call.problem
+    causal, left, right = _band(call, tensors)
+    q, k, v = _tensors(call, tensors)
+    packing = _pack(call, tensors)
+    out, grad, lse = (
+        _layout.canonical(result.out, problem.layout),
+        _layout.canonical(grad_out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
     packed = packing[0] is not None
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]
@@ -148,7 +154,7 @@ def backward(
             0.0,
             causal,
             *unused,
-            scale=operands.scale,
+            scale=call.scale,
             window_size_left=left,
             window_size_right=right,
         )
@@ -161,24 +167,25 @@ def backward(
     return dq, dk, dv, None, None, None
 
 
-def _band(operands: Operands) -> tuple[bool, int, int]:
+def _band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
     """(causal, left, right). FlashAttention 4 is told of a causal mask by its flag alone, as its own interface does."""
-    causal, left, right = _gpu.flash_band(operands)
+    causal, left, right = _gpu.flash_band(call, tensors)
     return causal, left, -1 if causal and active_flash_impl() is not None else right
 
 
-def _tensors(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v. What no pair reads is 0 for FlashAttention 3 and 4, which may multiply it by 0; 2 does not load it."""
     prepare = _gpu.views if active_flash_impl() is None else _gpu.cleaned_views
-    return prepare(problem, operands)
+    return prepare(call, tensors)
 
 
 _Packing = tuple[Tensor | None, Tensor | None, int, int]
 
 
-def _pack(problem: Problem, operands: Operands) -> _Packing:
+def _pack(call: Call, tensors: Tensors) -> _Packing:
     """(cu_q, cu_k, max_q, max_k); no cumulative lengths for dense sequences."""
-    found = _gpu.packing(problem, operands)
+    problem = call.problem
+    found = _gpu.packing(call, tensors)
     if not found:
         return None, None, problem.q_len, problem.kv_len
     return found["cu_seqlens_q"], found["cu_seqlens_k"], found["max_seqlen_q"], found["max_seqlen_k"]

@@ -15,7 +15,7 @@ from undivided.kernels.triton.config import Config
 
 
 def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
-    """Of (q, k, v, bias, sinks, alibi_slopes), where `Operands.needs` asks for them."""
+    """Of (q, k, v, bias, sinks, alibi_slopes), where `Call.needs` asks for them."""
     return _Backward(inputs, result, grad_out, grad_lse).run()
 
 
@@ -23,25 +23,25 @@ class _Backward:
     def __init__(self, inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> None:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
-        self.needs = inputs.operands.needs
+        self.needs = inputs.call.needs
         g = _layout.heads_first(grad_out, problem.layout)
         self.g = g if g.stride(-1) == 1 or g.shape[-1] == 1 else g.contiguous()
-        out = result.out.transpose(1, 2)
+        out = _layout.heads_first(result.out, problem.layout)
         self.lse = result.lse.contiguous()
         self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.factor = None
-        if inputs.operands.sinks is not None:
+        if inputs.given.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
         self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
 
     def run(self) -> list[Tensor | None]:
-        operands, parts = self.inputs.operands, list(self.inputs.parts())
-        dq = torch.empty_like(operands.q) if self.needs[0] or self.needs[5] else None
+        given, parts = self.inputs.given, list(self.inputs.parts())
+        dq = torch.empty_like(given.q) if self.needs[0] or self.needs[5] else None
         # where the rows come in several calls the sums of the keys are kept in fp32
         kind = torch.float32 if len(parts) > 1 else None
-        dk = torch.zeros_like(operands.k, dtype=kind) if self.needs[1] or self.needs[2] else None
-        dv = torch.zeros_like(operands.v, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dk = torch.zeros_like(given.k, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dv = torch.zeros_like(given.v, dtype=kind) if self.needs[1] or self.needs[2] else None
         dbias = self._empty_bias() if self.needs[3] else None
         for rows in parts:
             if dq is not None:
@@ -54,7 +54,7 @@ class _Backward:
         found = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
         return [
             None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
-            for gradient, tensor, needed in zip(found, operands.differentiable, self.needs, strict=True)
+            for gradient, tensor, needed in zip(found, given, self.needs, strict=True)
         ]
 
     def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class _Backward:
         }
         for name, tensor in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", g)):
             arguments |= _strides(name, tensor)
-        return arguments | inputs.tensors(rows) | inputs.switches(rows)
+        return arguments | inputs.pointers(rows) | inputs.switches(rows)
 
     def _described(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
         """The two tensors that a pass visits, as descriptors where that can be."""
@@ -146,7 +146,7 @@ class _Backward:
     def _empty_bias(self) -> Tensor:
         """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed
         afterwards."""
-        bias = self.inputs.operands.bias
+        bias = self.inputs.given.bias
         assert bias is not None
         return bias.new_zeros((*bias.shape[:2], self.problem.q_len, self.problem.kv_len), dtype=torch.float32)
 
@@ -173,7 +173,7 @@ class _Backward:
         )
 
     def _bias(self, dbias: Tensor | None) -> Tensor | None:
-        bias = self.inputs.operands.bias
+        bias = self.inputs.given.bias
         return None if dbias is None or bias is None else dbias.sum_to_size(bias.shape)
 
     def _sinks(self) -> Tensor | None:
@@ -184,7 +184,7 @@ class _Backward:
         return share.sum((0, 2))
 
     def _slopes(self) -> Tensor | None:
-        slopes, rows = self.inputs.operands.alibi_slopes, self.row_slopes
+        slopes, rows = self.inputs.given.alibi_slopes, self.row_slopes
         if slopes is None or rows is None:
             return None
         if slopes.dim() == 1:

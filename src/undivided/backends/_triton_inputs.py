@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.backends import _gpu
 from undivided.backends import _triton_tables as tables
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
-from undivided.masks._intervals import DensePairs
+from undivided.masks.normal_form import DensePairs
 
 MASK_PAIRS = 1 << 28
 """Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""
@@ -88,19 +90,24 @@ class Rows:
 class Inputs:
     """Everything that every kernel takes, for one problem. Tensors are held here until the launches are queued."""
 
-    problem: Problem
-    operands: Operands
+    call: Call
+    given: Tensors
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.call.problem
 
     def __post_init__(self) -> None:
-        problem, operands = self.problem, self.operands
-        self.q = _layout.heads_first(operands.q, problem.layout)
-        if operands.pages is None:
-            self.k = _layout.heads_first(operands.k, problem.layout)
-            self.v = _layout.heads_first(operands.v, problem.layout)
+        call, problem, given = self.call, self.problem, self.given
+        self.q = _layout.heads_first(given.q, problem.layout)
+        if call.pages is None:
+            self.k = _layout.heads_first(given.k, problem.layout)
+            self.v = _layout.heads_first(given.v, problem.layout)
             self.pages, self.page_strides = self.q, (0, 0, 0, 0)
         else:  # pools [pages, page_size, N, D]: a key's row is found through the table
-            self.k, self.v = operands.k.transpose(1, 2), operands.v.transpose(1, 2)
-            self.pages = operands.pages.contiguous()
+            self.k, self.v = given.k.transpose(1, 2), given.v.transpose(1, 2)
+            self.pages = call.pages.contiguous()
             self.page_strides = (
                 0 if problem.packed else self.pages.stride(0),
                 self.k.stride(0),
@@ -109,22 +116,22 @@ class Inputs:
             )
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
-        if needs_positions or not operands.mask.is_full:
-            form = operands.normal_form(problem)
+        if needs_positions or not call.mask.is_full:
+            form = call.normal_form(given.q.device)
         self.form: NormalForm | None = form
-        self.masked = not operands.mask.is_full
+        self.masked = not call.mask.is_full
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
         self.ranges = form.table if form is not None and self.masked else self._nothing(torch.int32)
         self.bias = None
-        if operands.bias is not None:
-            self.bias = operands.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
-        self.slopes = None if operands.alibi_slopes is None else self._row_slopes(operands.alibi_slopes)
-        self.sinks = self._nothing() if operands.sinks is None else operands.sinks.detach().float().contiguous()
-        self.seed = self._seed(operands.dropout_seed)
+        if given.bias is not None:
+            self.bias = given.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
+        self.slopes = None if given.alibi_slopes is None else self._row_slopes(given.alibi_slopes)
+        self.sinks = self._nothing() if given.sinks is None else given.sinks.detach().float().contiguous()
+        self.seed = self._seed(call.dropout_seed)
 
     def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Stands for a tensor that the kernel does not read."""
-        return torch.empty(1, dtype=dtype, device=self.operands.q.device)
+        return torch.empty(1, dtype=dtype, device=self.given.q.device)
 
     def _seed(self, seed: int | Tensor | None) -> Tensor:
         """int64 [1], filled in on the device: a number that is copied there waits for it."""
@@ -180,7 +187,7 @@ class Inputs:
             columns=columns,
         )
 
-    def tensors(self, rows: Rows) -> dict[str, Any]:
+    def pointers(self, rows: Rows) -> dict[str, Any]:
         """The arguments that say what is masked, added and dropped, for these rows."""
         form, nothing = self.form, self._nothing()
         bias = nothing if self.bias is None else self.bias[:, :, rows.span]
@@ -214,18 +221,18 @@ class Inputs:
 
     def switches(self, rows: Rows) -> dict[str, Any]:
         """Sizes and scalars, and what the kernels are specialised for."""
-        problem, operands = self.problem, self.operands
+        call, problem = self.call, self.problem
         dropout = 0
-        if operands.dropout_p > 0:
+        if call.dropout_p > 0:
             dropout = 2 if self._keys_stand_in_order() else 1
         return {
             "kv_len": problem.kv_len,
             "q_len": rows.span.stop - rows.span.start,
             "first_row": rows.span.start,
-            "scale": operands.scale,
-            "softcap": operands.softcap or 0.0,
-            "threshold": philox.threshold(operands.dropout_p),
-            "survivor": philox.survivor_scale(operands.dropout_p),
+            "scale": call.scale,
+            "softcap": call.softcap or 0.0,
+            "threshold": philox.threshold(call.dropout_p),
+            "survivor": philox.survivor_scale(call.dropout_p),
             "drop_head": 0 if self.form is None else self.form.first_head,
             "HEADS_PER_KV": problem.heads // problem.kv_heads,
             "QK_DIM": problem.qk_dim,
@@ -235,8 +242,8 @@ class Inputs:
             "COLUMNS": self.columns,
             "DENSE": rows.dense is not None,
             "ALIBI": self.slopes is not None,
-            "SOFTCAP": operands.softcap is not None,
-            "SINKS": operands.sinks is not None,
+            "SOFTCAP": call.softcap is not None,
+            "SINKS": self.given.sinks is not None,
             "DROPOUT": dropout,
             "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
         }
@@ -244,7 +251,7 @@ class Inputs:
     @property
     def plain(self) -> bool:
         """Whether scores are ``scale * q k`` and nothing else, and the scale keeps their order."""
-        return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.operands.scale > 0
+        return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.call.scale > 0
 
     @property
     def clean(self) -> int:
@@ -255,7 +262,7 @@ class Inputs:
         kinds = self.problem.mask.kinds
         if kinds & _HOLES or self.bias is not None:
             return 2
-        documents = _gpu.documents(self.operands)
+        documents = _gpu.documents(self.call, self.given)
         if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
             # a document may have keys that none of its queries sees, or no queries: they lie between those of others
             return 2

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype
 from undivided.backends import _cudnn_graph, _cudnn_paged, _cudnn_rules, _cudnn_score_rules, _cudnn_scores, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends._cudnn_graph import Call
+from undivided.backends._cudnn_graph import CudnnCall
 
 
 class Cudnn(Backend):
@@ -80,38 +82,49 @@ class Cudnn(Backend):
             return "computes each last page apart, in a dozen small operations; ask with backend='cudnn'"
         return None
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by a forward graph."""
-        if operands.pages is not None:
-            return _cudnn_paged.forward(problem, operands)
-        call = Call.of(problem, operands, _cudnn_scores.extra(problem, operands))
-        out = torch.empty(*call.q.shape[:-1], problem.v_dim, dtype=call.q.dtype, device=call.q.device)
-        stats = call.empty_stats(lse_dtype(problem.dtype))
-        tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out, "stats": stats}
-        call.run("forward", _cudnn_graph.forward_graph, tensors)
-        if call.packed:
+        problem = call.problem
+        if call.pages is not None:
+            return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
+        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors))
+        out = torch.empty(*cudnn_call.q.shape[:-1], problem.v_dim, dtype=cudnn_call.q.dtype, device=cudnn_call.q.device)
+        stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
+        buffers = {"q": cudnn_call.q, "k": cudnn_call.k, "v": cudnn_call.v, "o": out, "stats": stats}
+        cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
+        if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
-        return Result(*_cudnn_scores.settle(problem, operands, out, stats))
+        return Result(*_cudnn_scores.settle(call, tensors, out, stats)).in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by a backward graph."""
-        call = Call.of(problem, operands, _cudnn_scores.extra(problem, operands)).for_backward()
+        problem = call.problem
+        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors)).for_backward()
+        result = result.canonical(problem.layout)
         out, grad = result.out, _layout.canonical(grad_out, problem.layout)
         if _gpu.has_rows_without_keys(problem):
-            grad = _gpu.clear_rows(grad, operands.normal_form(problem))
-        stats = _cudnn_scores.statistics(operands, result)
-        dsinks = _cudnn_scores.sink_gradient(operands, result, grad) if "sinks_grad" in problem.features else None
-        if call.packed:
+            grad = _gpu.clear_rows(grad, call.normal_form(tensors.q.device))
+        stats = _cudnn_scores.statistics(call, tensors, result)
+        dsinks = _cudnn_scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
+        if cudnn_call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
-        tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out.contiguous(), "stats": stats.contiguous()}
-        tensors["do"] = grad.contiguous()
+        buffers = {
+            "q": cudnn_call.q,
+            "k": cudnn_call.k,
+            "v": cudnn_call.v,
+            "o": out.contiguous(),
+            "stats": stats.contiguous(),
+        }
+        buffers["do"] = grad.contiguous()
         # ragged gradients are written for real tokens only: the rest starts, and stays, at 0
-        grads = {f"d{name}": torch.zeros(tensors[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
-        wants_bias = {"dbias": torch.zeros_like(call.extra["bias"])} if "bias_grad" in problem.features else {}
-        call.run("backward", _cudnn_graph.backward_graph, tensors | grads | wants_bias)
-        dq, dk, dv = (_layout.restore(g.unsqueeze(0) if call.packed else g, problem.layout) for g in grads.values())
+        grads = {f"d{name}": torch.zeros(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
+        wants_bias = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
+        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | wants_bias)
+        dq, dk, dv = (
+            _layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
+        )
         return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
 
 

@@ -14,8 +14,10 @@ from types import ModuleType
 
 from torch import Tensor
 
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _flash_attn_2, _flash_attn_3, _flash_attn_4, _flash_attn_rules, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
@@ -81,20 +83,21 @@ class FlashAttn(Backend):
         shown = installed or list(against)[:1]
         return common + [f"flash-attn {v.number}: {reason}" for v in shown for reason in against[v]]
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by the version that fits."""
-        return self._pick(problem, operands).calls.forward(problem, operands)  # type: ignore[no-any-return]
+        return self._pick(call, tensors).calls.forward(call, tensors)  # type: ignore[no-any-return]
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by the version that fits."""
-        calls = self._pick(problem, operands).calls
-        return calls.backward(problem, operands, result, grad_out, grad_lse)  # type: ignore[no-any-return]
+        calls = self._pick(call, tensors).calls
+        return calls.backward(call, tensors, result, grad_out, grad_lse)  # type: ignore[no-any-return]
 
-    def _pick(self, problem: Problem, operands: Operands) -> _Version:
+    def _pick(self, call: Call, tensors: Tensors) -> _Version:
         """The version that runs here: the same for forward and backward, because both ask with the same problem."""
-        machine = Machine.this(operands.q.device)
+        problem = call.problem
+        machine = Machine.this(tensors.q.device)
         return next(version for version in _in_order(machine) if not version.reasons(problem, machine))
 
 

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.masks import NormalForm
-from undivided.masks._intervals import DensePairs, IdPairs, RangePairs
-from undivided.masks._predicate import PredicatePairs
+from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8
@@ -103,33 +104,33 @@ class Flex(Backend):
         """Compiling takes seconds for every new set of sizes."""
         return "compiles for seconds per shape; ask with backend='flex'"
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by compiled FlexAttention."""
-        form = operands.normal_form(problem)
-        tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
+        problem = call.problem
+        form = call.normal_form(tensors.q.device)
+        inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
         if problem.device == "cpu":
-            out = _compiled()(*tensors, **settings)
+            out = _compiled()(*inputs, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse)
-        out, lse = _with_lse(tensors, settings)
-        return Result(*_gpu.settle(out.transpose(1, 2), lse, form))
+            return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+        out, lse = _with_lse(inputs, settings)
+        return Result(*_gpu.settle(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
-        form = operands.normal_form(problem)
+        problem = call.problem
+        form = call.normal_form(tensors.q.device)
         wanted = [
-            (n, t.detach().requires_grad_())
-            for n, t in enumerate(operands.differentiable)
-            if t is not None and _needs(problem, n)
+            (n, t.detach().requires_grad_()) for n, t in enumerate(tensors) if t is not None and _needs(problem, n)
         ]
-        fresh: list[Tensor | None] = list(operands.differentiable)
+        fresh: list[Tensor | None] = list(tensors)
         for n, tensor in wanted:
             fresh[n] = tensor
-        operands = operands.with_differentiable(fresh)
+        leaves = Tensors._make(fresh)
         with torch.enable_grad():
-            out, lse = _with_lse(_inputs(problem, operands, form), _settings(problem, operands, form))
+            out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         grad = _gpu.clear_rows(_layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
         found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
@@ -139,11 +140,11 @@ class Flex(Backend):
         return gradients
 
 
-def prepared(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+def prepared(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
     """FlexAttention alone: a call over inputs and a block mask that were built beforehand, -> [B, H, Sq, Dv]."""
-    form = operands.normal_form(problem)
-    tensors, settings = _inputs(problem, operands, form), _settings(problem, operands, form)
-    return lambda: _compiled()(*tensors, **settings)
+    form = call.normal_form(tensors.q.device)
+    inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
+    return lambda: _compiled()(*inputs, **settings)
 
 
 def _refused(feature: str) -> str:
@@ -195,16 +196,17 @@ def _with_lse(tensors: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Te
     return out, extra.lse
 
 
-def _inputs(problem: Problem, operands: Operands, form: NormalForm) -> tuple[Tensor, ...]:
+def _inputs(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, ...]:
     """q, k, v as [B, H, S, D]: FlexAttention multiplies what it masks by 0, so garbage is cleared first."""
-    return tuple(t.transpose(1, 2) for t in _gpu.cleaned(problem, operands, form))
+    return tuple(t.transpose(1, 2) for t in _gpu.cleaned(call, tensors, form))
 
 
-def _settings(problem: Problem, operands: Operands, form: NormalForm) -> dict[str, Any]:
+def _settings(call: Call, tensors: Tensors, form: NormalForm) -> dict[str, Any]:
+    problem = call.problem
     return {
-        "score_mod": _score_mod(problem, operands, form),
-        "block_mask": None if operands.mask.is_full else _block_mask(problem, form),
-        "scale": operands.scale,
+        "score_mod": _score_mod(call, tensors, form),
+        "block_mask": None if call.mask.is_full else _block_mask(problem, form),
+        "scale": call.scale,
         "enable_gqa": problem.heads != problem.kv_heads,
     }
 
@@ -298,9 +300,9 @@ def _broadcast(tensor: Tensor, *indices: Index) -> Tensor:
     return tensor[tuple(index * 0 if size == 1 else index for size, index in zip(tensor.shape, indices, strict=True))]
 
 
-def _score_mod(problem: Problem, operands: Operands, form: NormalForm) -> ScoreMod | None:
+def _score_mod(call: Call, tensors: Tensors, form: NormalForm) -> ScoreMod | None:
     """Softcap, then ALiBi, then the bias; None where there is none of them."""
-    softcap, slopes, bias = operands.softcap, operands.alibi_slopes, operands.bias
+    softcap, slopes, bias = call.softcap, tensors.alibi_slopes, tensors.bias
     if softcap is None and slopes is None and bias is None:
         return None
     if slopes is not None:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends._native_call import DTYPES, STRIDES, Call, is_plain, pages_of, placed, plain_record
+from undivided.backends._native_call import DTYPES, STRIDES, Records, is_plain, pages_of, placed, plain_record
 from undivided.kernels import cpu
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
@@ -67,41 +69,31 @@ class Native(Backend):
             reasons.append(missing)
         return reasons
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
-        """One call of the kernel; one for every block of rows where the mask is more than ranges."""
-        answer, lse = self.answer(problem, operands)
-        return Result(_layout.canonical(answer, problem.layout), lse)
-
-    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """As `forward`, without the views that a plain problem has no use for."""
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """One call of the kernel; one for every block of rows if the mask is more than ranges."""
         library = cpu.load()
         assert isinstance(library, cpu.Library)
-        operands, at = placed(operands)
-        out, lse = _new_output(problem, operands), UNREAD
+        problem = call.problem
+        tensors, at = placed(tensors)
+        out, lse = _new_output(problem, tensors.q), UNREAD
         if problem.lse_is_read:
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
-        if is_plain(problem, operands):
-            _table, pages = pages_of(operands)
+        if is_plain(call, tensors):
+            _table, pages = pages_of(call, tensors)
             strides = STRIDES[problem.layout](out.stride())
-            library.forward(plain_record(problem, operands, at, out, strides, lse, pages))
-            return out, lse
+            library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
+            return Result(out, lse)
         out_BHSD = _layout.heads_first(out, problem.layout)
-        call = Call(problem, operands, (*_kernel_views(operands), out_BHSD, lse), paged=True)
-        for rows in call.slices():
-            library.forward(call.record(rows))
-        return out, lse
+        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
+        for rows in records.slices():
+            library.forward(records.record(rows))
+        return Result(out, lse)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
-        return _native_backward.backward(problem, operands, result.out, "bshd", result.lse, grad_out, grad_lse)
-
-    def gradients(
-        self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:
-        """As `backward`, without a view of out."""
-        return _native_backward.backward(problem, operands, out, problem.layout, lse, grad_out, grad_lse)
+        return _native_backward.backward(call, tensors, result, grad_out, grad_lse)
 
 
 def status() -> str:
@@ -129,17 +121,16 @@ def _is_tiny(problem: Problem) -> bool:
     return heads <= FEW_HEADS and work <= TINY_RECORDED
 
 
-def _kernel_views(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, Sq, Dk]; k and v [B, N, Sk, D], or the pools of a paged cache as they are, [pages, N, page_size, D]."""
-    if operands.pages is None:
-        return operands.heads_first()
-    q = _layout.heads_first(operands.q, operands.layout)
-    return q, operands.k.transpose(1, 2), operands.v.transpose(1, 2)
+    if call.pages is None:
+        return tensors.heads_first(call.problem.layout)
+    q = _layout.heads_first(tensors.q, call.problem.layout)
+    return q, tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
 
 
-def _new_output(problem: Problem, operands: Operands) -> Tensor:
+def _new_output(problem: Problem, q: Tensor) -> Tensor:
     """In the caller's layout, contiguous."""
-    q = operands.q
     if problem.v_dim == problem.qk_dim and q.is_contiguous():
         return torch.empty_like(q)
     return q.new_empty((*q.shape[:-1], problem.v_dim))

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype, sink_factor
 from undivided._tensors import readable
 from undivided._validation import DTYPES
@@ -27,7 +29,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends._block import Block, distance, document_ends, hide, must_part, row_slopes
 from undivided.backends._block_gradients import Accumulators, gradients_of, leaves_of
 from undivided.kernels import philox
-from undivided.masks._intervals import NormalForm
+from undivided.masks.normal_form import NormalForm
 
 SCORES_PER_BLOCK = 1 << 22
 """Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level
@@ -54,19 +56,19 @@ class Scores(NamedTuple):
     allowed: Tensor | None
 
 
-def scores(block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]) -> Scores:
-    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; tensors as `_slices` gives them."""
-    q, k, v, bias, _, slopes = tensors
+def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> Scores:
+    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; parts as `_slices` gives them."""
+    q, k, v, bias, _, slopes = parts
     assert q is not None and k is not None and v is not None
     some_row = None
-    allowed = _allowed(block, problem, operands, bias)
+    allowed = _allowed(block, call, tensors, bias)
     if allowed is not None:
         q, k, v, some_row = hide(allowed, q, k, v)
-    score = _grouped_matmul(q, k.transpose(-1, -2)) * operands.scale
-    if operands.softcap is not None:
-        score = operands.softcap * torch.tanh(score / operands.softcap)
+    score = _grouped_matmul(q, k.transpose(-1, -2)) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
     if slopes is not None:
-        score = score - slopes * distance(block, operands.normal_form(problem)).to(score.dtype)
+        score = score - slopes * distance(block, call.normal_form(tensors.q.device)).to(score.dtype)
     if bias is not None:
         score = score + bias
     if allowed is not None:
@@ -74,35 +76,34 @@ def scores(block: Block, problem: Problem, operands: Operands, tensors: Sequence
     return Scores(score, v, some_row, allowed)
 
 
-def attend(
-    block: Block, problem: Problem, operands: Operands, tensors: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
+def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, the specification.
 
     ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0
     and -inf, whatever their (unspecified) contents.
     """
-    score, v, some_row, allowed = scores(block, problem, operands, tensors)
+    score, v, some_row, allowed = scores(block, call, tensors, parts)
     lse, weights = _softmax(score)
     if (
         allowed is not None
     ):  # where a row's total is NaN they are, and would be in the gradients of keys that it does not see
         weights = weights.masked_fill(~allowed, 0.0)
-    sinks = tensors[4]
+    sinks = parts[4]
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
-    if operands.dropout_p > 0:
-        kept = _kept(block, problem, operands)
-        weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(operands.dropout_p)
+    if call.dropout_p > 0:
+        kept = _kept(block, call, tensors)
+        weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(call.dropout_p)
     out = _grouped_matmul(weights, v)
     # a row without a key is 0 already: selected once more, so that whatever gradient comes back for it ends here
     return out if some_row is None else torch.where(some_row, out, 0.0), lse
 
 
-def score_blocks(problem: Problem, operands: Operands) -> Iterator[tuple[Block, Tensor]]:
+def score_blocks(call: Call, tensors: Tensors) -> Iterator[tuple[Block, Tensor]]:
     """The masked scores, a block at a time: for what looks at scores and not at outputs."""
-    for block in _blocks(problem, operands):
-        yield block, scores(block, problem, operands, _slices(block, problem, operands)).score
+    tensors = tensors.without_pages(call.pages, call.problem.layout)
+    for block in _blocks(call, tensors):
+        yield block, scores(block, call, tensors, _slices(block, call, tensors)).score
 
 
 def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +128,11 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     return (grouped @ right).reshape(batch, heads, rows, right.shape[-1])
 
 
-def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | None) -> Tensor | None:
+def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) -> Tensor | None:
     """Allowed pairs of the block, bool [B|1, H|1, R, K]; None where every pair is. A bias of -inf counts as masked."""
     allowed = None
-    if not operands.mask.is_full:
-        normal = operands.normal_form(problem)
+    if not call.mask.is_full:
+        normal = call.normal_form(tensors.q.device)
         if not block.is_covered(normal):
             allowed = block.allowed(normal)
     if bias is not None:
@@ -143,31 +144,32 @@ def _allowed(block: Block, problem: Problem, operands: Operands, bias: Tensor | 
     return allowed
 
 
-def _kept(block: Block, problem: Problem, operands: Operands) -> Tensor:
+def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
-    normal = operands.normal_form(problem)
-    assert operands.dropout_seed is not None
-    heads = torch.arange(block.heads.start, block.heads.stop, device=operands.q.device) + normal.first_head
+    normal = call.normal_form(tensors.q.device)
+    assert call.dropout_seed is not None
+    heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
     return philox.keep(
-        operands.dropout_seed,
+        call.dropout_seed,
         block.of_rows(normal.q_sequence)[:, None, :, None],
         heads[None, :, None, None],
         block.of_rows(normal.q_position)[:, None, :, None],
         block.of_keys(normal.kv_position)[:, None, None, :],
-        operands.dropout_p,
+        call.dropout_p,
     )
 
 
 def _blocks(
-    problem: Problem, operands: Operands, of_rows: Sequence[Tensor] = (), of_keys: Sequence[Tensor] = ()
+    call: Call, tensors: Tensors, of_rows: Sequence[Tensor] = (), of_keys: Sequence[Tensor] = ()
 ) -> Iterator[Block]:
     """All blocks, in order. Together their (batch, head, row) triples are every triple once.
 
     of_rows, of_keys: what a block multiplies besides q, k and v, [B, H, Sq, D] and [B, N, Sk, D].
     """
-    normal = None if operands.mask.is_full else operands.normal_form(problem)
+    problem = call.problem
+    normal = None if call.mask.is_full else call.normal_form(tensors.q.device)
     batches = problem.batch
-    apart = normal is not None and must_part(problem, operands, normal, of_rows, of_keys)
+    apart = normal is not None and must_part(call, tensors, normal, of_rows, of_keys)
     if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
@@ -218,35 +220,38 @@ def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice
     return slice(*normal.hull(batch, rows))
 
 
-def _slices(block: Block, problem: Problem, operands: Operands) -> list[Tensor | None]:
+def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
     """The block of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
     [B|1, H|1, R|1, K|1], sinks [H], slopes [B|1, H, R|1, 1]."""
+    problem = call.problem
     precision = lse_dtype(problem.dtype)
-    q, k, v = operands.heads_first()
-    slopes = operands.alibi_slopes
-    normal = operands.normal_form(problem) if slopes is not None and slopes.dim() == 2 else None
+    q, k, v = tensors.heads_first(call.problem.layout)
+    slopes = tensors.alibi_slopes
+    normal = call.normal_form(tensors.q.device) if slopes is not None and slopes.dim() == 2 else None
     parts: list[Tensor | None] = [
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],
         v[block.batch, block.kv_heads, block.keys],
-        None if operands.bias is None else block.of_pairs(operands.bias),
-        None if operands.sinks is None else operands.sinks[block.heads],
+        None if tensors.bias is None else block.of_pairs(tensors.bias),
+        None if tensors.sinks is None else tensors.sinks[block.heads],
         None if slopes is None else row_slopes(slopes, block, normal),
     ]
     return [None if part is None else part.to(precision) for part in parts]
 
 
-def composite(problem: Problem, operands: Operands) -> Result:
+def composite(call: Call, tensors: Tensors) -> Result:
     """The reference as differentiable tensor operations throughout: for forward mode, vmap and higher derivatives."""
-    blocks = list(_blocks(problem, operands))
+    problem = call.problem
+    tensors = tensors.without_pages(call.pages, problem.layout)
+    blocks = list(_blocks(call, tensors))
     if not blocks:
-        return _empty_result(problem, operands)
-    parts = [attend(block, problem, operands, _slices(block, problem, operands)) for block in blocks]
+        return _empty_result(call, tensors).in_layout(problem.layout)
+    parts = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
     # blocks come ordered by batch, then heads, then rows: concatenate inside out
     for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
         parts, blocks = _concatenate(parts, blocks, axis, start)
     out, lse = parts[0]
-    return Result(out.to(problem.dtype).transpose(1, 2), lse)
+    return Result(_layout.from_heads_first(out.to(problem.dtype), problem.layout), lse)
 
 
 def _concatenate(
@@ -263,9 +268,10 @@ def _concatenate(
     return [(torch.cat([p[0] for p in g], axis), torch.cat([p[1] for p in g], axis)) for g in joined], firsts
 
 
-def _empty_result(problem: Problem, operands: Operands) -> Result:
+def _empty_result(call: Call, tensors: Tensors) -> Result:
+    problem = call.problem
     shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-    out = _layout.empty(problem.layout, shape, operands.q, zero=True)
+    out = _layout.empty(problem.layout, shape, tensors.q, zero=True)
     lse = torch.full(
         (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
     )
@@ -290,63 +296,68 @@ class Reference(Backend):
         """Last."""
         return 100
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Blocks of query rows, each written where it belongs."""
-        result = _empty_result(problem, operands)
+        problem = call.problem
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        result = _empty_result(call, tensors)
         out_BHSD = result.out.transpose(1, 2)
-        for block in _blocks(problem, operands):
-            out, lse = attend(block, problem, operands, _slices(block, problem, operands))
+        for block in _blocks(call, tensors):
+            out, lse = attend(block, call, tensors, _slices(block, call, tensors))
             out_BHSD[block.batch, block.heads, block.rows] = out.to(problem.dtype)
             result.lse[block.batch, block.heads, block.rows] = lse
-        return result
+        return result.in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
-        sums = Accumulators(problem, operands)
+        problem = call.problem
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        sums = Accumulators(call, tensors)
         grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
-        for block in _blocks(problem, operands, [grad_out_BHSD]):
+        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        for block in _blocks(call, tensors, [grad_out_BHSD]):
             with torch.enable_grad():
-                leaves = leaves_of(_slices(block, problem, operands), operands.needs)
-                out, lse = attend(block, problem, operands, leaves)
+                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                out, lse = attend(block, call, tensors, leaves)
             where = (block.batch, block.heads, block.rows)
             outputs, grads = [out], [grad_out_BHSD[where].to(out.dtype)]
             if grad_lse is not None:
                 outputs.append(lse)
                 grads.append(grad_lse[where].to(lse.dtype))
             if "partial" in problem.features:
-                whole = Result(result.out.transpose(1, 2)[where].to(out.dtype), result.lse[where].to(lse.dtype))
+                whole = Result(out_BHSD[where].to(out.dtype), result.lse[where].to(lse.dtype))
                 outputs, grads = [out, lse], _of_part(Result(out, lse), whole, grads)
             sums.add(block, gradients_of(outputs, grads, leaves))
         return sums.finish()
 
     def double_backward(
         self,
-        problem: Problem,
-        operands: Operands,
+        call: Call,
+        tensors: Tensors,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         grad_gradients: Sequence[Tensor | None],
     ) -> tuple[Gradients, Tensor, Tensor | None]:
         """The derivative of `backward` along grad_gradients: for the inputs, for grad_out and for grad_lse."""
+        problem = call.problem
         precision = lse_dtype(problem.dtype)
-        sums = Accumulators(problem, operands)
-        outer = operands.with_differentiable(
-            [
-                g if g is not None else None if t is None else torch.zeros_like(t)
-                for g, t in zip(grad_gradients, operands.differentiable, strict=True)
-            ]
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        sums = Accumulators(call, tensors)
+        outer = Tensors._make(
+            g if g is not None else None if t is None else torch.zeros_like(t)
+            for g, t in zip(grad_gradients, tensors, strict=True)
         )
         grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
         for_grad_out = torch.zeros_like(grad_out, dtype=precision)
         for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
-        outer_q, *outer_kv = outer.heads_first()
-        for block in _blocks(problem, operands, [grad_out_BHSD, outer_q], outer_kv):
+        outer_q, *outer_kv = outer.heads_first(problem.layout)
+        for block in _blocks(call, tensors, [grad_out_BHSD, outer_q], outer_kv):
             where = (block.batch, block.heads, block.rows)
             with torch.enable_grad():
-                leaves = leaves_of(_slices(block, problem, operands), operands.needs)
-                out, lse = attend(block, problem, operands, leaves)
+                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                out, lse = attend(block, call, tensors, leaves)
                 grads = [grad_out_BHSD[where].to(precision).requires_grad_()]
                 outputs = [out]
                 if grad_lse is not None:
@@ -355,7 +366,7 @@ class Reference(Backend):
                 inner = gradients_of(outputs, grads, leaves, create_graph=True)
             pairs = [
                 (g, o)
-                for g, o in zip(inner, _slices(block, problem, outer), strict=True)
+                for g, o in zip(inner, _slices(block, call, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
             ]
             found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine, format_version
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _cudnn_rules, _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
@@ -94,11 +96,12 @@ class TorchCudnn(Backend):
             return "PyTorch builds cuDNN's graph anew at every call with documents; ask with backend='torch_cudnn'"
         return None
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by ``aten::_cudnn_attention_forward``."""
+        problem = call.problem
         if problem.documents is not None:
-            return _packed_forward(problem, operands)
-        q, k, v = (aligned(t) for t in operands.heads_first())
+            return _packed_forward(call, tensors)
+        q, k, v = (aligned(t) for t in tensors.heads_first(call.problem.layout))
         out, lse, *_ = OPS._cudnn_attention_forward(
             q,
             k,
@@ -112,18 +115,19 @@ class TorchCudnn(Backend):
             0.0,
             "causal" in problem.mask.kinds,
             False,
-            scale=operands.scale,
+            scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*_gpu.settle(out.transpose(1, 2), lse, None))
+        return Result(*_gpu.settle(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
-        q, k, v = (aligned(t) for t in operands.heads_first())
+        problem = call.problem
+        q, k, v = (aligned(t) for t in tensors.heads_first(call.problem.layout))
         grad = _layout.heads_first(grad_out, problem.layout)
-        out = aligned(result.out.transpose(1, 2))
+        out = aligned(_layout.heads_first(result.out, problem.layout))
         if grad.stride() != out.stride() or aligned(grad) is not grad:  # cuDNN is told one layout for both
             grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
@@ -143,16 +147,17 @@ class TorchCudnn(Backend):
             problem.kv_len,
             0.0,
             "causal" in problem.mask.kinds,
-            scale=operands.scale,
+            scale=call.scale,
         )
         dq, dk, dv = (_layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
 
 
-def _packed_forward(problem: Problem, operands: Operands) -> Result:
+def _packed_forward(call: Call, tensors: Tensors) -> Result:
     """Documents: packed tokens that lie one after another, their offsets, and what no pair reads cleared."""
-    packing = _gpu.packing(problem, operands)
-    q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(problem, operands))
+    problem = call.problem
+    packing = _gpu.packing(call, tensors)
+    q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(call, tensors))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
     out, stats, *_ = OPS._cudnn_attention_forward(
         q,
@@ -166,10 +171,11 @@ def _packed_forward(problem: Problem, operands: Operands) -> Result:
         0.0,
         "causal" in problem.mask.kinds,
         False,
-        scale=operands.scale,
+        scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    return Result(*_gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), operands.normal_form(problem)))
+    settled = _gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q.device))
+    return Result(*settled).in_layout(problem.layout)
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype
 from undivided.backends import _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
@@ -88,36 +90,39 @@ class TorchEfficient(Backend):
             )
         return None
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by ``aten::_efficient_attention_forward``."""
-        q, k, v = _operands(problem, operands)
-        packing = Packing.of(problem, operands)
+        problem = call.problem
+        q, k, v = _views(call, tensors)
+        packing = Packing.of(call, tensors)
         cu_seqlens = (None,) * 4 if packing is None else packing[:4]
         out, lse, *_ = OPS._efficient_attention_forward(
             q,
             k,
             v,
-            _bias(problem, operands),
+            _bias(call, tensors),
             *cu_seqlens,
             0.0,
             _mask_type(problem),
             compute_log_sumexp=True,
-            scale=operands.scale,
+            scale=call.scale,
         )
         if packing is not None:
-            return Result(*_gpu.settle(out, packing.gather(lse, problem.q_len), operands.normal_form(problem)))
+            lse = packing.gather(lse, problem.q_len)
+            return Result(*_gpu.settle(out, lse, call.normal_form(tensors.q.device))).in_layout(problem.layout)
         out, lse = _gpu.settle(out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
-            out, lse = _gpu.blank(out, lse, _gpu.closed_rows(problem, operands))
-        return Result(out, lse)
+            out, lse = _gpu.blank(out, lse, _gpu.closed_rows(call, tensors))
+        return Result(out, lse).in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_efficient_attention_backward``."""
-        q, k, v = _operands(problem, operands)
-        packing = Packing.of(problem, operands)
+        problem = call.problem
+        q, k, v = _views(call, tensors)
+        packing = Packing.of(call, tensors)
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
         lse = _gpu.for_kernel(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
@@ -129,8 +134,8 @@ class TorchEfficient(Backend):
             q,
             k,
             v,
-            _bias(problem, operands),
-            result.out.contiguous(),
+            _bias(call, tensors),
+            _layout.canonical(result.out, problem.layout).contiguous(),
             *cu_seqlens,
             _padded(lse) if packing is None else packing.scatter(lse),
             0.0,
@@ -138,14 +143,14 @@ class TorchEfficient(Backend):
             seed,
             _mask_type(problem),
             wants_bias,
-            scale=operands.scale,
+            scale=call.scale,
             num_splits_key=1 if one_split else None,
         )
         if packing is not None:  # not written: rows without keys, tokens after the last document
-            dq = _gpu.clear_rows_(dq, operands.normal_form(problem))
+            dq = _gpu.clear_rows_(dq, call.normal_form(tensors.q.device))
             dk, dv = (_gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [_layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
-        return *grads, _summed(dbias, operands.bias) if wants_bias else None, None, None
+        return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None
 
 
 def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
@@ -179,10 +184,11 @@ def _size_reasons(problem: Problem) -> list[str]:
     return [f"{name}={size} (max {most})" for name, size, most in sizes if size > most]
 
 
-def _operands(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit
     offsets."""
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (operands.q, operands.k, operands.v))
+    problem = call.problem
+    q, k, v = (_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
     keys = _gpu.longest(problem)[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 
@@ -193,11 +199,12 @@ def _mask_type(problem: Problem) -> int:
     return _BOTTOM_RIGHT if problem.align == "bottom_right" else _TOP_LEFT
 
 
-def _bias(problem: Problem, operands: Operands) -> Tensor | None:
+def _bias(call: Call, tensors: Tensors) -> Tensor | None:
     """The bias as [B, H, Sq, Sk] in the dtype of q, its rows aligned; broadcast axes stay strides of 0."""
-    if operands.bias is None:
+    problem = call.problem
+    if tensors.bias is None:
         return None
-    bias = operands.bias.to(operands.q.dtype).expand(*operands.bias.shape[:3], problem.kv_len)
+    bias = tensors.bias.to(tensors.q.dtype).expand(*tensors.bias.shape[:3], problem.kv_len)
     if bias.stride(3) != 1 or any(bias.stride(axis) % _BIAS_ROW for axis in range(3)):
         room = torch.nn.functional.pad(bias, (0, -problem.kv_len % _BIAS_ROW))
         bias = room[..., : problem.kv_len]

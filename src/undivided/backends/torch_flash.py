@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result, lse_dtype
 from undivided._validation import DTYPES
 from undivided.backends import _torch_flash_cuda
@@ -46,7 +48,7 @@ _ANYWHERE = {"dense", "predicate"}
 """Kinds of mask whose keys may lie anywhere, so that a block of few rows needs as many keys as one of many."""
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of the kernel: which queries and keys, and how they are masked."""
 
     block: Block
@@ -98,70 +100,68 @@ class TorchFlash(Backend):
             reasons.append("an empty tensor (needs at least one query and one key)")
         return reasons
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """One call, or one for every sequence or block of rows."""
+        problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.forward(problem, operands)
-        q, k, v = operands.heads_first()
-        if (causal := _one_call(problem, operands)) is not None:
-            out, lse = _forward(q, k, v, 0.0, causal, scale=operands.scale)
-            return Result(_in_layout(out, problem), lse)
+            return _torch_flash_cuda.forward(call, tensors)
+        q, k, v = tensors.heads_first(call.problem.layout)
+        if (causal := _one_call(call, tensors)) is not None:
+            out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
+            # its memory follows q's strides for most layouts, not for all
+            return Result(_layout.from_heads_first(out, problem.layout).contiguous(), lse)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        out_BSHD = _layout.empty(problem.layout, shape, operands.q, zero=True)
+        out_BSHD = _layout.empty(problem.layout, shape, tensors.q, zero=True)
         lse = torch.full(
             (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
-        for call in _calls(problem, operands):
-            part = _Part(call, problem, operands, q, k, v)
+        for part_call in _calls(call, tensors):
+            part = _Part(part_call, call, tensors, q, k, v)
             part_out, part_lse = _forward(
-                part.q, part.k, part.v, 0.0, call.causal, attn_mask=part.mask, scale=operands.scale
+                part.q, part.k, part.v, 0.0, part_call.causal, attn_mask=part.mask, scale=call.scale
             )
-            out_BSHD[call.block.batch, call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
-            lse[call.block.batch, :, call.block.rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(
-                -1
-            )
-        return Result(out_BSHD, lse)
+            out_BSHD[part_call.block.batch, part_call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
+            lse[part_call.block.batch, :, part_call.block.rows] = part.without_empty(
+                part_lse.unsqueeze(-1), -torch.inf
+            ).squeeze(-1)
+        return Result(out_BSHD, lse).in_layout(problem.layout)
 
-    def answer(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """As `forward`; one call of the CPU kernel takes and gives heads before tokens, as the caller may have them."""
-        if problem.device != "cpu" or (causal := _one_call(problem, operands)) is None:
-            return super().answer(problem, operands)
-        out, lse = _forward(*operands.heads_first(), 0.0, causal, scale=operands.scale)
-        return _layout.from_heads_first(out, problem.layout).contiguous(), lse
-
-    def recorded(self, problem: Problem, operands: Operands) -> Tensor | None:
+    def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
         """The CPU kernel where one call of it is exact, on the caller's own tensors."""
-        if problem.device != "cpu" or operands.pages is not None or (causal := _one_call(problem, operands)) is None:
+        problem = call.problem
+        if problem.device != "cpu" or call.pages is not None or (causal := _one_call(call, tensors)) is None:
             return None
-        return _forward(*operands.heads_first(), 0.0, causal, scale=operands.scale)[0]
+        return _forward(*tensors.heads_first(call.problem.layout), 0.0, causal, scale=call.scale)[0]
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """The kernel's own backward, over the same calls as the forward."""
+        problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.backward(problem, operands, result, grad_out, grad_lse)
-        q, k, v = operands.heads_first()
+            return _torch_flash_cuda.backward(call, tensors, result, grad_out, grad_lse)
+        q, k, v = tensors.heads_first(call.problem.layout)
         grad = _layout.heads_first(grad_out, problem.layout)
-        out = result.out.transpose(1, 2)
-        if (causal := _one_call(problem, operands)) is not None:
-            grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=operands.scale)
+        out = _layout.heads_first(result.out, problem.layout)
+        if (causal := _one_call(call, tensors)) is not None:
+            grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=call.scale)
             return [*(_layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
-        return self._backward_in_parts(problem, operands, result, grad)
+        return self._backward_in_parts(call, tensors, result, grad)
 
-    def _backward_in_parts(self, problem: Problem, operands: Operands, result: Result, grad_BHSD: Tensor) -> Gradients:
-        tensors = operands.heads_first()
+    def _backward_in_parts(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
+        problem = call.problem
+        views = tensors.heads_first(call.problem.layout)
         precision = lse_dtype(problem.dtype)
         sums = [
             torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
-            for t in (operands.q, operands.k, operands.v)
+            for t in (tensors.q, tensors.k, tensors.v)
         ]
         dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
-        out_BHSD = result.out.transpose(1, 2)
-        for call in _calls(problem, operands):
-            part = _Part(call, problem, operands, *tensors)
-            rows = (call.block.batch, slice(None), call.block.rows)
-            keys = (call.block.batch, slice(None), call.block.keys)
+        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        for part_call in _calls(call, tensors):
+            part = _Part(part_call, call, tensors, *views)
+            rows = (part_call.block.batch, slice(None), part_call.block.rows)
+            keys = (part_call.block.batch, slice(None), part_call.block.keys)
             lse = result.lse[rows]
             part_q, part_k, part_v = _backward(
                 part.without_empty(grad_BHSD[rows], 0.0),
@@ -171,9 +171,9 @@ class TorchFlash(Backend):
                 out_BHSD[rows],
                 lse.masked_fill(lse == -torch.inf, 0.0),
                 0.0,
-                call.causal,
+                part_call.causal,
                 attn_mask=part.mask,
-                scale=operands.scale,
+                scale=call.scale,
             )
             dq[rows] += part_q
             dk[keys] += part_k
@@ -181,17 +181,10 @@ class TorchFlash(Backend):
         return [*(total.to(problem.dtype) for total in sums), None, None, None]
 
 
-def _in_layout(out_BHSD: Tensor, problem: Problem) -> Tensor:
-    """As [B, S, H, D], its memory in the caller's layout (the kernel follows q's strides for most, not for all)."""
-    native = _layout.from_heads_first(out_BHSD, problem.layout)
-    return (
-        out_BHSD.transpose(1, 2) if native.is_contiguous() else _layout.canonical(native.contiguous(), problem.layout)
-    )
-
-
-def _one_call(problem: Problem, operands: Operands) -> bool | None:
+def _one_call(call: Call, tensors: Tensors) -> bool | None:
     """The causal flag where a single call without a mask is exact; None where it is not."""
-    if operands.bias is not None or operands.alibi_slopes is not None:
+    problem = call.problem
+    if tensors.bias is not None or tensors.alibi_slopes is not None:
         return None
     kinds = problem.mask.kinds
     if not kinds:
@@ -201,30 +194,31 @@ def _one_call(problem: Problem, operands: Operands) -> bool | None:
     return True if exact else None
 
 
-def _calls(problem: Problem, operands: Operands) -> Iterator[Call]:
+def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
     """The kernel calls that together cover every query row that has a key."""
-    biased = operands.bias is not None or operands.alibi_slopes is not None
+    problem = call.problem
+    biased = tensors.bias is not None or tensors.alibi_slopes is not None
     heads = slice(0, problem.heads), slice(0, problem.kv_heads)
-    read = functools.partial(_sequences, problem, operands.mask)
-    sequences, rest = operands.mask.remembered(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
+    read = functools.partial(_sequences, problem, call.mask)
+    sequences, rest = call.mask.remembered(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
         whole = Block(batch, *heads, q, k)
         square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
         if not biased and not rest:
-            yield Call(whole, causal=False, masked=False)
+            yield KernelCall(whole, causal=False, masked=False)
         elif not biased and rest == {"causal"} and square and "flipped" not in problem.features:
-            yield Call(whole, causal=True, masked=False)
+            yield KernelCall(whole, causal=True, masked=False)
         else:
-            normal = operands.normal_form(problem)
+            normal = call.normal_form(tensors.q.device)
             step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))
             for start in range(q.start, q.stop, step):
                 rows = slice(start, min(start + step, q.stop))
                 keys = slice(*normal.hull(batch, rows))
                 if keys.stop > keys.start:
                     block = Block(batch, *heads, rows, keys)
-                    yield Call(block, causal=False, masked=biased or not block.is_covered(normal))
+                    yield KernelCall(block, causal=False, masked=biased or not block.is_covered(normal))
 
 
 def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
@@ -272,19 +266,20 @@ def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int)
 class _Part:
     """The tensors of one call, with what the mask hides taken out of them."""
 
-    def __init__(self, call: Call, problem: Problem, operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> None:
-        block = call.block
+    def __init__(self, part_call: KernelCall, call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -> None:
+        block = part_call.block
         self.q = q[block.batch, :, block.rows]
         self.k, self.v = (x[block.batch, :, block.keys] for x in (k, v))
         self.mask: Tensor | None = None
         self._some_row: Tensor | None = None
-        if call.masked:
-            self._hide(block, problem, operands)
+        if part_call.masked:
+            self._hide(block, call, tensors)
 
-    def _hide(self, block: Block, problem: Problem, operands: Operands) -> None:
+    def _hide(self, block: Block, call: Call, tensors: Tensors) -> None:
         """An additive mask of the block, and zeros where no row of it may look: the kernel multiplies what it masks."""
-        allowed = block.allowed(operands.normal_form(problem))
-        score = _additive(block, problem, operands)
+        problem = call.problem
+        allowed = block.allowed(call.normal_form(tensors.q.device))
+        score = _additive(block, call, tensors)
         if score is None:
             score = torch.zeros((), dtype=problem.dtype, device=self.q.device)
         else:
@@ -297,15 +292,16 @@ class _Part:
         return tensor if self._some_row is None else torch.where(self._some_row, tensor, value)
 
 
-def _additive(block: Block, problem: Problem, operands: Operands) -> Tensor | None:
+def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
     """Bias and ALiBi of the block in the precision of the softmax, broadcastable to [B, H, R, K]."""
+    problem = call.problem
     precision = lse_dtype(problem.dtype)
     score: Tensor | None = None
-    if operands.alibi_slopes is not None:
-        normal = operands.normal_form(problem)
-        score = -row_slopes(operands.alibi_slopes.to(precision), block, normal) * distance(block, normal)
-    if operands.bias is not None:
-        bias = block.of_pairs(operands.bias).to(precision)
+    if tensors.alibi_slopes is not None:
+        normal = call.normal_form(tensors.q.device)
+        score = -row_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
+    if tensors.bias is not None:
+        bias = block.of_pairs(tensors.bias).to(precision)
         score = bias if score is None else score + bias
     return score
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import Result
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
@@ -74,24 +76,25 @@ class Triton(Backend):
         """The interpreter is for tests."""
         return "runs under Triton's interpreter here, for tests" if problem.device == "cpu" else None
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch (and one that merges split keys) for every part of the rows; mostly there is one part."""
-        inputs = Inputs(problem, operands)
+        problem = call.problem
+        inputs = Inputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        out_BSHD = _layout.empty(problem.layout, shape, operands.q)
+        out_BSHD = _layout.empty(problem.layout, shape, tensors.q)
         out = out_BSHD.transpose(1, 2)
-        lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=operands.q.device)
+        lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=tensors.q.device)
         for rows in inputs.parts():
             _forward(inputs, rows, out[:, :, rows.span], lse[:, :, rows.span])
-        return Result(out_BSHD, lse)
+        return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def backward(
-        self, problem: Problem, operands: Operands, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Three passes: over rows (dq, slopes), over keys (dk, dv), over pairs (a bias)."""
         from undivided.backends import _triton_backward
 
-        return _triton_backward.gradients(Inputs(problem, operands), result, grad_out, grad_lse)
+        return _triton_backward.gradients(Inputs(call, tensors), result, grad_out, grad_lse)
 
 
 def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
@@ -137,7 +140,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         lse_z=part_lses.stride(0),
         lse_b=part_lses.stride(1),
         lse_h=part_lses.stride(2),
-        **inputs.tensors(rows),
+        **inputs.pointers(rows),
         **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
         GROUP=group,
         BLOCK_M=tile.block_m,

@@ -17,9 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from undivided import _layout
+from undivided._call import Call
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import policy
-from undivided._problem import Operands, Problem, normalise
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
 from undivided._selection import decide
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.errors import InputError
@@ -64,13 +67,18 @@ class Prepared:
 
     benchmark: Benchmark
     inputs: Inputs
-    problem: Problem
-    operands: Operands
+    call: Call
+    tensors: Tensors
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.call.problem
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as [B, H, S, D], without history."""
-        q, k, v = (x.detach() for x in self.operands.heads_first())
+        q, k, v = (x.detach() for x in self.tensors.heads_first(self.problem.layout))
         return q, k, v
 
     @property
@@ -87,7 +95,7 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     1
     """
     inputs = build(benchmark.case, benchmark.dtype, device=device)
-    return Prepared(benchmark, inputs, *normalise(**inputs.arguments))
+    return Prepared(benchmark, inputs, *normalise(Request.of(**inputs.arguments)))
 
 
 def rivals(device: str) -> tuple[str, ...]:
@@ -166,9 +174,9 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
         "dropout_p": case.dropout_p,
         "dropout_seed": None,
     }
-    problem, operands = normalise(**arguments)
+    call, tensors = normalise(Request.of(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
-    return _ours(Prepared(prepared.benchmark, inputs, problem, operands), None, "without")
+    return _ours(Prepared(prepared.benchmark, inputs, call, tensors), None, "without")
 
 
 def _competitor(
@@ -228,25 +236,25 @@ def _math(prepared: Prepared) -> Competitor:
 
 def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
     """The problem in the words of PyTorch's function; masks and biases as one tensor, built here."""
-    problem, operands = prepared.problem, prepared.operands
+    problem, call, tensors = prepared.problem, prepared.call, prepared.tensors
     if problem.page_size is not None:
         raise Absent("it reads no pages")
-    if operands.softcap is not None:
+    if call.softcap is not None:
         raise Absent("it has no softcap")
-    if operands.dropout_p:
+    if call.dropout_p:
         raise Absent("it draws a pattern of its own, which nothing can check")
-    arguments: dict[str, Any] = {"scale": operands.scale, "enable_gqa": problem.heads != problem.kv_heads}
+    arguments: dict[str, Any] = {"scale": call.scale, "enable_gqa": problem.heads != problem.kv_heads}
     if problem.mask.kinds == {"causal"} and problem.align != "bottom_right":
         return arguments | {"is_causal": True}
     if problem.mask.kinds:
         heads = problem.heads if problem.mask.kinds & {"dense", "predicate"} else 1
         sizes = (problem.batch, heads, problem.q_len, problem.kv_len)
-        arguments["attn_mask"] = operands.mask.to_dense(*sizes, operands.q.device)
-    bias = operands.bias
-    if operands.alibi_slopes is not None:
-        form = operands.normal_form(problem)
+        arguments["attn_mask"] = call.mask.to_dense(*sizes, tensors.q.device)
+    bias = tensors.bias
+    if tensors.alibi_slopes is not None:
+        form = call.normal_form(tensors.q.device)
         distance = ((form.q_position + form.shift)[:, :, None] - form.kv_position[:, None, :]).abs()
-        slopes = operands.alibi_slopes[None, :, None, None]
+        slopes = tensors.alibi_slopes[None, :, None, None]
         bias = (-slopes * distance[:, None]).to(problem.dtype)
     if bias is not None:
         if "attn_mask" in arguments:
@@ -261,7 +269,7 @@ def _documents(prepared: Prepared) -> Callable[..., Tensor]:
     if not kinds <= {"documents", "causal"} or features:
         raise Absent("a document at a time it is timed on plain and causal documents only")
     is_causal = "causal" in kinds
-    form = prepared.operands.normal_form(prepared.problem)
+    form = prepared.call.normal_form(prepared.tensors.q.device)
     lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
 
     def forward(*tensors: Tensor) -> Tensor:
@@ -276,11 +284,11 @@ def _flex(prepared: Prepared) -> Competitor:
 
     if prepared.benchmark.backward and prepared.problem.device == "cpu":
         raise Absent("FlexAttention has no backward on a CPU")
-    reasons = flex.BACKEND.reasons(prepared.problem, Machine.this(prepared.operands.q.device))
+    reasons = flex.BACKEND.reasons(prepared.problem, Machine.this(prepared.tensors.q.device))
     if reasons:
         raise Absent("; ".join(reasons))
-    call = flex.prepared(prepared.problem, prepared.operands)
-    leaves = prepared.operands.heads_first()
+    call = flex.prepared(prepared.call, prepared.tensors)
+    leaves = prepared.tensors.heads_first(prepared.problem.layout)
     return _competitor("flex", "FlexAttention, compiled", prepared, call, leaves, prepared.grad_out)
 
 
@@ -295,7 +303,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
     if (problem.mask.kinds and not is_causal) or extras or problem.packed or problem.q_len != problem.kv_len:
         raise Absent("its MultiHeadAttention is timed on plain and causal problems only")
     try:
-        attend = onnx.multi_head_attention(problem, prepared.operands, is_causal)
+        attend = onnx.multi_head_attention(prepared.call, prepared.tensors, is_causal)
     except onnx.Unavailable as why:
         raise Absent(str(why)) from None
     return Competitor("onnxruntime", attend.label, prepared, attend.call, lambda: {"out": attend.out()})

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._problem import normalise
+from undivided._normalise import normalise
+from undivided._request import Request
 from undivided.functional import attention, explain
 from undivided.verification.sample import sample_of
 
@@ -78,8 +79,8 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     once(64)  # what is loaded and started once
     added, leaves, out = once(length)
     with torch.no_grad():
-        problem, operands = normalise(*leaves, layout="bhsd", mask=masks.causal())
-    sample = sample_of(problem, operands, None)
+        call, inputs = normalise(Request.of(*leaves, layout="bhsd", mask=masks.causal()))
+    sample = sample_of(call, inputs, None)
     error, budget = sample.error("out", out), sample.allowed["out"]
     if not error <= budget:
         raise RuntimeError(f"the output is wrong: error {error:.1e} where {budget:.1e} is allowed")

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._request import Tensors
 
 __all__ = ["Attend", "Unavailable", "multi_head_attention"]
 
@@ -34,7 +35,7 @@ class Attend:
     out: Callable[[], Tensor]
 
 
-def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) -> Attend:
+def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Attend:
     """onnxruntime on the same numbers, in its own layout [B, S, H * D].
 
     Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0): they would take the cores from
@@ -43,6 +44,7 @@ def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) 
     Raises:
         Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
     """
+    problem = call.problem
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"{package} is not installed (pip install 'undivided[bench]')")
@@ -55,21 +57,21 @@ def multi_head_attention(problem: Problem, operands: Operands, is_causal: bool) 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    model = _model(problem.heads, operands.scale, is_causal)
+    model = _model(problem.heads, call.scale, is_causal)
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     feed = {
         name: x.detach().transpose(1, 2).flatten(2).contiguous().numpy()
-        for name, x in zip(("query", "key", "value"), operands.heads_first(), strict=True)
+        for name, x in zip(("query", "key", "value"), tensors.heads_first(call.problem.layout), strict=True)
     }
 
-    def call() -> Any:
+    def run() -> Any:
         return session.run(None, feed)[0]
 
     def out() -> Tensor:
-        found: Tensor = torch.from_numpy(call())
+        found: Tensor = torch.from_numpy(run())
         return found.unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
-    return Attend(f"onnxruntime {onnxruntime.__version__} MultiHeadAttention", call, out)
+    return Attend(f"onnxruntime {onnxruntime.__version__} MultiHeadAttention", run, out)
 
 
 def _model(heads: int, scale: float, is_causal: bool) -> bytes:

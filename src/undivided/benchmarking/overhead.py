@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _problem, masks
+from undivided import masks
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import policy
+from undivided._request import Request
 from undivided._selection import select
 from undivided.benchmarking.timing import interleaved
 from undivided.functional import attention
@@ -85,19 +87,19 @@ def _overhead_cases() -> dict[str, _Case]:
 
 def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
     tensors, arguments, sdpa = case
-    problem, operands = _problem.normalise(*tensors, **arguments)
-    backend = select(problem, Machine.this(tensors[0].device), policy()).backend
+    call, given = normalise(Request.of(*tensors, **arguments))
+    backend = select(call.problem, Machine.this(tensors[0].device), policy()).backend
     report = verify(*tensors, **arguments, backends=[backend.name])
     if not report.ok:
         raise RuntimeError(f"verification is red, so nothing is timed\n{report}")
 
     def alone() -> object:
         with torch.no_grad():
-            return backend.forward(problem, operands)
+            return backend.forward(call, given)
 
     competitors: dict[str, Callable[[], object]] = {
         "call": lambda: attention(*tensors, **arguments),
-        "alone": alone if tensors[0].requires_grad else lambda: backend.forward(problem, operands),
+        "alone": alone if tensors[0].requires_grad else lambda: backend.forward(call, given),
     }
     if sdpa is not None:
         competitors["sdpa"] = sdpa

@@ -159,7 +159,7 @@ def _verified(found: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor
         prepared = competitor.prepared
         if prepared not in samples:
             grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
-            samples[prepared] = sample_of(prepared.problem, prepared.operands, grad)
+            samples[prepared] = sample_of(prepared.call, prepared.tensors, grad)
         entry: Entry = {"name": competitor.name, "label": competitor.label, "note": ""}
         entry |= _judged(competitor, samples[prepared])
         entries.append(entry)
@@ -190,7 +190,7 @@ def _described(prepared: Prepared) -> Case:
         "suite": benchmark.suite,
         "name": benchmark.name,
         "problem": str(problem),
-        "place": described(problem, Machine.this(prepared.operands.q.device)),
+        "place": described(problem, Machine.this(prepared.tensors.q.device)),
         "backward": benchmark.backward,
         "operations": operations(prepared),
         "bytes": _bytes_read(prepared) if benchmark.reads else None,
@@ -210,10 +210,10 @@ def operations(prepared: Prepared) -> float:
 def _pairs(prepared: Prepared) -> int:
     """Allowed pairs of one head, over the batch. A dense mask counts whole: tiles of it are computed and then
     masked."""
-    problem, operands = prepared.problem, prepared.operands
-    if operands.mask.is_full:
+    problem, call = prepared.problem, prepared.call
+    if call.mask.is_full:
         return problem.batch * problem.q_len * problem.kv_len
-    ranges = operands.normal_form(problem).ranges.long()
+    ranges = call.normal_form(prepared.tensors.q.device).ranges.long()
     lengths = (ranges[..., 1::2] - ranges[..., 0::2]).clamp(min=0)
     return int(lengths.sum()) * (problem.batch if ranges.shape[0] == 1 else 1)
 

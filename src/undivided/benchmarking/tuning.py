@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _problem, masks
-from undivided._problem import Operands, Problem
+from undivided import masks
+from undivided._call import Call
+from undivided._normalise import normalise
+from undivided._request import Request, Tensors
 from undivided.backends._triton_inputs import architecture
 from undivided.backends.triton import BACKEND
 from undivided.kernels.triton import config
@@ -74,10 +76,10 @@ def tune(
 def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Work]:
     torch.manual_seed(0)
 
-    def made(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Problem, Operands]:
+    def made(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Call, Tensors]:
         q = torch.randn(1, q_len, heads, width, device=device, dtype=dtype, requires_grad=grad)
         k, v = (torch.randn(1, length, 4, width, device=device, dtype=dtype, requires_grad=grad) for _ in range(2))
-        return _problem.normalise(q, k, v, layout="bshd", mask=mask)
+        return normalise(Request.of(q, k, v, layout="bshd", mask=mask))
 
     causal = masks.causal()
     for name, q_len, heads, grad in (
@@ -86,18 +88,18 @@ def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator
         ("keys", length, 8, True),
         ("decode", 1, 32, False),
     ):
-        problem, operands = made(q_len, heads, grad, causal if q_len > 1 else masks.causal("bottom_right"))
-        tile = config.config(name, dtype.itemsize, width, architecture(operands.q.device))
-        yield Work(name, tile, _runner(problem, operands, grad))
+        call, tensors = made(q_len, heads, grad, causal if q_len > 1 else masks.causal("bottom_right"))
+        tile = config.config(name, dtype.itemsize, width, architecture(tensors.q.device))
+        yield Work(name, tile, _runner(call, tensors, grad))
 
 
-def _runner(problem: Problem, operands: Operands, grad: bool) -> Callable[[], tuple[Tensor, ...]]:
+def _runner(call: Call, tensors: Tensors, grad: bool) -> Callable[[], tuple[Tensor, ...]]:
     if not grad:
-        return lambda: (BACKEND.forward(problem, operands).out,)
+        return lambda: (BACKEND.forward(call, tensors).out,)
     with torch.no_grad():
-        result = BACKEND.forward(problem, operands)
+        result = BACKEND.forward(call, tensors)
     upstream = torch.randn_like(result.out)
-    return lambda: tuple(g for g in BACKEND.backward(problem, operands, result, upstream, None) if g is not None)
+    return lambda: tuple(g for g in BACKEND.backward(call, tensors, result, upstream, None) if g is not None)
 
 
 @torch.no_grad()

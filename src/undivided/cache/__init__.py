@@ -1,4 +1,4 @@
-"""Caches of keys and values: what generates text, serves many sequences, and takes drafts back."""
+"""Caches of keys and values: for generation, for serving many sequences, and for speculative decoding."""
 
 from undivided.cache.contiguous import KVCache
 from undivided.cache.inference_params import InferenceParams

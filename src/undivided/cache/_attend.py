@@ -1,15 +1,15 @@
-"""Attention over what is cached: one call of `undivided.attention`, with the lengths put into the mask.
+"""Attention over cached keys: one call of `undivided.attention`, with the lengths as part of the mask.
 
-Legend: B sequences, S tokens (Sq new queries, Sk of the longest sequence), N key/value heads, D head size, T packed
-    tokens.
+Legend: B sequences, S tokens (Sq new queries, Sk keys of the longest sequence), N key/value heads, D head size,
+T packed tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,37 +25,26 @@ from undivided.functional import attention
 from undivided.masks import Mask
 
 CAUSAL = masks.causal(align="bottom_right")
-"""What a cache means by no mask. One object, so that every cache with the same lengths finds the mask made for them."""
+"""The meaning of `mask=None`. One object, so that caches with the same lengths share the mask made for them."""
 
 EVERY = masks.window(None, None)
-"""The same for one query, which is the last token and sees all: less to work out at every step."""
+"""The same for one query, which is the last token and sees every key: less work per step."""
 
 _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
-_SEQUENCES = frozenset({"lengths", "documents"})
+_WITH_LENGTHS = frozenset({"lengths", "documents"})
 _PER_KEY = frozenset({"dense", "document_ids"})
-_OF_PAIRS = _PER_KEY | {"predicate"}
+_PER_PAIR = _PER_KEY | {"predicate"}
 
 Output = Tensor | tuple[Tensor, Tensor]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def outside_of_graphs(function: F) -> F:
-    """Leave a method out of torch.compile: lengths are numbers on the host, and a graph would be made anew for each."""
-
-    @functools.wraps(function)
-    def method(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            from undivided.cache import _outside
-
-            return _outside.call(function, arguments, options)
-        return function(*arguments, **options)
-
-    return method  # type: ignore[return-value]
 
 
 class Held(NamedTuple):
-    """The sequences that a call attends to: k [B, R, N, Dk] and v [B, R, N, Dv], or pools of pages [P, R, N, D] with
-    their block table, int32 [B, pages of the longest]; `lengths` of each sequence.
+    """The cached sequences of a call.
+
+    Args:
+        k, v: [B, R, N, Dk] and [B, R, N, Dv], or pools of pages [P, R, N, D].
+        lengths: tokens of each sequence.
+        pages: block table of the pools, int32 [B, pages of the longest].
     """
 
     k: Tensor
@@ -65,9 +54,9 @@ class Held(NamedTuple):
 
 
 def attend(q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any) -> Output:
-    """Attention of q, in `layout`, over the keys held.
+    """Attention of q, in `layout`, over the cached keys.
 
-    q_counts: the real queries of each sequence (packed: all of them); None: every row is real.
+    `q_counts` are the real queries of each sequence. None: every row is real.
     """
     if mask is None:
         mask = CAUSAL
@@ -79,40 +68,40 @@ def attend(q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask:
         assert q_counts is not None
         k, v, mask = _packed(held, q_counts, mask, options)
     elif held.pages is None:
-        k, v, mask = _side_by_side(held, layout, q_counts, mask)
+        k, v, mask = _contiguous(held, layout, q_counts, mask)
     else:
         k, v, mask = _paged(held, q_counts, mask, options)
     if mask is EVERY:
-        mask = None  # less to look at, step by step
+        mask = None  # less work per step
     out: Output = attention(q, k, v, layout=layout, mask=mask, pages=held.pages, **options)
     return out
 
 
-def _side_by_side(held: Held, layout: Layout, q_counts: Counts | None, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
-    """Keys up to those of the longest sequence. Where all are as long, the mask needs no lengths."""
+def _contiguous(held: Held, layout: Layout, q_counts: Counts | None, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
+    """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
     k, v, lengths, _ = held
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
         return k, v, mask if mask is EVERY else _aligned(mask)
-    return k, v, _among_real(mask, lengths, q_counts, k.device)
+    return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
 def _paged(held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
-    """Whole pages, so that what is given for each pair ends where the last of them does."""
+    """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
     k, v, lengths, pages = held
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & _PER_KEY:
-        build = functools.partial(_widened, mask, longest, extent)
+        build = functools.partial(_extended_mask, mask, longest, extent)
         mask = mask.remembered(("cache", longest, extent), build)
     if isinstance(options.get("bias"), Tensor):
-        options["bias"] = _padded("bias", options["bias"], longest, extent, 0.0)
-    return k, v, _among_real(mask, lengths, q_counts, k.device)
+        options["bias"] = _extended("bias", options["bias"], longest, extent, 0.0)
+    return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
 def _packed(held: Held, q_counts: Counts, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
-    """Queries one sequence after another; the keys of each begin at its own slot or page."""
+    """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
     k, v, lengths, pages = held
     if options.get("bias") is not None:
         hint = "a cache in layout 'bshd', with padding"
@@ -125,13 +114,13 @@ def _packed(held: Held, q_counts: Counts, mask: Mask, options: dict[str, Any]) -
     return k, v, mask.remembered(("cache", lengths, q_counts, k.device, slot), build)
 
 
-def _among_real(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
+def _with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
     build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
     return mask.remembered(("cache", lengths, q_counts, device), build)
 
 
 def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
-    """The mask among the real tokens. Its tensors can be watched for changes, also where inference mode is on."""
+    """The mask restricted to real tokens. Its tensors have version counters even in inference mode."""
     with torch.inference_mode(False):
         kv = torch.tensor(lengths, dtype=torch.int32, device=device)
         q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
@@ -140,8 +129,7 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
 
 
 def _with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
-    """The mask within each sequence, whose queries are packed and whose keys begin every `slot` tokens (None:
-    paged)."""
+    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: paged)."""
     with torch.inference_mode(False):
         q, kv = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
@@ -154,7 +142,7 @@ def _with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch
 
 
 def _aligned(mask: Mask) -> Mask:
-    """The mask, bottom-right where it says nothing: the last query is the last token."""
+    """The mask, bottom-right if it has no alignment: the last query is the last token."""
     if mask.align is not None:
         return mask
     return mask.remembered("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
@@ -165,11 +153,11 @@ def _is_causal(mask: Mask) -> bool:
 
 
 def _check_mask(mask: Mask, layout: Layout) -> None:
-    if mask.kinds & _SEQUENCES:
+    if mask.kinds & _WITH_LENGTHS:
         raise InputError(
-            "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths says how many queries are real"
+            "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths is the number of real queries"
         )
-    if layout == "thd" and mask.kinds & _OF_PAIRS:
+    if layout == "thd" and mask.kinds & _PER_PAIR:
         raise InputError(
             "mask",
             "be made of causal, window, sinks, chunks and prefix in layout 'thd'",
@@ -178,19 +166,19 @@ def _check_mask(mask: Mask, layout: Layout) -> None:
         )
 
 
-def _widened(mask: Mask, longest: int, extent: int) -> Mask:
-    """A mask of pairs up to the longest sequence as one up to the end of its last page."""
+def _extended_mask(mask: Mask, longest: int, extent: int) -> Mask:
+    """A mask of pairs, extended from the longest sequence to the end of its last page."""
     tensors, wide = mask.take("dense")
     ids, wide = wide.take("document_ids")
     for tensor in tensors or ():
-        wide = wide & masks.dense(_padded("mask", tensor, longest, extent, False))
+        wide = wide & masks.dense(_extended("mask", tensor, longest, extent, False))
     for part in ids or ():
-        wide = wide & masks.document_ids(part.ids_q, _padded("mask", part.ids_kv, longest, extent, -1))
+        wide = wide & masks.document_ids(part.ids_q, _extended("mask", part.ids_kv, longest, extent, -1))
     return wide
 
 
-def _padded(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
-    """The tensor with its last axis, that of the keys, extended; a broadcast axis stays."""
+def _extended(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+    """The tensor with its last axis, the keys, extended; a broadcast axis stays."""
     keys = tensor.shape[-1] if tensor.dim() else 1
     if keys == longest:
         return pad(tensor, (0, extent - longest), value=value)
@@ -200,20 +188,20 @@ def _padded(name: str, tensor: Tensor, longest: int, extent: int, value: float) 
 
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
-    """The number of queries of a sequence (packed: of all); InputError where q does not fit the cache."""
+    """The number of queries per sequence (packed: of all sequences); InputError if q does not fit the cache."""
     check_tensor("q", q)
     if q.dim() != _layout.rank(layout):
         raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(q.shape))
     found, q_len, _, dim = _layout.sizes(q.shape, layout)
     if layout != "thd" and found != batch:
-        raise InputError("q", f"have the batch of the cache ({batch}) in layout {layout!r}", list(q.shape))
+        raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))
     if dim != heads.head_dim:
         raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")
     return q_len
 
 
 def table(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Lists of pages as a block table, int32 [sequences, pages of the longest]; what is beyond a list is 0."""
+    """Lists of pages as a block table, int32 [sequences, pages of the longest]; 0 after the end of a list."""
     width = max(1, *map(len, tables)) if tables else 1
     rows = [[*pages, *[0] * (width - len(pages))] for pages in tables]
     with torch.inference_mode(False):

@@ -1,10 +1,14 @@
-"""Which sequences are in the batch, and which rows of the pools their new tokens take: the same for every layer."""
+"""The sequences of the batch and the pool rows of their new tokens, which are the same for every layer."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from undivided._arguments import as_integer
 from undivided.cache._ledger import Pages, Slots
@@ -12,26 +16,32 @@ from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 
 
-class PagesOfBatch(Pages):
-    """Pages that a step takes."""
+class BatchPages(Pages):
+    """The ledger of a paged batch, with the arguments of `InferenceParams` in its errors."""
 
     argument = "step_dict"
-    hint = "leave out a sequence that has ended, bring fewer tokens of a prompt at a time, or more total_num_pages"
+    hint = "omit sequences that have ended, pass fewer tokens of a prompt at a time, or increase total_num_pages"
 
 
 class Step(NamedTuple):
-    """What an iteration brings. Row r of the tensors is sequence r here."""
+    """One iteration of the model, per row of the batch.
+
+    Args:
+        slots: ledger slot of the sequence.
+        counts: new tokens.
+        before, after: cached tokens before and after the step.
+        rows: row of each new token in the flattened pools.
+    """
 
     slots: Counts
     counts: Counts
     before: Counts
     after: Counts
     rows: list[int]
-    """Of each new token in the flattened pools."""
 
 
 class Batch:
-    """Sequences by their ids, each in a slot of the ledger while it is there."""
+    """Sequences by id; each has a slot of the ledger while it is in the batch."""
 
     def __init__(self, ledger: Slots | Pages, max_sequences: int, max_len: int) -> None:
         self.ledger, self.max_sequences, self.max_len = ledger, max_sequences, max_len
@@ -43,11 +53,10 @@ class Batch:
         return OrderedDict((name, self.ledger.lengths[slot]) for name, slot in self.slots.items())
 
     def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
-        """Let sequences leave, come and grow; pages that are shared and will be written to are copied in each
-        storage."""
+        """The step of these new tokens, once finished sequences are freed and shared pages copied in each storage."""
         counts = self._checked(step_dict)
         ended = [slot for name, slot in self.slots.items() if name not in counts]
-        # a copy takes the ledger's place once there is room for everything
+        # a copy replaces the ledger only after everything fits
         ledger = self.ledger.copy() if ended else self.ledger
         for slot in ended:
             ledger.free(slot)
@@ -88,16 +97,16 @@ class Batch:
         return counts
 
     def _assigned(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
-        """The slot of each: its own, or one that is not used by these."""
+        """The slot of each sequence: its own, or an unused one."""
         kept = {name: self.slots[name] for name in names if name in self.slots}
         unused = iter(sorted(set(range(self.max_sequences)) - set(kept.values())))
         return {name: kept[name] if name in kept else next(unused) for name in names}
 
     def fork(self, src: Hashable, dst: Hashable, storages: Iterable[Storage]) -> None:
-        """Begin sequence dst as src is."""
+        """Start sequence dst as a copy of src."""
         slot = self._slot("src", src)
         if dst in self.slots:
-            raise InputError("dst", "be the id of no sequence", repr(dst))
+            raise InputError("dst", "not be the id of a sequence in the batch", repr(dst))
         if len(self.slots) == self.max_sequences:
             raise InputError("dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst))
         slots = self._assigned([*self.slots, dst])
@@ -108,7 +117,7 @@ class Batch:
         self.slots = slots
 
     def truncate(self, name: Hashable, length: int) -> None:
-        """Forget the last tokens of a sequence."""
+        """Drop the last tokens of a sequence."""
         slot = self._slot("seq_id", name)
         lengths = self.ledger.lengths
         if as_integer("length", length, 0) > lengths[slot]:
@@ -119,3 +128,24 @@ class Batch:
         if name not in self.slots:
             raise InputError(argument, "be the id of a sequence in the batch", repr(name))
         return self.slots[name]
+
+
+def pool_sizes(page_size: int | None, pages: int | None, max_len: int, max_sequences: int) -> tuple[int, int]:
+    """(tokens per page, pages) of a pool; by default enough pages for all sequences at full length."""
+    if page_size is None:
+        raise InputError("page_size", "be given with is_paged=True", None, hint="16 to 256 tokens")
+    size = as_integer("page_size", page_size, 1)
+    enough = max_sequences * -(-max_len // size)
+    return size, enough if pages is None else as_integer("total_num_pages", pages, 1)
+
+
+def padded(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
+    """The counts, then zeros, int32 [entries]."""
+    return torch.tensor([*counts, *[0] * (entries - len(counts))], dtype=torch.int32, device=device)
+
+
+def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
+    """0 and the cumulative counts, the last one repeated, int32 [entries + 1]."""
+    offsets = [0, *accumulate(counts)]
+    offsets += offsets[-1:] * (entries - len(counts))
+    return torch.tensor(offsets, dtype=torch.int32, device=device)

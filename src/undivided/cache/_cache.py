@@ -1,4 +1,4 @@
-"""What `KVCache` and `PagedKVCache` have in common: everything but where a token lies."""
+"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ in the place of a token only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from undivided._arguments import as_integer
 from undivided._layout import Layout
 from undivided._validation import check_layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held, outside_of_graphs
+from undivided.cache._attend import Held
+from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
@@ -23,60 +24,60 @@ Lengths = Sequence[int] | Tensor
 
 
 class Cache(ABC):
-    """Cached keys and values of one layer. Made by `KVCache` or `PagedKVCache`."""
+    """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
 
     def __init__(self, ledger: Ledger, storage: Storage, batch: int, layout: Layout) -> None:
         check_layout(layout)
         self._ledger, self._storage = ledger, storage
         self.batch, self.layout = batch, layout
-        self._last: tuple[Counts, int] | None = None  # of the last append: real tokens, and length with padding
+        self._last: tuple[Counts, int] | None = None  # real tokens and padded length of the last append
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The cached tokens of each sequence."""
+        """The number of cached tokens of each sequence."""
         return self._ledger.lengths
 
     @property
     def lengths_tensor(self) -> Tensor:
-        """`lengths` as an int32 tensor [batch] on the cache's device, e.g. for the positions of new tokens."""
+        """`lengths` as an int32 tensor [B] on the cache's device, for example for the positions of new tokens."""
         return torch.tensor(self._ledger.lengths, dtype=torch.int32, device=self.device)
 
     @property
     def k(self) -> Tensor:
-        """The keys' memory, for kernels of one's own: [B, max_len, N, Dk], or pages [num_pages, page_size, N, Dk]."""
+        """The memory of the keys, for custom kernels: [B, max_len, N, Dk], or pages [num_pages, page_size, N, Dk]."""
         return self._storage.k
 
     @property
     def v(self) -> Tensor:
-        """The values' memory, as `k`."""
+        """The memory of the values: as `k`, with head size Dv."""
         return self._storage.v
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values lie."""
+        """The device of keys and values."""
         return self._storage.k.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self._storage.heads.dtype
 
     @outside_of_graphs
     def append(self, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> None:
-        """Put new tokens behind those that are there.
+        """Append new tokens to each sequence.
 
         Axes: B batch, S new tokens, N key/value heads, D head size, T new tokens of all sequences.
 
         Args:
             k: new keys in the cache's layout: [B, S, N, Dk] in "bshd", [S, B, N, Dk] in "sbhd", [B, N, S, Dk] in
-                "bhsd", [T, N, Dk] in "thd"; the cache's dtype (under autocast any).
+                "bhsd", [T, N, Dk] in "thd"; in the cache's dtype (any dtype under autocast).
             v: new values, as k with head size Dv.
-            lengths: how many of the S are real, the first of each sequence: a list of B ints or an int tensor [B] (on
-                the CPU, or reading it waits for the device); None: all. In "thd" how many of the T each sequence has.
+            lengths: number of real tokens of each sequence, which come first: a list of B ints or an int tensor [B]
+                (reading a tensor on a GPU waits for it). None: all S. In "thd", the tokens of each sequence.
 
         Raises:
-            InputError: tokens of another shape, dtype or device, that need gradients, or for which there is no room.
-                Nothing has changed then.
+            InputError: the tokens have another shape, dtype or device, require gradients, or do not fit. The cache is
+                unchanged.
         """
         storage = self._storage
         new = checked_tokens(
@@ -145,28 +146,28 @@ class Cache(ABC):
         deterministic: bool | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of q over everything cached: `undivided.attention` with this cache's keys, values and lengths.
+        """Attention of q over all cached tokens: `undivided.attention` with this cache's keys, values and lengths.
 
-        The queries of a sequence are its last tokens: causal and windows are aligned bottom-right by its own length.
+        The queries are the last tokens of their sequence: causal masks and windows are aligned bottom-right by the
+        sequence's own length.
 
         Args:
-            q: queries in the cache's layout, of any number of heads that N divides: usually those of the tokens that
-                were appended last.
-            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, and what ``&`` and ``|`` make
-                of them; None is causal. ``masks.window(None, None)`` hides nothing but what is not there. The lengths
-                come from the cache; an alignment that is left out is bottom-right. Key j is the j-th token of its
-                sequence.
-            q_lengths: how many of the queries are real, the first of each sequence, as `lengths` of `append`; rows
-                beyond give 0. None: all, or, if the last append was given lengths, the same.
-            bias: as in `undivided.attention`, Sk being the longest of `lengths`; not in "thd".
+            q: queries in the cache's layout, with a number of heads that N divides; usually the queries of the tokens
+                appended last.
+            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, joined by ``&`` and ``|``.
+                None: causal. ``masks.window(None, None)`` masks only missing tokens. The cache adds the lengths; the
+                default alignment is bottom-right. Key j is the j-th token of its sequence.
+            q_lengths: number of real queries of each sequence, which come first, as `lengths` of `append`; other rows
+                give 0. None: the lengths of the last append if it had any, otherwise all.
+            bias: as in `undivided.attention`, with Sk = max(lengths); not in "thd".
             scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse: as in `undivided.attention`.
 
         Returns:
             The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
         Raises:
-            InputError: an argument is wrong; q_lengths is needed, and not there.
-            NoBackendError: no allowed backend can run it.
+            InputError: an argument is wrong, or q_lengths is required.
+            NoBackendError: no allowed backend can run the problem.
         """
         q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
         return _attend.attend(
@@ -186,13 +187,13 @@ class Cache(ABC):
         )
 
     def truncate(self, lengths: Lengths) -> None:
-        """Forget the last tokens, so that ``lengths[b]`` remain of sequence b: how a rejected draft is taken back.
+        """Drop the last tokens, so that ``lengths[b]`` tokens of sequence b remain, for example after a rejected draft.
 
         Args:
-            lengths: a list of B ints or an int tensor [B], none above what is there.
+            lengths: a list of B ints or an int tensor [B], at most the cached tokens.
 
         Raises:
-            InputError: not that. Nothing has changed then.
+            InputError: the lengths are wrong. The cache is unchanged.
         """
         remaining = checked_counts("lengths", lengths, self.batch)
         for n, (after, before) in enumerate(zip(remaining, self.lengths, strict=True)):
@@ -202,13 +203,15 @@ class Cache(ABC):
         self._last = None
 
     def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Make sequence dst the same as src; what dst held is forgotten.
+        """Make sequence dst a copy of src; the previous tokens of dst are dropped.
 
         Args:
-            src, dst: numbers of sequences; or lists of them, forked all at once: ``fork([1, 0], [0, 1])`` swaps two.
+            src, dst: indices of sequences, or lists of indices forked all at once: ``fork([1, 0], [0, 1])`` swaps two
+                sequences.
 
         Raises:
-            InputError: no such sequence, lists of unequal length, or the same dst twice. Nothing has changed then.
+            InputError: a sequence does not exist, the lists differ in length, or a dst occurs twice. The cache is
+                unchanged.
         """
         pairs = self._pairs(src, dst)
         self._storage.copy(*self._ledger.forked(pairs))
@@ -216,20 +219,23 @@ class Cache(ABC):
         self._last = None
 
     def free(self, i: int) -> None:
-        """Forget sequence i; another may begin in its place.
+        """Drop sequence i; a new sequence may start in its place.
+
+        Args:
+            i: index of the sequence.
 
         Raises:
-            InputError: no such sequence.
+            InputError: the sequence does not exist.
         """
         self._ledger.free(self._sequence("i", i))
         self._last = None
 
     @abstractmethod
     def _held(self) -> Held:
-        """What `attend` reads."""
+        """The keys, values and lengths that `attend` reads."""
 
     def _queries(self, q_lengths: Lengths | None, q_len: int) -> Counts | None:
-        """The real queries of each sequence; None where all are."""
+        """The number of real queries of each sequence; None if all are real."""
         if self.layout == "thd":
             if q_lengths is None and self._last is not None:
                 return packed_counts("q_lengths", self._last[0], self.batch, q_len)
@@ -243,9 +249,9 @@ class Cache(ABC):
             if padded != q_len:
                 raise InputError(
                     "q_lengths",
-                    "be given where the last append was, and q has another length than it",
+                    "be given if the last append had lengths and q has another number of tokens",
                     None,
-                    hint=f"the last tokens were {list(counts)} of {padded}, and q has {q_len} of each sequence",
+                    hint=f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence",
                 )
             return counts
         counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")

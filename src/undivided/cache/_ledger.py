@@ -1,7 +1,7 @@
-"""Which token lies where: lengths, pages and references, on the host and without a tensor in it.
+"""Ledgers: the place of every token, as lengths, pages and reference counts on the host, without tensors.
 
-One ledger may serve many layers, for they all hold the same tokens. A ledger is asked for a `Plan` first, which changes
-nothing; what is refused has therefore done nothing. Tokens are written where the plan says, and `commit` makes it true.
+One ledger serves all layers, because they hold the same tokens. `plan` allocates room and changes nothing, so that a
+refused request has no effect. Tokens are written to the rows of the plan, then `commit` applies it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from undivided.errors import InputError
 
 
 class Plan(NamedTuple):
-    """Room for new tokens, found but not yet taken.
+    """Room for new tokens that is not yet committed.
 
-    lengths: of every sequence once the tokens are there.
-    copies: pages to copy, (from, to), before the tokens are written, for the first is shared with another sequence.
-    tables: the pages of each sequence that has other ones than before.
-    fresh: the pages that were nobody's.
+    Args:
+        lengths: tokens of every sequence after the commit.
+        copies: pages to copy, (from, to), before tokens are written, because another sequence shares the first.
+        tables: the new pages of each sequence whose pages change.
+        fresh: the pages that were free.
     """
 
     lengths: Counts
@@ -30,7 +31,7 @@ class Plan(NamedTuple):
 
 
 class Ledger(Protocol):
-    """What the caches ask of their bookkeeping."""
+    """The interface of a ledger."""
 
     @property
     def lengths(self) -> Counts:
@@ -38,36 +39,36 @@ class Ledger(Protocol):
         ...
 
     def plan(self, counts: Counts) -> Plan:
-        """Room for so many new tokens of each sequence; InputError where there is none."""
+        """Room for this number of new tokens of each sequence; InputError if there is none."""
         ...
 
     def commit(self, plan: Plan) -> None:
-        """Take the room of the last plan."""
+        """Apply the last plan."""
         ...
 
     def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
-        """The rows of a sequence's last `count` tokens in the flattened pool, once the plan's are there."""
+        """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
         ...
 
     def truncate(self, lengths: Counts) -> None:
-        """Forget the last tokens: so many remain of each sequence, never more than there are."""
+        """Drop the last tokens of each sequence, down to these lengths, which are at most the current ones."""
         ...
 
     def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
-        """Pages to copy, (from, to), and how many of their rows, before `fork` of these sequences (from, to)."""
+        """Pages to copy, (from, to), and the number of their rows, before `fork` of these pairs."""
         ...
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make sequences the same as others, (from, to), all at once."""
+        """Make sequences copies of others, (from, to), all at once."""
         ...
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         ...
 
 
 class Slots:
-    """Page b holds sequence b, and nothing else."""
+    """A ledger in which page b holds sequence b alone."""
 
     def __init__(self, batch: int, max_len: int) -> None:
         self.lengths: Counts = (0,) * batch
@@ -81,7 +82,7 @@ class Slots:
                 "k",
                 f"leave every sequence within max_len={self.max_len} tokens",
                 f"{counts[n]} new after {self.lengths[n]} in sequence {n}",
-                hint="a larger max_len; free(i) a sequence that has ended; truncate(lengths)",
+                hint="increase max_len, free(i) a sequence that has ended, or truncate(lengths)",
             )
         return Plan(lengths)
 
@@ -109,20 +110,20 @@ class Slots:
         self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
 
     def copy(self) -> Slots:
-        """Another ledger that says the same."""
+        """An equal ledger."""
         twin = Slots(len(self.lengths), self.max_len)
         twin.lengths = self.lengths
         return twin
 
 
 class Pages:
-    """A sequence is a list of pages; sequences that begin alike may share them, and copy one before they write to it.
+    """A ledger in which a sequence is a list of pages. Sequences share pages; a shared page is copied before a write.
 
-    argument, hint: what to blame where there are too few pages, and how to repair it.
+    `argument` and `hint` are the argument and the fix in the error for too few pages.
     """
 
     argument = "k"
-    hint = "free(i) a sequence that has ended, truncate(lengths), or more num_pages"
+    hint = "free(i) a sequence that has ended, truncate(lengths), or increase num_pages"
 
     def __init__(self, num_pages: int, page_size: int, batch: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -130,22 +131,22 @@ class Pages:
         self.tables: list[list[int]] = [[] for _ in range(batch)]
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
-        self.changes = 0  # counted, so that whoever mirrors the tables knows when to do it again
+        self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         needs = self._needs(lengths, counts)
-        wanted = sum(grow + copy for _, grow, copy in needs)
-        if wanted > len(self.unused):
+        needed = sum(grow + copy for _, grow, copy in needs)
+        if needed > len(self.unused):
             raise InputError(
                 self.argument,
                 f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
-                f"tokens that need {wanted}",
+                f"tokens that need {needed}",
                 hint=self.hint,
             )
         if not needs:
             return Plan(lengths)
-        fresh = self.unused[: -wanted - 1 : -1]
+        fresh = self.unused[: -needed - 1 : -1]
         following = iter(fresh)
         copies, tables = [], {}
         for n, grow, copy in needs:
@@ -157,9 +158,9 @@ class Pages:
         return Plan(lengths, copies, tables, fresh)
 
     def _needs(self, lengths: Counts, counts: Counts) -> list[tuple[int, int, bool]]:
-        """(sequence, pages to add, whether its last page is to be copied) of those that need any."""
+        """(sequence, pages to add, whether to copy its last page) for each sequence that needs pages."""
         needs: list[tuple[int, int, bool]] = []
-        leaving: dict[int, int] = {}  # of a shared page: sequences that copy it, the last may keep it
+        leaving: dict[int, int] = {}  # number of sequences that copy a shared page; the last one may keep it
         for n, count in enumerate(counts):
             if not count:
                 continue
@@ -193,7 +194,7 @@ class Pages:
         size, pages = self.page_size, plan.tables.get(sequence, self.tables[sequence])
         end = plan.lengths[sequence]
         at = end - count
-        while at < end:  # a page at a time
+        while at < end:  # one page per pass
             stop = min(end, (at // size + 1) * size)
             first = pages[at // size] * size + at % size
             rows.extend(range(first, first + stop - at))
@@ -237,7 +238,7 @@ class Pages:
                 self.unused.append(page)
 
     def copy(self) -> Pages:
-        """Another ledger that says the same."""
+        """An equal ledger."""
         twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]

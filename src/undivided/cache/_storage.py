@@ -1,9 +1,9 @@
-"""Where keys and values lie: pools of pages, and what is written to them.
+"""Storage of keys and values: pools of pages, and checked new tokens that are written to them.
 
 Legend: P pages, R rows (tokens) of a page, B sequences, S new tokens, T new tokens of all sequences, N key/value heads,
 D head size (Dk, Dv).
 
-A contiguous cache is the pool whose page b holds sequence b and is as long as a sequence may become.
+A contiguous cache is a pool whose page b holds sequence b and has room for the longest possible sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counts = tuple[int, ...]
 
 
 class Heads(NamedTuple):
-    """What is kept of a token."""
+    """The sizes and the dtype of a cached token."""
 
     kv_heads: int
     head_dim: int
@@ -40,17 +40,21 @@ class Heads(NamedTuple):
         dtype: object,
         names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
     ) -> Heads:
-        """InputError where a size is not positive or the dtype is none that attention runs in."""
+        """The heads; InputError if a size is not positive or attention does not support the dtype."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
         sizes = (kv_heads, head_dim, head_dim if value_dim is None else value_dim)
-        heads, dim, of_values = (as_integer(name, size, 1) for name, size in zip(names, sizes, strict=True))
-        return Heads(heads, dim, of_values, dtype)
+        heads, dim, v_dim = (as_integer(name, size, 1) for name, size in zip(names, sizes, strict=True))
+        return Heads(heads, dim, v_dim, dtype)
 
 
 class NewTokens(NamedTuple):
-    """Tokens to be written: k [B, S, N, Dk] and v [B, S, N, Dv], of which the first ``counts[b]`` are real; or, where
-    ``packed``, [1, T, N, D] with ``counts[b]`` tokens of each sequence one after another.
+    """Tokens to write.
+
+    Args:
+        k, v: [B, S, N, Dk] and [B, S, N, Dv]; if packed, [1, T, N, D], one sequence after another.
+        counts: real tokens of each sequence, the first ones.
+        packed: whether the tokens are packed.
     """
 
     k: Tensor
@@ -60,11 +64,11 @@ class NewTokens(NamedTuple):
 
     @property
     def all_real(self) -> bool:
-        """Whether there is no padding in k and v."""
+        """Whether k and v have no padding."""
         return self.packed or self.counts.count(self.k.shape[1]) == len(self.counts)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """The real tokens, sequence after sequence: [T, N, Dk] and [T, N, Dv]."""
+        """The real tokens, one sequence after another: [T, N, Dk] and [T, N, Dv]."""
         k, v = self.k.flatten(0, 1), self.v.flatten(0, 1)
         if self.all_real:
             return k, v
@@ -75,18 +79,18 @@ class NewTokens(NamedTuple):
 
 
 class Storage:
-    """The pools of one layer: k [P, R, N, Dk] and v [P, R, N, Dv], not initialised."""
+    """The pools of one layer: k [P, R, N, Dk] and v [P, R, N, Dv], uninitialised."""
 
     def __init__(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> None:
         self.heads = heads
-        with torch.inference_mode(False):  # or they could not be written to outside of it
+        with torch.inference_mode(False):  # an inference tensor cannot be written to outside of inference mode
             shape = (pages, page_size, heads.kv_heads)
             self.k = torch.empty(*shape, heads.head_dim, dtype=heads.dtype, device=device)
             self.v = torch.empty(*shape, heads.value_dim, dtype=heads.dtype, device=device)
             self._k_rows, self._v_rows = self.k.flatten(0, 1), self.v.flatten(0, 1)
 
     def fill(self, position: int, new: NewTokens) -> None:
-        """Write the tokens of sequence b to page b from ``position`` on: all real, as many for every page."""
+        """Write the tokens of sequence b to page b from ``position`` on. All are real, and their number is equal."""
         k, v = new.k, new.v
         if new.packed:
             k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
@@ -100,7 +104,7 @@ class Storage:
         self._v_rows.index_copy_(0, rows, v.to(self.heads.dtype))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
-        """Copy the first rows of one page to another for each pair (from, to), all at once."""
+        """Copy the first rows of a page to another page for each pair (from, to), all at once."""
         if not pages or not rows:
             return
         source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
@@ -119,37 +123,37 @@ def checked_tokens(
     device: torch.device,
     names: tuple[str, str, str] = ("k", "v", "lengths"),
 ) -> NewTokens:
-    """New keys and values in canonical order, and how many are real; InputError where they do not fit."""
-    of_k, of_v, of_lengths = names
-    expected = _expected(layout, batch, heads.kv_heads)
-    for name, tensor, dim in ((of_k, k, heads.head_dim), (of_v, v, heads.value_dim)):
+    """New keys and values in canonical order with their counts; InputError if they do not fit."""
+    k_name, v_name, lengths_name = names
+    expected = _expected_shape(layout, batch, heads.kv_heads)
+    for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.rank(layout):
             found = _layout.sizes(tensor.shape, layout)
             if found[0] == (1 if layout == "thd" else batch) and found[2:] == (heads.kv_heads, dim):
-                _check_kind(name, tensor, heads.dtype, device)
+                _check_dtype_and_device(name, tensor, heads.dtype, device)
                 continue
         raise InputError(name, f"have shape {expected.format(dim=dim)} in {layout!r}", list(tensor.shape))
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
-        raise InputError(of_v, f"have the length of {of_k} ({k.shape[1]})", v.shape[1])
+        raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])
     if layout == "thd":
-        return NewTokens(k, v, packed_counts(of_lengths, lengths, batch, k.shape[1]), True)
+        return NewTokens(k, v, packed_counts(lengths_name, lengths, batch, k.shape[1]), True)
     if lengths is None:
         return NewTokens(k, v, (k.shape[1],) * batch, False)
-    return NewTokens(k, v, checked_counts(of_lengths, lengths, batch, k.shape[1], f"new tokens in {of_k}"), False)
+    return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
 
 
-def _expected(layout: Layout, batch: int, kv_heads: int) -> str:
+def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:
     axes = {"b": f"{batch}", "s": "new", "h": f"{kv_heads}", "d": "{dim}", "t": "tokens"}
     return f"[{', '.join(axes[letter] for letter in layout)}]"
 
 
-def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InputError(
             name,
-            "need no gradient (a cache is read, not trained through)",
+            "not require a gradient (a cache has no backward)",
             f"{name} with requires_grad=True",
             hint="call under torch.no_grad() or torch.inference_mode()",
         )
@@ -159,8 +163,8 @@ def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.dev
         raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
 
 
-def checked_counts(name: str, value: object, batch: int, most: int | None = None, of: str = "") -> Counts:
-    """One count for each sequence, from a list, a tuple or an int tensor [batch]."""
+def checked_counts(name: str, value: object, batch: int, limit: int | None = None, unit: str = "") -> Counts:
+    """One count per sequence, from a list, a tuple or an int tensor [batch]."""
     if isinstance(value, Tensor):
         if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
             raise InputError(
@@ -175,21 +179,18 @@ def checked_counts(name: str, value: object, batch: int, most: int | None = None
     if len(value) != batch:
         raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
     counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
-    if most is not None and max(counts) > most:
-        raise InputError(name, f"be at most the {of} ({most})", max(counts))
+    if limit is not None and max(counts) > limit:
+        raise InputError(name, f"be at most the {unit} ({limit})", max(counts))
     return counts
 
 
 def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
-    """The tokens of each sequence, which together are all that there are."""
+    """The packed tokens of each sequence; InputError unless they sum to `tokens`."""
     if value is None and batch == 1:
         return (tokens,)
     if value is None:
         raise InputError(
-            name,
-            "be given in layout 'thd'",
-            None,
-            hint=f"the tokens of each of the {batch} sequences, 0 for those without",
+            name, "be given in layout 'thd'", None, hint=f"the number of tokens of each of the {batch} sequences, or 0"
         )
     counts = checked_counts(name, value, batch)
     if sum(counts) != tokens:

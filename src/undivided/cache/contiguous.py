@@ -1,4 +1,4 @@
-"""`KVCache`: room for every sequence, side by side."""
+"""`KVCache`: a contiguous cache with equal room for every sequence."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from undivided.cache._storage import Heads, Storage
 
 
 class KVCache(Cache):
-    """Keys and values of a batch of sequences, with room for `max_len` tokens of each.
+    """A contiguous cache of keys and values for a batch of sequences, with room for `max_len` tokens each.
 
-    The tokens of a sequence lie one after another. Any number of them may be appended at a time, another one for each
-    sequence; none of the memory that is not used reaches a result.
+    Any number of tokens may be appended at a time, a different number for each sequence. Unused memory reaches no
+    result.
 
     Args:
-        batch: sequences, B.
-        max_len: tokens that a sequence may have.
+        batch: number of sequences, B.
+        max_len: tokens per sequence.
         kv_heads: key/value heads, N.
         head_dim: head size of queries and keys, Dk.
-        value_dim: of values, Dv; Dk if None.
+        value_dim: head size of values, Dv; Dk if None.
         dtype: float16, bfloat16, float32 or float64.
-        device: where keys and values lie.
-        layout: of the tensors that `append` and `attend` take and give: "bshd", "sbhd", "bhsd" or "thd". The memory is
-            [B, max_len, N, D] whatever it is.
+        device: device of keys and values.
+        layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
+            memory is always [B, max_len, N, D].
 
     Raises:
         InputError: an argument is wrong.

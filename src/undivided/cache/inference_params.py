@@ -1,10 +1,9 @@
-"""`InferenceParams`: the caches of all layers of a model, with TransformerEngine's interface."""
+"""`InferenceParams`: the caches of all layers of a model, with the interface of TransformerEngine."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from undivided._arguments import as_integer, check_tensor
 from undivided._layout import LAYOUTS, Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held, Output, outside_of_graphs
-from undivided.cache._batch import Batch, PagesOfBatch, Step
+from undivided.cache._attend import Held, Output
+from undivided.cache._batch import Batch, BatchPages, Step, cumulative, padded, pool_sizes
+from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages, Slots
-from undivided.cache._storage import Counts, Heads, Storage, checked_tokens
+from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -24,37 +24,36 @@ FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
 
 class InferenceParams:
-    """The keys and values of every layer of a model, and which sequences are in the batch: TransformerEngine's
-    interface.
+    """The key/value caches of all layers of a model, and the sequences of the batch.
 
-    Each iteration says with `pre_step` which sequences are in the batch and how many new tokens each brings; then the
-    model runs, and each of its layers puts its keys and values into its own cache and attends to all of them. Row r of
-    the batch is the r-th sequence of the step. A layer needs one call::
+    Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
+    model runs: each layer appends its keys and values to its own cache and attends to all cached tokens. Row r of the
+    batch is the r-th sequence of the step. A layer needs one call::
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: a sequence may bring any number of tokens at any step (prompts in chunks, drafts),
-    sequences may come in any order, the pages may be fewer than all sequences could need, `fork` and `truncate`, any
-    device.
+    Beyond TransformerEngine: any number of new tokens per sequence and step (chunked prompts, drafts), sequences in any
+    order, fewer pages than all sequences could need, `fork`, `truncate`, and any device.
+
+    Axes: b sequences of the step, s new tokens, t packed new tokens, h query heads, g key/value heads, d head size.
 
     Args:
-        max_batch_size: sequences at a time.
-        max_sequence_length: tokens that a sequence may have.
-        num_heads_kv: key/value heads.
-        head_dim_k: head size of queries and keys.
-        dtype: of the cached keys and values.
+        max_batch_size: maximum number of sequences in the batch.
+        max_sequence_length: maximum number of tokens per sequence.
+        num_heads_kv: key/value heads, g. Required.
+        head_dim_k: head size of queries and keys. Required.
+        dtype: dtype of the cached keys and values. Required.
         head_dim_v: head size of values; head_dim_k if None.
         is_paged: whether sequences take pages from one pool as they grow.
-        total_num_pages: where is_paged, pages of the pool of each layer; None: as many as all sequences could need. May
-            be fewer.
-        page_size: where is_paged, tokens of a page; to be given.
-        max_ctx_len: accepted; new tokens are limited by max_sequence_length alone.
-        qkv_format: "bshd", "sbhd" or "thd": of the tensors that layers pass, unless they say another.
-        custom_cache_manager: only None.
-        device: of the caches; None: that of the first keys they are given.
+        total_num_pages: pages of each layer's pool, if paged. None: enough for all sequences at full length.
+        page_size: tokens per page; required if paged.
+        max_ctx_len: accepted for compatibility; only max_sequence_length limits new tokens.
+        qkv_format: default format of the tensors that layers pass: "bshd", "sbhd" or "thd".
+        custom_cache_manager: only None is accepted.
+        device: device of the caches. None: the device of the first keys.
 
     Raises:
-        InputError: an argument is wrong, or needed and not there.
+        InputError: an argument is wrong, or a required one is missing.
 
     Source: the interface of transformer_engine.pytorch.InferenceParams.
 
@@ -65,15 +64,15 @@ class InferenceParams:
     >>> q, k, v = torch.randn(2, 5, 8, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
     >>> params.attend(1, q, k, v).shape                         # layer 1
     torch.Size([2, 5, 8, 16])
-    >>> params.pre_step(OrderedDict(b=1, c=4))                  # a has left, c is new
+    >>> params.pre_step(OrderedDict(b=1, c=4))                  # a has ended, c is new
     >>> params.attend(1, q[:, :4], k[:, :4], v[:, :4]).shape, dict(params.sequences)
     (torch.Size([2, 4, 8, 16]), {'b': 4, 'c': 4})
     """
 
     _batch: Batch
     _step: Step | None
-    _rows: Tensor | None  # those of the step, on the device
-    _table: Tensor | None  # `page_table`, once it was asked for
+    _rows: Tensor | None  # pool rows of the new tokens, on the device
+    _table: Tensor | None  # `page_table`, once it was read
 
     def __init__(
         self,
@@ -96,9 +95,7 @@ class InferenceParams:
             if value is None:
                 raise InputError(name, "be given", None)
         if custom_cache_manager is not None:
-            raise InputError(
-                "custom_cache_manager", "be None: the caches are our own", type(custom_cache_manager).__name__
-            )
+            raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None
         self._heads = Heads.checked(
             num_heads_kv, head_dim_k, head_dim_v, dtype, ("num_heads_kv", "head_dim_k", "head_dim_v")
@@ -108,23 +105,17 @@ class InferenceParams:
         if not isinstance(is_paged, bool):
             raise InputError("is_paged", "be True or False", repr(is_paged))
         self.is_paged, self.qkv_format = is_paged, _checked_format(qkv_format)
-        self.page_size, self.total_num_pages = self._pool(page_size, total_num_pages)
+        self.page_size, self.total_num_pages = self.max_sequence_length, self.max_batch_size  # one page per sequence
+        if is_paged:
+            self.page_size, self.total_num_pages = pool_sizes(
+                page_size, total_num_pages, self.max_sequence_length, self.max_batch_size
+            )
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
         self.device = None if device is None else torch.device(device)
         self._storages: dict[int, Storage] = {}
         self._layers: set[int] = set()
         self.reset()
-
-    def _pool(self, page_size: int | None, total: int | None) -> tuple[int, int]:
-        """(tokens of a page, pages); a cache that is not paged has one page for each sequence."""
-        if not self.is_paged:
-            return self.max_sequence_length, self.max_batch_size
-        if page_size is None:
-            raise InputError("page_size", "be given where is_paged", None, hint="16 to 256 tokens")
-        size = as_integer("page_size", page_size, 1)
-        most = self.max_batch_size * -(-self.max_sequence_length // size)
-        return size, most if total is None else as_integer("total_num_pages", total, 1)
 
     @property
     def num_heads_kv(self) -> int:
@@ -143,25 +134,27 @@ class InferenceParams:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the cached keys and values."""
+        """The dtype of the cached keys and values."""
         return self._heads.dtype
 
     def reset(self) -> None:
-        """Forget every sequence. The memory is kept."""
-        ledger = (
-            PagesOfBatch(self.total_num_pages, self.page_size, self.max_batch_size)
-            if self.is_paged
-            else Slots(self.max_batch_size, self.max_sequence_length)
-        )
+        """Drop all sequences. The memory stays allocated."""
+        ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
+        if self.is_paged:
+            ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size)
         self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
         self._set_step(None)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer: now where the device is known, else when its first keys come. Repeating it is no
-        harm.
+        """Allocate the cache of a layer: now if the device is known, otherwise when the first keys arrive.
+
+        Repeated calls have no effect.
+
+        Args:
+            layer_number: number of the layer, int.
 
         Raises:
-            InputError: layer_number is no int.
+            InputError: layer_number is not an int.
         """
         number = as_integer("layer_number", layer_number, 0)
         if self.device is not None and number not in self._storages:
@@ -170,19 +163,26 @@ class InferenceParams:
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
-        """Whether `allocate_memory` was called for this layer, or it has been given keys."""
+        """Whether `allocate_memory` was called for a layer, or the layer has received keys.
+
+        Args:
+            layer_number: number of the layer.
+
+        Returns:
+            True or False.
+        """
         return layer_number in self._layers
 
     @outside_of_graphs
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
-        """Say what the next iteration brings, before the model runs.
+        """Start an iteration, before the model runs: set the sequences of the batch and the number of their new tokens.
 
         Args:
-            step_dict: new tokens of each sequence, 0 or more, by an id of any kind, in the order of the batch. An id
-                that is not known begins a sequence; one that is left out has ended, and its memory is free.
+            step_dict: number of new tokens (0 or more) by sequence id (any hashable), in the order of the batch. A new
+                id starts a sequence; an id that is missing has ended, and its memory is freed.
 
         Raises:
-            InputError: too many sequences, one that gets too long, or no pages for all. Nothing has changed then.
+            InputError: there are too many sequences, one is too long, or the pages do not suffice. Nothing changes.
         """
         self._set_step(self._batch.step(step_dict, self._storages.values()))
 
@@ -190,25 +190,24 @@ class InferenceParams:
     def step(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, str]:
-        """Put a layer's new tokens into its cache, and hand the whole cache over.
+        """The caches of a layer, after its new tokens are appended. `attend` does the same and computes attention.
 
-        `attend` does this and the attention. Where a layer is called twice in a step, the second call replaces the
-        first.
+        A second call for the same layer and step replaces the tokens of the first.
 
         Args:
-            layer_number: of the layer.
-            new_k, new_v: keys and values in qkv_format; of each sequence the first tokens are real, as many as
-                `pre_step` was told.
-            qkv_format: "bshd", "sbhd" or "thd"; that of the constructor if None.
+            layer_number: number of the layer, int.
+            new_k, new_v: keys and values in qkv_format, [b, s, g, d], [s, b, g, d] or [t, g, d]. The first tokens of
+                each sequence are real, as many as `pre_step` received.
+            qkv_format: "bshd", "sbhd" or "thd"; the constructor's if None.
 
         Returns:
             (k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, format). The caches are
-            [b, max_sequence_length, g, d] in the batch's order (a copy, once sequences have left or changed places), or
-            where paged the pools [pages, page_size, g, d], to be read with `page_table`. format is "bshd", "sbhd_2bshd"
-            or "thd_2bshd", as the queries are.
+            [b, max_sequence_length, g, d] in the order of the batch (a copy if sequences have ended or moved); if
+            paged, the pools [pages, page_size, g, d], to be read with `page_table`. format is "bshd", "sbhd_2bshd" or
+            "thd_2bshd", depending on the format of the queries.
 
         Raises:
-            InputError: tokens that do not fit what `pre_step` was told.
+            InputError: the tokens do not match `pre_step`.
         """
         format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
         storage = self._write(layer_number, new_k, new_v, format)
@@ -231,25 +230,24 @@ class InferenceParams:
         mask: Mask | None = None,
         **options: Any,
     ) -> Output:
-        """Put a layer's new tokens into its cache, and attend to everything that it holds of their sequences.
+        """Attention of a layer's new tokens over all cached tokens of their sequences, the new ones included.
 
         Args:
-            layer_number, new_k, new_v, qkv_format: as for `step`.
+            layer_number, new_k, new_v, qkv_format: as in `step`.
             q: queries of the same tokens, [.., h, d].
-            mask: as for `KVCache.attend`: causal if None, aligned bottom-right where it does not say; never with
-                lengths.
-            options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse of
+            mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
+            options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic and return_lse of
                 `undivided.attention`.
 
         Returns:
-            The output in q's format, 0 in rows that are padding; with return_lse, (output, lse).
+            The output in q's format, 0 in padding rows; with return_lse, (output, lse).
 
         Raises:
-            InputError: tokens that do not fit what `pre_step` was told, or an argument is wrong.
-            NoBackendError: no allowed backend can run it.
+            InputError: the tokens do not match `pre_step`, or an argument is wrong.
+            NoBackendError: no allowed backend can run the problem.
         """
         format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
-        step = self._checked()
+        step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
         axis = format.index("t" if format == "thd" else "s")
         check_tensor("new_k", new_k)
@@ -261,10 +259,11 @@ class InferenceParams:
         return _attend.attend(q, self._held(storage), format, counts, mask, **options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
-        step = self._checked()
+        step = self._current_step()
         check_tensor("new_k", new_k)
         if self.device is None:
-            self._move(new_k.device)
+            self.device = new_k.device
+            self._set_step(step)
         self.allocate_memory(layer_number)
         storage = self._storages[layer_number]
         device = storage.k.device
@@ -284,31 +283,28 @@ class InferenceParams:
             storage.write(self._rows, tokens)
         return storage
 
-    def _move(self, device: torch.device) -> None:
-        self.device = device
-        self._set_step(self._step)
-
-    def _checked(self) -> Step:
+    def _current_step(self) -> Step:
         if self._step is None or not self._step.slots:
             raise InputError(
                 "inference_params",
-                "be told of the sequences before the model runs",
+                "have a step before the model runs",
                 "no step",
                 hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
             )
         return self._step
 
     def _set_step(self, step: Step | None) -> None:
-        """What is asked of a step in every layer is worked out once."""
+        """Set the step, and compute once what every layer needs of it."""
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
         self._step, self._rows, self._table = step, None, None
         self.sequences = self._batch.sequences
         self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
-        self._seqlens_pre_step = self._padded(before)
-        self.cu_seqlens_q, self.cu_seqlens_kv = self._cumulative(counts), self._cumulative(after)
+        self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)
+        self.cu_seqlens_q = cumulative(counts, self.max_batch_size, self.device)
+        self.cu_seqlens_kv = cumulative(after, self.max_batch_size, self.device)
 
     def _held(self, storage: Storage) -> Held:
-        step = self._checked()
+        step = self._current_step()
         first, count = step.slots[0], len(step.slots)
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
             return Held(storage.k[first : first + count], storage.v[first : first + count], step.after)
@@ -316,8 +312,9 @@ class InferenceParams:
 
     @property
     def page_table(self) -> Tensor:
-        """The pages of each sequence of the batch in order, int32 [b, pages of the longest]; 0 beyond a sequence's.
-        Where not paged, the row of the cache that holds each sequence, [b, 1].
+        """The pages of each sequence in order, int32 [b, pages of the longest]; 0 after the end of a sequence.
+
+        If not paged, the cache row of each sequence, [b, 1].
         """
         if self._table is None:
             slots = self._step.slots if self._step is not None else ()
@@ -329,50 +326,56 @@ class InferenceParams:
 
     @property
     def batch_size(self) -> int:
-        """Sequences of the step."""
+        """The number of sequences in the step."""
         return 0 if self._step is None else len(self._step.slots)
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Cached tokens of each sequence before the step, int32 [max_batch_size]: the position of its first new
-        token."""
+        """The cached tokens of each sequence before the step, which is the position of its first new token.
+
+        Returns:
+            int32 [max_batch_size], 0 after the last sequence.
+        """
         return self._seqlens_pre_step
 
-    def _padded(self, counts: Counts) -> Tensor:
-        padded = [*counts, *[0] * (self.max_batch_size - len(counts))]
-        return torch.tensor(padded, dtype=torch.int32, device=self.device)
-
-    def _cumulative(self, counts: Counts) -> Tensor:
-        offsets = [0, *accumulate(counts)]
-        offsets += offsets[-1:] * (self.max_batch_size - len(counts))
-        return torch.tensor(offsets, dtype=torch.int32, device=self.device)
-
     def fork(self, src: Hashable, dst: Hashable) -> None:
-        """Begin sequence dst with all that src has, between two steps. Pages are shared until one of the two is written
-        to.
+        """Start sequence dst as a copy of src, between two steps. Pages are shared until one of the two changes.
+
+        Args:
+            src: id of a sequence in the batch.
+            dst: a new id.
 
         Raises:
-            InputError: src is not there, dst is, or there are max_batch_size sequences already. Nothing has changed
-                then.
+            InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
         """
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Forget the last tokens of a sequence, between two steps: how a rejected draft is taken back.
+        """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.
+
+        Args:
+            seq_id: id of the sequence.
+            length: number of tokens that remain, int.
 
         Raises:
-            InputError: the sequence is not there, or has fewer tokens. Nothing has changed then.
+            InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
         """
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the batch as [b, tokens, g, d]: a copy. What is beyond a sequence's length is anything.
+        """A contiguous copy of the keys and values of the batch.
+
+        Args:
+            layer_number: number of the layer.
+
+        Returns:
+            (k, v), each [b, tokens, g, d]. Values after the end of a sequence are undefined.
 
         Raises:
             InputError: the layer has no cache, or there is no step.
         """
-        self._checked()
+        self._current_step()
         if layer_number not in self._storages:
             raise InputError("layer_number", "be that of a layer with a cache", layer_number)
         storage, pages = self._storages[layer_number], self.page_table

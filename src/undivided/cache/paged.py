@@ -1,4 +1,4 @@
-"""`PagedKVCache`: sequences share a pool of pages."""
+"""`PagedKVCache`: a cache whose sequences share a pool of pages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from undivided.cache._storage import Heads, Storage
 
 
 class PagedKVCache(Cache):
-    """Keys and values of sequences that take pages from one pool as they grow, and share what they have in common.
+    """A cache whose sequences take pages from one pool as they grow, and share the pages of a common prefix.
 
-    A sequence is a list of pages; there is no other limit to its length, and none to how unequal lengths are. `fork`
-    shares pages, and whoever writes to a shared one first gets a copy of it. Pages that nobody uses any more are free
-    again.
+    A sequence is a list of pages; its length is limited by the pool only. `fork` shares pages. A shared page is copied
+    before a sequence writes to it, and a page that no sequence uses is free again.
 
     Args:
         num_pages: pages of the pool.
-        page_size: tokens of a page.
+        page_size: tokens per page.
         kv_heads: key/value heads, N.
         head_dim: head size of queries and keys, Dk.
-        batch: sequences, B; they may be more than the pages would hold at once.
+        batch: number of sequences, B; may exceed the number of pages.
         value_dim: head size of values, Dv; Dk if None.
         dtype: float16, bfloat16, float32 or float64.
-        device: where keys and values lie.
-        layout: of the tensors that `append` and `attend` take and give: "bshd", "sbhd", "bhsd" or "thd". The memory is
-            [num_pages, page_size, N, D] whatever it is.
+        device: device of keys and values.
+        layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
+            memory is always [num_pages, page_size, N, D].
 
     Raises:
         InputError: an argument is wrong.
@@ -41,11 +40,11 @@ class PagedKVCache(Cache):
     >>> import torch, undivided
     >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
     >>> prompt = torch.randn(2, 6, 2, 16)
-    >>> cache.append(prompt, prompt, lengths=[6, 0])             # the first sequence takes two pages
-    >>> cache.fork(0, 1)                                         # the second begins as it does: no page is copied
+    >>> cache.append(prompt, prompt, lengths=[6, 0])             # two pages for the first sequence
+    >>> cache.fork(0, 1)                                         # the second shares both: no copy
     >>> cache.lengths, cache.free_pages
     ((6, 6), 6)
-    >>> cache.append(prompt[:, :1], prompt[:, 1:2])              # now they differ: one of them copies the last page
+    >>> cache.append(prompt[:, :1], prompt[:, 1:2])              # they differ now: one copies its last page
     >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.free_pages
     (torch.Size([2, 1, 8, 16]), 5)
     """
@@ -74,13 +73,12 @@ class PagedKVCache(Cache):
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence uses."""
+        """The number of pages that no sequence uses."""
         return len(self._ledger.unused)
 
     @property
     def block_table(self) -> Tensor:
-        """The pages of each sequence in order, int32 [batch, pages of the longest]; what is beyond a sequence's is
-        0."""
+        """The pages of each sequence in order, int32 [B, pages of the longest]; 0 after the end of a sequence."""
         known = self._table
         if known is None or known[0] != self._ledger.changes:
             known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)

@@ -20,8 +20,25 @@ from torch import Tensor
 from undivided import _autograd, _layout
 from undivided._layout import Layout
 from undivided._result import Result, lse_dtype
-from undivided.context_parallel._call import Call, Run, ShareTensors, arrivals, round_heads, piece_operands, heads_in_share
-from undivided.context_parallel._index import Index, add, count, owns_storage, with_own_storage, take, take_unless_broadcast
+from undivided.context_parallel._call import (
+    RankCall,
+    Run,
+    ShareTensors,
+    arrivals,
+    heads_in_share,
+    piece_call,
+    piece_tensors,
+    round_heads,
+)
+from undivided.context_parallel._index import (
+    Index,
+    add,
+    count,
+    owns_storage,
+    take,
+    take_unless_broadcast,
+    with_own_storage,
+)
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
@@ -33,7 +50,7 @@ class Backward:
     saved: k, v, then (q, bias, slopes, sinks, out, lse) of every share. shapes: the inputs as tensors without contents.
     """
 
-    def __init__(self, call: Call, saved: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
+    def __init__(self, call: RankCall, saved: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
         self.call, self.shapes = call, shapes
         k, v, *rest = saved
         assert k is not None and v is not None
@@ -43,13 +60,11 @@ class Backward:
         self.shares = [ShareTensors(*part[:-2]) for part in parts]  # type: ignore[arg-type]
         self.results = [Result(*part[-2:]) for part in parts]  # type: ignore[arg-type]
         self.precision = lse_dtype(call.problem.dtype)
-        needs = call.operands.needs
+        needs = call.whole.needs
         rounds = call.schedule.rounds
         pieces = [piece.share for round_ in rounds for piece in round_.pieces]
         single = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
-        self.dk, self.dv = (
-            GradientSum(t, single) if needed else None for t, needed in ((k, needs[1]), (v, needs[2]))
-        )
+        self.dk, self.dv = (GradientSum(t, single) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
         self.dq = [
             GradientSum(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)
         ]
@@ -64,7 +79,7 @@ class Backward:
         return torch.zeros(tensor.shape, dtype=self.precision, device=tensor.device)
 
     def run(self, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients, in the order of `Operands.differentiable`."""
+        """The gradients, in the order of `Tensors`."""
         if grad_out is None and grad_lse is None:
             return (None,) * len(self.shapes)
         upstream = self._upstream(grad_out, grad_lse)
@@ -130,12 +145,12 @@ class Backward:
         """Run the backward of one piece on its backend, and add its gradients to the sums."""
         backend, problem = run
         share, heads = self.shares[piece.share], heads_in_share(self.call, piece)
-        operands = piece_operands(self.call, share, round_, piece, *keys)
+        tensors = piece_tensors(self.call, share, round_, piece, *keys)
         grad, (out, lse), grad_lse = upstream
         gradients = _autograd.backward(
             backend,
-            problem,
-            operands,
+            piece_call(self.call, piece, problem),
+            tensors,
             Result(out[:, piece.rows, heads], lse[:, heads, piece.rows]),
             grad[:, piece.rows, heads],
             None if grad_lse is None else grad_lse[:, heads, piece.rows],
@@ -183,7 +198,7 @@ class Backward:
     def _finish(self) -> tuple[Tensor | None, ...]:
         """The gradients after the all-to-all exchange back, rounded once to the dtypes of the inputs."""
         problem, schedule, heads = self.call.problem, self.call.schedule, self.call.heads
-        needs, layout = self.call.operands.needs, problem.layout
+        needs, layout = self.call.whole.needs, problem.layout
         q, k, v, bias = (
             None if t is None or not needed else t for t, needed in zip(self.shapes, needs[:4], strict=False)
         )
@@ -213,7 +228,7 @@ class Backward:
     def _broadcast_bias_gradient(self) -> Tensor | None:
         """This rank's part of the gradient of a bias with one row for all queries."""
         bias = self.shapes[3]
-        if bias is None or not self.call.operands.needs[3]:
+        if bias is None or not self.call.whole.needs[3]:
             return None
         total = torch.zeros(bias.shape, dtype=self.precision, device=self.k.device)
         for share, part in zip(self.call.schedule.shares, self.dbias, strict=True):

@@ -7,13 +7,15 @@ Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a roun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.backends._base import Backend
 from undivided.context_parallel._index import count, join, take, take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
@@ -24,21 +26,25 @@ Run = tuple[Backend, Problem]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RankCall:
     """One rank's call.
 
-    problem, operands: of the whole sequence, validated; the tensors in them have sizes and no contents.
+    whole: the call over the tokens of all ranks, validated.
     runs: for every round and piece, the backend and the problem that it gets.
     bias_has_rows: whether the bias has one row per query of this rank, instead of one row for all.
     """
 
-    problem: Problem
-    operands: Operands
+    whole: Call
     schedule: Schedule
     runs: tuple[tuple[Run, ...], ...]
     ring: CountingCommunicator
     heads: CountingCommunicator
     bias_has_rows: bool
+
+    @property
+    def problem(self) -> Problem:
+        """The problem over the tokens of all ranks."""
+        return self.whole.problem
 
 
 class ShareTensors(NamedTuple):
@@ -50,7 +56,7 @@ class ShareTensors(NamedTuple):
     sinks: Tensor | None
 
 
-def to_shares(call: Call, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
+def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
     """The tensors of this rank's shares, and the keys and values of its heads, after the all-to-all exchange."""
     layout, schedule = call.problem.layout, call.schedule
     q, k, v = (_with_contiguous_rows(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
@@ -75,7 +81,7 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
+def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
     """(number, round, keys, values) of every round; those of the next round are in flight while the caller computes.
 
     The caller must ``del`` a round's keys and values before it asks for the next round, or both are alive at once.
@@ -89,7 +95,7 @@ def arrivals(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Ten
         yield index, round_, keys.pop(0), keys.pop(0)
 
 
-def _post_exchange(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+def _post_exchange(call: RankCall, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits and returns the keys and values, in ascending order."""
     own = [t[:, :, round_heads(call, round_)] for t in (k, v)]
     received = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in own] for peer, n in round_.receives}
@@ -109,40 +115,38 @@ def _post_exchange(call: Call, round_: Round, k: Tensor, v: Tensor) -> Callable[
     return keys_and_values
 
 
-def round_heads(call: Call, round_: Round) -> slice:
+def round_heads(call: RankCall, round_: Round) -> slice:
     """The round's key heads, numbered within those of this rank."""
     first = call.schedule.kv_heads.start
     return slice(round_.kv_heads.start - first, round_.kv_heads.stop - first)
 
 
-def heads_in_share(call: Call, piece: Piece) -> slice:
+def heads_in_share(call: RankCall, piece: Piece) -> slice:
     """The piece's query heads, numbered within those of its share."""
     first = call.schedule.shares[piece.share].heads.start
     return slice(piece.heads.start - first, piece.heads.stop - first)
 
 
-def piece_operands(call: Call, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor) -> Operands:
-    """The operands of one piece: views of the share's tensors and of the round's keys and values."""
+def piece_call(call: RankCall, piece: Piece, problem: Problem) -> Call:
+    """The call of a backend for one piece, without its tensors."""
+    needs = call.whole.needs
+    piece_needs = (*needs[:4], False, needs[5])
+    return call.whole.with_problem(problem, mask=piece.mask, needs=piece_needs, checked_mask=None)
+
+
+def piece_tensors(
+    call: RankCall, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
+) -> Tensors:
+    """The tensors of one piece, [B, S, H, D]: views of the share's tensors and of the round's keys and values."""
     heads = heads_in_share(call, piece)
     kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
     bias = share.bias
     if bias is not None:
         bias = take_unless_broadcast(take_unless_broadcast(bias, 1, heads), 2, piece.rows)
         bias = take_unless_broadcast(bias, 3, piece.key_index)
-    needs = call.operands.needs
-    return replace(
-        call.operands,
-        q=share.q[:, piece.rows, heads],
-        k=k_r[:, piece.keys, kv_heads],
-        v=v_r[:, piece.keys, kv_heads],
-        layout="bshd",
-        mask=piece.mask,
-        bias=bias,
-        sinks=None,
-        alibi_slopes=None if share.slopes is None else share.slopes[..., heads],
-        needs=(*needs[:4], False, needs[5]),
-        bound=None,
-    )
+    slopes = None if share.slopes is None else share.slopes[..., heads]
+    q, k, v = share.q[:, piece.rows, heads], k_r[:, piece.keys, kv_heads], v_r[:, piece.keys, kv_heads]
+    return Tensors(q, k, v, bias, None, slopes)
 
 
 def piece_problem(problem: Problem, piece: Piece) -> Problem:

@@ -19,7 +19,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.context_parallel._index import Index, as_index
 from undivided.masks import Mask, NormalForm
-from undivided.masks._parts import Ranges
+from undivided.masks.normal_form import Ranges
 
 
 @dataclass(frozen=True, eq=False)

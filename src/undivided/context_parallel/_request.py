@@ -1,19 +1,22 @@
-"""One rank's request: its arguments validated as part of the whole sequence, its schedule, and the backend per piece."""
+"""One rank's request: arguments validated as part of the whole sequence, its schedule, and the backend per piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from undivided import _layout, _problem
+from undivided import _layout
 from undivided._arguments import check_tensor
+from undivided._call import Call
 from undivided._layout import Layout
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import Policy
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
 from undivided._selection import select
 from undivided._validation import check_extras, check_kinds, check_layout, check_ranks, checked_mask
 from undivided.context_parallel import _schedule
@@ -27,20 +30,24 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class Request(NamedTuple):
-    """One rank's validated request.
+class GlobalRequest(NamedTuple):
+    """A request over the tokens of all ranks, validated, and this rank's part of it.
 
-    problem, operands: of the whole sequence; the tensors in them have sizes and no contents.
+    call: over the tokens of all ranks. schedule: what this rank does.
     parts: for every round, the problems of its pieces.
     bias_has_rows: whether the bias has one row per query of its rank; None if this rank cannot tell.
     """
 
-    problem: Problem
-    operands: Operands
+    call: Call
     placement: Placement
     schedule: Schedule
     parts: tuple[tuple[Problem, ...], ...]
     bias_has_rows: bool | None
+
+    @property
+    def problem(self) -> Problem:
+        """The problem over the tokens of all ranks."""
+        return self.call.problem
 
     def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
         """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
@@ -53,24 +60,17 @@ def select_backend(part: Problem, machine: Machine, allowed: Policy) -> Run:
     return decision.backend, decision.problem
 
 
-def build_request(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arguments: dict[str, Any],
-    strategy: Strategy,
-    mesh: Mesh,
-    placement: Placement,
-    device: str | None = None,
-) -> Request:
-    """The request of this rank, validated as part of the whole; `check_local` has validated the tensors themselves.
+def build_global_request(
+    request: Request, strategy: Strategy, mesh: Mesh, placement: Placement, device: str | None = None
+) -> GlobalRequest:
+    """This rank's request, validated as part of the whole; `check_local` has validated the tensors themselves.
 
     `device` replaces the device of the tensors, which may then be on the meta device.
 
     Raises:
         InputError: as for `undivided.attention`, or a length is not that of this rank's part of the placement.
     """
-    layout, bias = arguments["layout"], arguments["bias"]
+    (q, k, v, bias, *_), layout = request.tensors, request.options.layout
     rank = mesh.rank
     rows = placement.q[rank].numel()
     _check_length("q", q, layout, placement, "q", rank)
@@ -79,31 +79,30 @@ def build_request(
     q_len, kv_len = placement.length("q"), placement.length("kv")
     axis = SEQUENCE_AXIS[layout]
     whole = [resized_meta(t, axis, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
-    whole_arguments = dict(arguments)
-    for name in ("bias", "sinks", "alibi_slopes"):
-        if whole_arguments[name] is not None:
-            whole_arguments[name] = torch.empty_like(whole_arguments[name], device="meta")
+    whole_bias, sinks, slopes = (None if t is None else torch.empty_like(t, device="meta") for t in request.tensors[3:])
     if bias is not None and bias_has_rows is not False:
-        whole_arguments["bias"] = bias.new_empty((*bias.shape[:-2], placement.length("q"), bias.shape[-1]), device="meta")
-    inputs = (q, k, v, bias, arguments["sinks"], arguments["alibi_slopes"])
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    problem, operands = _problem.normalise(*whole, **whole_arguments, device=device or q.device.type, needs=needs)
+        whole_bias = bias.new_empty((*bias.shape[:-2], q_len, bias.shape[-1]), device="meta")
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in request.tensors)
+    tensors = Tensors._make((*whole, whole_bias, sinks, slopes))
+    call, _ = normalise(request._replace(tensors=tensors), device or q.device.type, needs)
+    problem = call.problem
     form_device = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
-    schedule = _remembered_schedule(problem, operands.mask, strategy, mesh, placement, form_device)
+    schedule = _remembered_schedule(problem, call.mask, strategy, mesh, placement, form_device)
     parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
-    return Request(problem, operands, placement, schedule, parts, bias_has_rows)
+    return GlobalRequest(call, placement, schedule, parts, bias_has_rows)
 
 
-def check_local(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> None:
+def check_local(request: Request) -> None:
     """Check this rank's arguments as far as they do not depend on the whole sequence; raises InputError."""
-    layout = arguments["layout"]
+    (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    layout = options.layout
     check_layout(layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    for name in ("bias", "sinks", "alibi_slopes"):
-        if arguments[name] is not None:
-            check_tensor(name, arguments[name])
-    if any(tensor.is_meta for tensor in checked_mask(arguments["mask"]).tensors):
+    for name, optional in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes)):
+        if optional is not None:
+            check_tensor(name, optional)
+    if any(tensor.is_meta for tensor in checked_mask(options.mask).tensors):
         raise InputError(
             "mask",
             "hold values under context parallelism: the ranks plan their work from them",
@@ -113,15 +112,15 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> N
     check_ranks(q, k, v, layout, None)
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
-    check_extras(q, arguments["bias"], arguments["sinks"], arguments["alibi_slopes"], heads)
-    if arguments["pages"] is not None:
+    check_extras(q, bias, sinks, slopes, heads)
+    if options.pages is not None:
         raise InputError(
             "pages",
             "be None under context parallelism: a block table describes the pool of one rank, keys lie on all ranks",
             "a block table",
             hint="ContextParallel.decode generates over keys that are spread over ranks",
         )
-    if arguments["dropout_p"] and arguments["dropout_seed"] is None:
+    if options.dropout_p and options.dropout_seed is None:
         raise InputError(
             "dropout_seed",
             "be given under context parallelism, the same on every rank",
@@ -167,7 +166,7 @@ def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool
     return None if single_row_is_ambiguous(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
 
 
-def agree_on_bias_rows(request: Request, axes: Sequence[Communicator]) -> bool:
+def agree_on_bias_rows(request: GlobalRequest, axes: Sequence[Communicator]) -> bool:
     """Whether the bias has one row per query; gathered from all ranks if a rank with a single row cannot tell."""
     if request.problem.bias is None or axes[1].world == 1:
         return request.bias_has_rows is not False
@@ -214,34 +213,34 @@ def _remembered_schedule(
     return mask.remembered(key, build)
 
 
-def _comparable_bias_axes(request: Request) -> str | None:
+def _comparable_bias_axes(request: GlobalRequest) -> str | None:
     """The axes of the bias, without that of queries if a rank may be unable to tell whether it is broadcast."""
     axes = request.problem.bias
     return axes if axes is None or not single_row_is_ambiguous(request.placement) else axes[:2] + axes[3:]
 
 
-def shared_arguments(request: Request, strategy: Strategy) -> dict[str, object]:
+def shared_arguments(request: GlobalRequest, strategy: Strategy) -> dict[str, object]:
     """The values that must be the same on every rank, by argument."""
-    problem, operands, placement = request.problem, request.operands, request.placement
-    seed = operands.dropout_seed
+    call, problem, placement = request.call, request.problem, request.placement
+    seed = call.dropout_seed
     return {
         "q": (problem.layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
         "k": (problem.kv_len, problem.kv_heads, problem.v_dim),
-        "mask": describe_mask(operands.mask),
+        "mask": describe_mask(call.mask),
         "strategy": strategy,
         "placement": f"{placement.digest:x}",
-        "scale": operands.scale,
-        "softcap": operands.softcap,
-        "dropout_p": (operands.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
-        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), operands.needs, strict=True)),
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "dropout_p": (call.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
+        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), call.needs, strict=True)),
         "bias": _comparable_bias_axes(request),
         "features": sorted(problem.features),
     }
 
 
-def bias_sinks_slopes(arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(bias [B|1, H|1, R|1, K|1], sinks, slopes), each None if it is not given."""
-    bias = arguments["bias"]
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]
-    return bias, arguments["sinks"], arguments["alibi_slopes"]
+def with_four_bias_axes(tensors: Tensors) -> Tensors:
+    """This rank's tensors, with the bias as [B|1, H|1, R|1, K|1]."""
+    bias = tensors.bias
+    if bias is None or bias.dim() == 4:
+        return tensors
+    return tensors._replace(bias=bias[(None,) * (4 - bias.dim())])

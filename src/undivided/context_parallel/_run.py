@@ -23,18 +23,18 @@ from torch.autograd.function import once_differentiable
 from undivided import _autograd, _layout
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided.context_parallel._backward import Backward
-from undivided.context_parallel._call import Call, arrivals, piece_operands, to_shares, heads_in_share
+from undivided.context_parallel._call import RankCall, arrivals, heads_in_share, piece_call, piece_tensors, to_shares
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 
 
-def run(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank.
 
-    inputs: (q, k, v, bias, sinks, slopes), as `Operands.differentiable` orders them.
+    inputs: (q, k, v, bias, sinks, slopes), in the order of `Tensors`.
     """
-    if any(call.operands.needs):
+    if any(call.whole.needs):
         outputs: tuple[Tensor, Tensor] = _Attention.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
     with torch.no_grad():
@@ -45,10 +45,10 @@ class _Attention(torch.autograd.Function):
     """Forward and backward of the schedule."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         (out, lse), saved = _forward(call, inputs)
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.state = call, _autograd._state(call.operands)
+        ctx.call, ctx.state = call, _autograd.state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
         if "lse" not in call.problem.features:
@@ -58,21 +58,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _autograd._check_unchanged(ctx.call.operands, ctx.state)
+        _autograd.check_unchanged(ctx.call.whole, ctx.state)
         return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))
 
 
-def _forward(call: Call, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
+def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """((out, lse) as the caller gets them, the tensors that `Backward` needs)."""
     schedule, problem = call.schedule, call.problem
     shares, k, v = to_shares(call, inputs)
     share_results = [_ShareResult(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
-            operands = piece_operands(call, shares[piece.share], round_, piece, k_r, v_r)
-            share_results[piece.share].add(piece, _autograd.forward(backend, part, operands))
+            tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
+            share_results[piece.share].add(piece, _autograd.forward(backend, piece_call(call, piece, part), tensors))
             call.ring.traffic.pairs += piece.pairs
-            del operands
+            del tensors
         del k_r, v_r
     results = [share_results.pop(0).finish(share.sinks) for share in shares]
     q = inputs[0]
@@ -96,7 +96,7 @@ class _ShareResult:
     side in the dtype of the inputs; otherwise they are merged in the precision of the softmax.
     """
 
-    def __init__(self, call: Call, number: int, q: Tensor) -> None:
+    def __init__(self, call: RankCall, number: int, q: Tensor) -> None:
         self._call, self._number, self._q = call, number, q
         pieces = [p for round_ in call.schedule.rounds for p in round_.pieces if p.share == number]
         heads = {piece.heads.start for piece in pieces}

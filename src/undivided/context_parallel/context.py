@@ -11,20 +11,21 @@ from undivided import masks
 from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import Policy, policy
+from undivided._request import Options, Request, Tensors
 from undivided._selection import Decision, decide
 from undivided._validation import checked_mask
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
-from undivided.context_parallel._call import Call, Run
+from undivided.context_parallel._call import RankCall, Run
 from undivided.context_parallel._groups import axes_of, mesh_of
 from undivided.context_parallel._request import (
-    Request,
+    GlobalRequest,
     agree_on_bias_rows,
-    bias_sinks_slopes,
-    build_request,
+    build_global_request,
     check_local,
     check_values,
     shared_arguments,
+    with_four_bias_axes,
 )
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded import ShardedTokens
@@ -116,22 +117,13 @@ class ContextParallel(ShardedTokens):
         return int(drawn if self._axes is None else gather_all(self._axes, drawn[None])[0])
 
     @outside_of_graphs
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arguments: dict[str, Any],
-        backend: str | None,
-        deterministic: bool | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """This rank's part of the output, for `undivided.attention`; ``arguments`` are its own, by name."""
+    def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
+        """This rank's part of the output, for `undivided.attention`."""
         axes = self._group_axes()
-        allowed = policy(backend, deterministic)
-        request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._ready(q, k, v, arguments, allowed))
-        call = self._call(request, runs)
-        out, lse = _run.run(call, (q, k, v, *bias_sinks_slopes(arguments)))
-        return (out, lse) if arguments["return_lse"] else out
+        allowed = policy(request.backend, request.deterministic)
+        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._ready(request, allowed))
+        out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
+        return (out, lse) if request.options.return_lse else out
 
     @outside_of_graphs
     @torch.no_grad()
@@ -159,8 +151,8 @@ class ContextParallel(ShardedTokens):
             bias: this rank's rows, all keys.
 
         Returns:
-            fp32 (fp64 for fp64 inputs) [H], the same on every rank, without gradient; -inf for a head without an allowed
-            pair.
+            fp32 (fp64 for fp64 inputs) [H], the same on every rank, without gradient; -inf for a head without an
+            allowed pair.
 
         Raises:
             InputError: an argument is wrong, or differs between ranks.
@@ -175,22 +167,11 @@ class ContextParallel(ShardedTokens):
         >>> simulate(2, step)
         [[16.0], [16.0]]
         """
-        arguments = {
-            "layout": layout,
-            "mask": mask,
-            "bias": bias,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": None,
-            "dropout_p": 0.0,
-            "dropout_seed": None,
-            "return_lse": False,
-            "pages": None,
-        }
-        axes = self._group_axes()
-        request = prepare_on_all_ranks(axes, self.check, lambda: self._checked_request(q, k, k, arguments))
-        return head_maxima(self._call(request, ()), request.parts, (q, k, k[..., :0], *bias_sinks_slopes(arguments)))
+        options = Options(layout, mask, scale, softcap)
+        request = Request(Tensors(q, k, k, bias, None, alibi_slopes), options)
+        prepared = prepare_on_all_ranks(self._group_axes(), self.check, lambda: self._checked_request(request))
+        tensors = with_four_bias_axes(request.tensors)._replace(v=k[..., :0])
+        return head_maxima(self._rank_call(prepared, ()), prepared.parts, tensors)
 
     @torch.no_grad()
     def decode(
@@ -246,45 +227,23 @@ class ContextParallel(ShardedTokens):
         >>> [bool((out - alone).abs().max() < 1e-5) for out in simulate(2, step)]
         [True, True]
         """
-        axes = self._group_axes()
-        arguments = {
-            "layout": layout,
-            "mask": masks.causal(align="bottom_right") if mask is None else mask,
-            "bias": bias,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "dropout_p": 0.0,
-            "dropout_seed": None,
-            "return_lse": True,
-            "pages": None,
-        }
-        allowed = policy(backend, deterministic)
-        step = prepare_on_all_ranks(
-            axes, self.check, lambda: prepare_step(q, k, v, positions, kv_len, arguments, allowed, by)
-        )
+        mask = masks.causal(align="bottom_right") if mask is None else mask
+        options = Options(layout, mask, scale, softcap, return_lse=True)
+        request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
+        axes, allowed = self._group_axes(), policy(backend, deterministic)
+        step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, allowed, by))
         return decode(axes, step, by)
 
-    def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arguments: dict[str, Any],
-        machine: Machine,
-        allowed: Policy,
-        device: str | None,
-    ) -> Decision:
+    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
         """The decision for this rank's piece with the most pairs, for `undivided.explain`. Nothing is sent."""
-        request = self._request(q, k, v, arguments, device)
+        global_request = self._request(request, device)
         pieces = [
             (piece.pairs, part)
-            for round_, parts in zip(request.schedule.rounds, request.parts, strict=True)
+            for round_, parts in zip(global_request.schedule.rounds, global_request.parts, strict=True)
             for piece, part in zip(round_.pieces, parts, strict=True)
         ]
-        problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else request.problem
-        return decide(problem, machine, allowed)
+        problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else global_request.problem
+        return decide(problem, machine, policy(request.backend, request.deterministic))
 
     def _group_axes(self) -> tuple[CountingCommunicator, CountingCommunicator]:
         """The communicators (ring, heads); raises InputError if there is no group."""
@@ -297,30 +256,26 @@ class ContextParallel(ShardedTokens):
             )
         return self._axes
 
-    def _checked_request(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
-    ) -> tuple[Request, SharedArguments]:
-        """The request, and the values that must be the same on all ranks."""
-        check_values(q)
-        request = self._request(q, k, v, arguments)
-        return request, shared_arguments(request, self.strategy)
+    def _checked_request(self, request: Request) -> tuple[GlobalRequest, SharedArguments]:
+        """The request over all ranks' tokens, and the values that must be the same on all ranks."""
+        check_values(request.tensors.q)
+        global_request = self._request(request)
+        return global_request, shared_arguments(global_request, self.strategy)
 
-    def _request(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], device: str | None = None
-    ) -> Request:
-        check_local(q, k, v, arguments)
-        axis = SEQUENCE_AXIS[arguments["layout"]]
-        placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(arguments["mask"]))
-        return build_request(q, k, v, arguments, self.strategy, self.mesh, placement, device)
+    def _request(self, request: Request, device: str | None = None) -> GlobalRequest:
+        check_local(request)
+        (q, k, *_), options = request.tensors, request.options
+        axis = SEQUENCE_AXIS[options.layout]
+        placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
+        return build_global_request(request, self.strategy, self.mesh, placement, device)
 
     def _ready(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], allowed: Policy
-    ) -> tuple[tuple[Request, tuple[tuple[Run, ...], ...]], SharedArguments]:
+        self, request: Request, allowed: Policy
+    ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
-        request, shared = self._checked_request(q, k, v, arguments)
-        return (request, request.runs(Machine.this(q.device), allowed)), shared
+        global_request, shared = self._checked_request(request)
+        return (global_request, global_request.runs(Machine.this(request.tensors.q.device), allowed)), shared
 
-    def _call(self, request: Request, runs: tuple[tuple[Run, ...], ...]) -> Call:
+    def _rank_call(self, request: GlobalRequest, runs: tuple[tuple[Run, ...], ...]) -> RankCall:
         axes = self._group_axes()
-        bias_has_rows = agree_on_bias_rows(request, axes)
-        return Call(request.problem, request.operands, request.schedule, runs, *axes, bias_has_rows)
+        return RankCall(request.call, request.schedule, runs, *axes, agree_on_bias_rows(request, axes))

@@ -15,19 +15,22 @@ Source: the second is an all-reduce (Patarasuk and Yuan 2009) whose sum is the m
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout, _problem
+from undivided import _autograd, _layout
+from undivided._call import Call
 from undivided._machine import Machine
+from undivided._normalise import normalise
 from undivided._policy import Policy
-from undivided._problem import Operands, Problem
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
-from undivided.context_parallel._call import Run, piece_problem
+from undivided.backends._base import Backend
+from undivided.context_parallel._call import piece_problem
 from undivided.context_parallel._index import as_index, take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, simplest_mask
 from undivided.context_parallel._request import check_local, check_values, resized_meta, select_backend
@@ -36,7 +39,7 @@ from undivided.context_parallel.exchange.collectives import Communicator, gather
 from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import Ranges
+from undivided.masks.normal_form import Ranges
 
 MergeMethod = Literal["all_gather", "ring"]
 
@@ -50,46 +53,40 @@ class Step(NamedTuple):
     problem: Problem
     q: Tensor
     sinks: Tensor | None
-    local: tuple[Run, Operands] | None
+    local: tuple[Backend, Call, Tensors] | None
 
 
 def prepare_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    kv_len: int,
-    arguments: dict[str, Any],
-    allowed: Policy,
-    by: MergeMethod,
+    request: Request, positions: Tensor, kv_len: int, allowed: Policy, by: MergeMethod
 ) -> tuple[Step, SharedArguments]:
     """This rank's part, validated, and the values that all ranks must share; see `ContextParallel.decode`."""
+    (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
-    check_local(q, k, v, arguments)
+    check_local(request)
     if by not in ("all_gather", "ring"):
         raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
-    layout = arguments["layout"]
     _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
-    problem, operands = _global_request(q, k, v, kv_len, arguments)
-    form = operands.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
+    whole = _global_call(request, kv_len)
+    problem = whole.problem
+    form = whole.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
     rows = torch.arange(problem.q_len, device=q.device)
     part = form.shard(rows, positions.to(q.device))
-    mask = Mask(parts=(Ranges(part),)) if arguments["alibi_slopes"] is not None else simplest_mask(part)
+    mask = Mask(parts=(Ranges(part),)) if slopes is not None else simplest_mask(part)
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
-    local = _local_work(q, k, v, piece, problem, operands, arguments, allowed) if count else None
+    local = _local_work(request.tensors, piece, whole, allowed) if count else None
     shared: SharedArguments = {
         "q": (layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
         "k": (problem.kv_heads, problem.v_dim),
         "kv_len": kv_len,
-        "mask": describe_mask(operands.mask),
-        "scale": operands.scale,
-        "softcap": operands.softcap,
+        "mask": describe_mask(whole.mask),
+        "scale": whole.scale,
+        "softcap": whole.softcap,
         "by": by,
         "features": sorted(problem.features),
     }
-    return Step(problem, _layout.canonical(q, layout), arguments["sinks"], local), shared
+    return Step(problem, _layout.canonical(q, layout), sinks, local), shared
 
 
 def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[Tensor, Tensor]:
@@ -100,8 +97,7 @@ def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[T
         partial = step.q.new_zeros((batch * rows * heads, problem.v_dim + 1), dtype=dtype)
         partial[:, -1] = -torch.inf
     else:
-        (backend, part), operands = step.local
-        out, lse = _autograd.forward(backend, part, operands)
+        out, lse = _autograd.forward(*step.local)
         partial = torch.cat([out.to(dtype), lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
     for comm in reversed(axes):
         partial = _merge_ranks(comm, partial, by)
@@ -139,50 +135,26 @@ def _as_result(rows: Tensor) -> Result:
     return Result(rows[None, :, None, :-1], rows[None, None, :, -1])
 
 
-def _local_work(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    piece: Piece,
-    problem: Problem,
-    operands: Operands,
-    arguments: dict[str, Any],
-    allowed: Policy,
-) -> tuple[Run, Operands]:
-    """(backend and problem, operands) of the attention over this rank's keys."""
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (q, k, v))
-    bias = arguments["bias"]
+def _local_work(tensors: Tensors, piece: Piece, whole: Call, allowed: Policy) -> tuple[Backend, Call, Tensors]:
+    """The backend, call and tensors of the attention over this rank's keys."""
+    q, k, v = (_layout.canonical(t, whole.problem.layout) for t in tensors[:3])
+    bias = tensors.bias
     if bias is not None:
         assert piece.form.key_index is not None
         bias = take_unless_broadcast(bias[(None,) * (4 - bias.dim())], 3, as_index(piece.form.key_index))
-    part = piece_problem(problem, piece)
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
-    local = dataclasses.replace(
-        operands,
-        q=q,
-        k=k,
-        v=v,
-        layout="bshd",
-        mask=piece.mask,
-        bias=bias,
-        sinks=None,
-        alibi_slopes=arguments["alibi_slopes"],
-        bound=None,
-    )
-    return select_backend(part, Machine.this(q.device), allowed), local
+    backend, problem = select_backend(piece_problem(whole.problem, piece), Machine.this(q.device), allowed)
+    call = whole.with_problem(problem, mask=piece.mask, checked_mask=None)
+    return backend, call, Tensors(q, k, v, bias, None, tensors.alibi_slopes)
 
 
-def _global_request(
-    q: Tensor, k: Tensor, v: Tensor, kv_len: int, arguments: dict[str, Any]
-) -> tuple[Problem, Operands]:
-    """The problem and operands over the keys of all ranks; the tensors have sizes and no contents."""
-    axis = SEQUENCE_AXIS[arguments["layout"]]
+def _global_call(request: Request, kv_len: int) -> Call:
+    """The call over the keys of all ranks, validated on tensors without contents."""
+    axis, (q, k, v, *optional) = SEQUENCE_AXIS[request.options.layout], request.tensors
     sized = [resized_meta(tensor, axis, n) for tensor, n in ((q, q.shape[axis]), (k, kv_len), (v, kv_len))]
-    meta_arguments: dict[str, Any] = {
-        name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-    return _problem.normalise(*sized, **meta_arguments, device=q.device.type, needs=(False,) * 6)
+    optional_meta = [None if t is None else torch.empty_like(t, device="meta") for t in optional]
+    call, _ = normalise(request._replace(tensors=Tensors(*sized, *optional_meta)), q.device.type, (False,) * 6)
+    return call
 
 
 def _check_positions(positions: Tensor, keys: int, kv_len: int) -> None:

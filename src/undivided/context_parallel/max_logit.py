@@ -13,22 +13,22 @@ from torch import Tensor
 from undivided._problem import Problem
 from undivided._result import lse_dtype
 from undivided.backends import reference
-from undivided.context_parallel._call import Call, arrivals, piece_operands, to_shares
+from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, to_shares
 from undivided.context_parallel.exchange.collectives import gather_rows
 
 
-def head_maxima(call: Call, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
+def head_maxima(call: RankCall, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
     """The largest allowed score of each head, [H], the same on every rank; see `ContextParallel.max_logit`.
 
-    parts: for every round, the problems of its pieces. inputs: as `Operands.differentiable` orders them, with a v that
+    parts: for every round, the problems of its pieces. inputs: in the order of `Tensors`, with a v that
     has no columns.
     """
     shares, k, v = to_shares(call, inputs)
     maxima = k.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(call.problem.dtype))
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, part in zip(round_.pieces, parts[index], strict=True):
-            operands = piece_operands(call, shares[piece.share], round_, piece, k_r, v_r)
-            for block, score in reference.score_blocks(part, operands):
+            tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
+            for block, score in reference.score_blocks(piece_call(call, piece, part), tensors):
                 if score.shape[-1]:
                     block_maxima = maxima[piece.heads][block.heads]
                     torch.maximum(block_maxima, score.amax((0, 2, 3)), out=block_maxima)

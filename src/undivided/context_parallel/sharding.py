@@ -112,7 +112,7 @@ class Placement:
 
     @cached_property
     def order(self) -> dict[Side, Tensor]:
-        """For each side, the index of each global position in the concatenation of all shards: the inverse of sharding."""
+        """For each side, the index of each global position in the concatenated shards: the inverse of sharding."""
         sides: tuple[Side, Side] = ("q", "kv")
         return {side: torch.cat(self.rows(side)).argsort() for side in sides}
 
@@ -163,8 +163,8 @@ def balanced(pairs: Tensor, world: int) -> Tensor:
     """The owners if every rank gets equally many tokens and nearly equal work, int64 [rows].
 
     Equal chunks are assigned, heaviest first, to the rank with the least work, the same number to each rank. The
-    coarsest cut that reaches MAX_IMBALANCE is taken, because its ranges are the longest: contiguous if all rows cost the
-    same, zigzag for a causal mask.
+    coarsest cut that reaches MAX_IMBALANCE is taken, because its ranges are the longest: contiguous if all rows cost
+    the same, zigzag for a causal mask.
 
     Args:
         pairs: the work of every row, int64 [rows], as `row_pairs` counts it.
@@ -233,7 +233,7 @@ def row_pairs(form: NormalForm) -> Tensor:
 
 
 def head_pairs(form: NormalForm) -> Tensor:
-    """The allowed pairs of every head and row, summed over batch elements, int64 [H|1, Sq]; 1 if all heads are equal."""
+    """The allowed pairs of every head and row, summed over the batch, int64 [H|1, Sq]; 1 if all heads are equal."""
     if form.exact:
         spans = form.ranges.to(torch.int64).unflatten(-1, (-1, 2)).diff(dim=-1).sum((-1, -2))[:, None]
     else:

@@ -1,21 +1,22 @@
-"""Which query may attend to which key.
+"""Masks: which query may attend to which key.
 
-A mask is an exact set of pairs (i, j) of a query row and a key. Each function here describes one set, ``&``
-intersects them, and ``window(...) | sinks(n)`` adds the first n keys to a window. Every mask but ``dense``
-and ``predicate`` takes memory in proportion to the sequence, never to its square.
+A mask is an exact set of pairs (i, j) of a query row and a key. Each function of this module returns one such set;
+``&`` intersects two sets, and ``window(...) | sinks(n)`` adds the first n keys to a window. Every mask except
+``dense`` and ``predicate`` takes memory proportional to the sequence length, not to its square.
 
-Positions are counted within a sequence: i' = i - q_start and j' = j - kv_start, where a sequence is a batch
-element (as long as the tensor, or as ``lengths`` says) or a document. Where a sequence has n = kv_len - q_len
-more keys than queries, a query stands on key i' + d:
+Positions count within a sequence: i' = i - q_start and j' = j - kv_start. A sequence is a batch element (the whole
+length of the tensor, or the length that ``lengths`` gives) or a document. If a sequence has n = kv_len - q_len more
+keys than queries, ``align`` decides which key is the query's own key, i' + d:
 
-    align="top_left"      d = 0    the first query stands on the first key
-    align="bottom_right"  d = n    the last query stands on the last key (decoding, chunked prefill)
+    align="top_left"      d = 0    the first query's own key is the first key
+    align="bottom_right"  d = n    the last query's own key is the last key (decoding, chunked prefill)
 
-``align=None`` is accepted where the two agree (n = 0 for every sequence). A mask has one alignment.
+``align=None`` is accepted if both alignments agree, that is if n = 0 for every sequence. A mask has one alignment.
 
-Values are checked when a mask is built from CPU tensors, and again after one was changed in place. On a GPU,
-and while compiling, only shapes are, so that nothing waits for the device.
+Values of CPU tensors are checked when the mask is built, and again after a tensor was changed in place. On a GPU,
+and during compilation, only shapes are checked, so that the host does not wait for the device.
 
+>>> import torch
 >>> print(causal() & document_ids(torch.tensor([0, 0, 0, 1, 1])))
 causal() & document_ids(<int64 [1, 5]>)
   0 1 2 3 4
@@ -26,23 +27,23 @@ causal() & document_ids(<int64 [1, 5]>)
 4 · · · ■ ■
 """
 
-from __future__ import annotations
-
-import inspect
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
-from undivided.errors import InputError
-from undivided.masks._alignment import Align
+from undivided.masks._constructors import (
+    FULL,
+    causal,
+    chunks,
+    dense,
+    document_ids,
+    documents,
+    lengths,
+    predicate,
+    prefix,
+    sinks,
+    window,
+)
 from undivided.masks._drawing import describe_structure as describe
-from undivided.masks._intervals import NormalForm
 from undivided.masks._mask import Mask
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
-from undivided.masks._predicate import PredicateFunction, register_predicate
 from undivided.masks._structure import Structure
+from undivided.masks.normal_form import NormalForm
 
 __all__ = [
     "FULL",
@@ -61,374 +62,3 @@ __all__ = [
     "sinks",
     "window",
 ]
-
-Ints = Tensor | Sequence[int]
-
-FULL = Mask()
-"""Every pair: what ``mask=None`` means."""
-
-
-def causal(align: Align | None = None) -> Mask:
-    """Each query attends to the keys up to its own: ``j' <= i' + d``.
-
-    Args:
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
-
-    Returns:
-        The pairs on and below the diagonal that ``align`` places.
-
-    Raises:
-        InputError: ``align`` is another word.
-
-    Source: Vaswani et al. 2017 (arXiv:1706.03762), the decoder's self-attention.
-
-    >>> causal(align="bottom_right").intervals(2, 3).tolist()
-    [[[0, 2], [0, 3]]]
-    """
-    return Mask(_align(align), None, 0)
-
-
-def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
-    """Each query attends to the keys near its own: ``i' + d - left <= j' <= i' + d + right``.
-
-    Args:
-        left, right: keys before and after the query's own, int; None (or -1) is unbounded on that side.
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
-
-    Returns:
-        The pairs in a band around the diagonal that ``align`` places.
-
-    Raises:
-        InputError: a side is not an int or is below -1, or ``align`` is another word.
-
-    Source: Beltagy et al. 2020 (arXiv:2004.05150, Longformer), sliding window attention.
-
-    >>> window(1, 0).intervals(4, 4).tolist()
-    [[[0, 1], [0, 2], [1, 3], [2, 4]]]
-    """
-    return Mask(_align(align), _side("left", left), _side("right", right))
-
-
-def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
-    """The real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
-
-    ``i' = i - q_start[b]`` and ``j' = j - kv_start[b]``.
-
-    Args:
-        kv: real keys of each batch element, any integer dtype ``[B]`` or a list.
-        q: real queries, as kv; None: every row is real. A padded self-attention batch is ``lengths(n, n)``.
-        kv_start, q_start: where the real tokens begin (left padding), as kv; None: at 0.
-
-    Returns:
-        The pairs of a real query and a real key.
-
-    Raises:
-        InputError: no integers, shapes that differ, a negative value, or ``q_start`` without ``q``.
-
-    >>> lengths([1, 2], kv_start=[2, 0]).intervals(1, 3, batch=2).tolist()
-    [[[2, 3]], [[0, 2]]]
-    """
-    keys = as_vector("kv", kv)
-    queries = keys if q is kv else _optional("q", q)
-    key_start = _optional("kv_start", kv_start)
-    query_start = key_start if q_start is kv_start else _optional("q_start", q_start)
-    for argument, value in (("q", queries), ("kv_start", key_start), ("q_start", query_start)):
-        if value is not None and value.shape != keys.shape:
-            raise InputError(argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries")
-    if query_start is not None and queries is None:
-        raise InputError("q", "be given with q_start", None, "say how many rows are real from q_start on")
-    return _of(Lengths(keys, queries, key_start, query_start))
-
-
-def documents(
-    cu_seqlens_q: Ints,
-    cu_seqlens_kv: Ints | None = None,
-    padded_q: Ints | None = None,
-    padded_kv: Ints | None = None,
-    max_q: int | None = None,
-    max_kv: int | None = None,
-    total_q: int | None = None,
-    total_kv: int | None = None,
-) -> Mask:
-    """Documents packed one after another: a query attends to the keys of its own document alone.
-
-    ``document(i) == document(j)``, where document n is the tokens from ``padded[n]`` on, as many as
-    ``cu_seqlens[n + 1] - cu_seqlens[n]``. Tokens that belong to no document (in the gaps, or after the last one)
-    are padding: their rows give 0 and nothing sees them.
-
-    The last offset must be the number of tokens in the tensors, so that a forgotten document is an error and not rows
-    of 0. Where a buffer of fixed size holds fewer tokens than it has room for, give its size as ``total_q`` and
-    ``total_kv``. (Offsets on a GPU are not read: there tokens after the last offset are padding either way.)
-
-    Args:
-        cu_seqlens_q: cumulative real lengths ``[0, l_0, l_0 + l_1, ...]``, any integer dtype ``[N + 1]`` or a
-            list.
-        cu_seqlens_kv: those of the keys; None: the same as the queries'.
-        padded_q, padded_kv: where each document begins in memory, and the total, if there are gaps between
-            them, as cu_seqlens_q; None: no gaps. ``padded_kv`` is ``padded_q`` where both it and
-            ``cu_seqlens_kv`` are None.
-        max_q, max_kv: tokens in the longest document, int, for kernels that need it on the host; None: read
-            from offsets on the CPU.
-        total_q, total_kv: tokens in the tensors of queries and of keys, int, if the documents may end before the
-            last of them; ``total_kv`` is ``total_q`` if neither it nor ``cu_seqlens_kv`` is given. None: the last
-            offset is the number of tokens.
-
-    Returns:
-        The pairs of a query and a key of one document.
-
-    Raises:
-        InputError: no integers, offsets that do not start at 0 or decrease, different numbers of documents,
-            gaps too small, or a ``max_`` below the longest document. In the
-            call: the last offset, or ``total_``, is not the number of tokens.
-
-    Source: the ``cu_seqlens_q`` and ``cu_seqlens_k`` of flash-attn's ``flash_attn_varlen_func``.
-
-    >>> documents([0, 2, 3]).intervals(3, 3).tolist()
-    [[[0, 2], [0, 2], [2, 3]]]
-    >>> documents([0, 1, 3], padded_q=[0, 2, 4]).intervals(4, 4).tolist()
-    [[[0, 1], [0, 0], [2, 4], [2, 4]]]
-    >>> documents([0, 2, 3], total_q=5).intervals(5, 5).tolist()
-    [[[0, 2], [0, 2], [2, 3], [0, 0], [0, 0]]]
-    """
-    same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
-    real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
-    real_kv = real_q if cu_seqlens_kv is None or same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
-    slots_q = _optional("padded_q", padded_q)
-    shared = padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None)
-    slots_kv = slots_q if shared else _optional("padded_kv", padded_kv)
-    if real_q.shape[0] < 1:
-        raise InputError("cu_seqlens_q", "hold N + 1 offsets for N documents", "none", "no documents are [0]")
-    for argument, value in (("cu_seqlens_kv", real_kv), ("padded_q", slots_q), ("padded_kv", slots_kv)):
-        if value is not None and value.shape != real_q.shape:
-            must = f"have as many entries as cu_seqlens_q ({real_q.shape[0]})"
-            raise InputError(argument, must, f"{value.shape[0]} entries")
-    longest_q, room_q = _count("max_q", max_q), _count("total_q", total_q)
-    longest_kv = longest_q if same and max_kv is None else _count("max_kv", max_kv)
-    room_kv = room_q if same and total_kv is None else _count("total_kv", total_kv)
-    return _of(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
-
-
-def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
-    """A query attends to the keys with its own id: ``ids_q[b, i] == ids_kv[b, j] >= 0``.
-
-    Positions stay those of the rows: ids begin no new sequence, as ``documents`` does.
-
-    Args:
-        ids_q: ids ``[B, Sq]`` of any integer dtype, or ``[1, Sq]``, ``[Sq]`` or a list for every batch
-            element; negative: padding.
-        ids_kv: those of the keys, with Sk; None: the same as the queries'.
-
-    Returns:
-        The pairs with one id that is no padding.
-
-    Raises:
-        InputError: no integers, another number of dimensions, or two batch sizes.
-
-    >>> document_ids([7, 7, -1, 3]).intervals(4, 4).tolist()
-    [[[0, 2], [0, 2], [0, 0], [3, 4]]]
-    """
-    queries = _ids("ids_q", ids_q)
-    keys = queries if ids_kv is None or ids_kv is ids_q else _ids("ids_kv", ids_kv)
-    if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
-        raise InputError("ids_kv", f"have the batch of ids_q ({queries.shape[0]})", keys.shape[0])
-    return _of(DocumentIds(queries, keys))
-
-
-def prefix(n: int | Ints) -> Mask:
-    """The first keys of each sequence, for every query: ``j' < n``. With ``|``, beside causal: prefix-LM.
-
-    A prefix is not causal: in ``causal() | prefix(n)`` and ``window(left, 0) | prefix(n)`` the first n - 1 queries
-    see keys after their own. The first keys kept beside a streaming window, without a look ahead, are ``sinks(n)``.
-
-    Args:
-        n: number of keys, int; or one for each batch element (packed: each document), any integer dtype
-            ``[B]`` or a list.
-
-    Returns:
-        The pairs of any query and a key among the first n.
-
-    Raises:
-        InputError: not an integer, or negative.
-
-    Source: Raffel et al. 2020 (arXiv:1910.10683), prefix LM.
-
-    >>> (causal() | prefix(2)).intervals(4, 4).tolist()
-    [[[0, 2], [0, 2], [0, 3], [0, 4]]]
-    """
-    return _of(Prefix(_size("n", n, 0)))
-
-
-def sinks(n: int | Ints, align: Align | None = None) -> Mask:
-    """The first keys of each sequence, causally: ``j' < n`` and ``j' <= i' + d``. With ``|``, beside a window.
-
-    ``window(left, 0) | sinks(n)`` is a streaming window: each query sees its last left + 1 keys and the first n, and
-    never a key after its own, so that tokens may come one at a time, in chunks or all at once.
-
-    Args:
-        n: number of keys, int; or one for each batch element (packed: each document), any integer dtype
-            ``[B]`` or a list.
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
-
-    Returns:
-        The pairs of a query and a key among the first n that is not after the query: ``causal() & prefix(n)``.
-
-    Raises:
-        InputError: ``n`` is not an integer or is negative, or ``align`` is another word.
-
-    Source: Xiao et al. 2023 (arXiv:2309.17453), StreamingLLM's attention sinks.
-
-    >>> (window(1, 0) | sinks(2)).intervals(5, 5).tolist()
-    [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 4, 0, 0], [0, 2, 3, 5]]]
-    """
-    return causal(align) & prefix(n)
-
-
-def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
-    """The sequence in chunks that see only themselves: ``floor(p_q / size) == floor(p_k / size)``.
-
-    ``p_q = i' + offset`` and ``p_k = j' - d + offset`` are absolute positions.
-
-    Args:
-        size: tokens in a chunk, int.
-        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len); None where the two agree, the default.
-        offset: where the first query stands in its sequence, an int, any integer dtype ``[B]`` or a list;
-            None: the keys begin the sequence, so the first query stands at d.
-
-    Returns:
-        The pairs of a query and a key of one chunk, before and after the query's own.
-
-    Raises:
-        InputError: ``size`` is not a positive integer, ``offset`` not an integer, or ``align`` another word.
-
-    >>> chunks(2).intervals(3, 3).tolist()
-    [[[0, 2], [0, 2], [2, 3]]]
-    >>> chunks(2, align="bottom_right").intervals(1, 4).tolist()
-    [[[2, 4]]]
-    """
-    return _of(
-        Chunk(min(as_integer("size", size, 1), INT32_MAX), None if offset is None else _size("offset", offset)),
-        _align(align),
-    )
-
-
-def dense(tensor: Tensor) -> Mask:
-    """Any pairs at all, as a boolean tensor: ``tensor[b, h, i, j]``, True = attend.
-
-    Args:
-        tensor: bool ``[Sq, Sk]``, or four dimensions that broadcast to ``[B, H, Sq, Sk]``.
-
-    Returns:
-        The pairs whose entry is True.
-
-    Raises:
-        InputError: not boolean (scores to add go to ``bias=``), or another number of dimensions.
-
-    Source: the boolean ``attn_mask`` of ``torch.nn.functional.scaled_dot_product_attention``.
-
-    >>> dense(torch.tensor([[True, False, True]])).intervals(1, 3).tolist()
-    [[[0, 3]]]
-    """
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InputError("tensor", "be boolean, True = attend", got, "scores to add to q . k go to bias=")
-    check_tensor("tensor", tensor)
-    if tensor.dim() not in (2, 4):
-        raise InputError(
-            "tensor",
-            "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]",
-            f"shape {list(tensor.shape)}",
-            "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
-        )
-    return _of(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
-
-
-def predicate(fn: PredicateFunction) -> Mask:
-    """Any pairs at all, as a function of indices that is evaluated a block at a time: ``fn(b, h, i, j)``.
-
-    Args:
-        fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It
-            receives int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and
-            ``[1, 1, 1, k]``: raw indices into the tensors (packed: b = 0). It must be a pure function;
-            tensors that it captures may change in place between calls. It is evaluated for any real query with
-            any real key, pairs that other parts of the mask hide included, and never for padding that
-            ``lengths`` or ``documents`` describe: what it captures need not cover padding.
-
-    Returns:
-        The pairs for which ``fn`` is True.
-
-    Raises:
-        InputError: ``fn`` cannot be called with four arguments, or a predicate is built while compiling.
-
-    Source: ``mask_mod`` in PyTorch's documentation of ``torch.nn.attention.flex_attention``.
-
-    >>> predicate(lambda b, h, q, k: (q + k) % 2 == 0).intervals(2, 4).tolist()
-    [[[0, 3], [1, 4]]]
-    """
-    if not callable(fn):
-        raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
-    if torch.compiler.is_compiling():
-        raise InputError(
-            "mask",
-            "be built outside of torch.compile where it holds a predicate",
-            "masks.predicate(fn)",
-            "build the mask before the compiled function and pass it in",
-        )
-    _check_signature(fn)
-    return _of(register_predicate(fn))
-
-
-def _check_signature(fn: PredicateFunction) -> None:
-    try:  # a decorator is called by its own parameters, whatever those of the function that it wraps
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError, NameError):  # it has none to read; NameError: an annotation (Python 3.14)
-        return
-    try:
-        signature.bind(*"bhqk")
-    except TypeError as error:
-        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
-
-
-def _of(part: Part, align: Align | None = None) -> Mask:
-    part.validate()
-    return Mask(align, None, None, (part,))
-
-
-def _align(align: object) -> Align | None:
-    if align is None or align == "top_left" or align == "bottom_right":
-        return align
-    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
-
-
-def _count(argument: str, value: int | None) -> int | None:
-    return None if value is None else as_integer(argument, value, 0)
-
-
-def _optional(argument: str, value: Ints | None) -> Tensor | None:
-    return None if value is None else as_vector(argument, value)
-
-
-def _side(argument: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    side = as_integer(argument, value)
-    if side < -1:
-        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side)
-    return None if side == -1 else min(side, INT32_MAX)
-
-
-def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size:
-    if isinstance(value, Tensor | list | tuple):
-        return as_vector(argument, value, f"{argument} is an int, or one for each sequence")
-    number = as_integer(argument, value, at_least)
-    if abs(number) > INT32_MAX:
-        raise InputError(argument, f"be at most {INT32_MAX}", number)
-    return number
-
-
-def _ids(argument: str, value: Tensor | Sequence[int]) -> Tensor:
-    ids = value if isinstance(value, Tensor) else as_vector(argument, value)
-    check_tensor(argument, ids)
-    check_int_dtype(argument, ids)
-    if ids.dim() not in (1, 2):
-        raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))
-    return ids if ids.dim() == 2 else ids[None]

@@ -1,7 +1,7 @@
-"""Where queries stand on keys: whether top-left and bottom-right agree for a call, and which of them a mask means.
+"""Alignment: whether top-left and bottom-right agree for a call, and which of the two a mask requests.
 
-Alignment matters where a sequence has another number of keys than of queries. Reading that from lengths on a GPU
-would wait for it, so there only structure is looked at: one tensor given for both.
+Alignment matters if a sequence has different numbers of keys and queries. Reading lengths on a GPU would make the host
+wait, so on a GPU the two agree only if one tensor was passed for both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Align = Literal["top_left", "bottom_right"]
 
 
 def resolve(align: Align | None, parts: Sequence[Part], q_len: int, kv_len: int, full: bool) -> str:
-    """Give "both" where the two agree, else the one that was given; InputError where none was.
+    """The alignment of a call: "both" if the two agree, otherwise ``align``; InputError if it is None.
 
     Args:
-        align: what the mask says.
-        parts: where its lengths or documents are.
+        align: the alignment of the mask.
+        parts: the parts of the mask, with its lengths or documents.
         q_len, kv_len: sizes of the call.
-        full: nothing is masked, so that the alignment is ALiBi's alone.
+        full: whether nothing is masked, so that only ALiBi needs an alignment.
     """
-    agree = _agree(parts, q_len, kv_len)
+    agree = _alignments_agree(parts, q_len, kv_len)
     if agree:
         return "both"
     if align is not None:
@@ -38,21 +38,21 @@ def resolve(align: Align | None, parts: Sequence[Part], q_len: int, kv_len: int,
         if isinstance(part, Lengths):
             sizes = f"lengths with q={'None' if part.q is None else 'other values than kv'} at {sizes}"
             if part.q is None:
-                hint += "; for a padded self-attention batch give the queries' lengths as well: lengths(n, n)"
+                hint += "; for a padded self-attention batch pass the lengths of the queries too: lengths(n, n)"
         elif isinstance(part, Documents):
             sizes = "documents whose cu_seqlens_q and cu_seqlens_kv are different"
     if agree is None:
-        hint += "; values on a GPU are not compared, so pass one tensor for both where they are equal"
+        hint += "; values on a GPU are not compared, so pass one tensor for both if they are equal"
     raise InputError(
         "align",
-        "be given where top-left and bottom-right differ (queries and keys of unequal length)",
+        "be given if top-left and bottom-right differ (queries and keys of unequal length)",
         f"None for {sizes}",
         hint,
     )
 
 
-def _agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
-    """Whether every sequence has as many keys as queries; None where only a GPU knows."""
+def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
+    """Whether every sequence has as many keys as queries; None if only a GPU knows."""
     for part in parts:
         if isinstance(part, Lengths | Documents):
             q, kv = (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)

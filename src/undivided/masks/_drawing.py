@@ -1,7 +1,7 @@
-"""Masks for the eye: one line, a small picture in text, and a plot of any size.
+"""Descriptions of masks: one line, a small picture in text, and a plot of any size.
 
-The plot counts the allowed pairs under each pixel from the ranges, so it takes O(S + pixels) for structured
-masks and one pass over blocks of rows for dense ones; S x S is never built.
+The plot counts the allowed pairs under each pixel from the ranges. This takes O(S + pixels) for structured masks, and
+one pass over blocks of rows for dense masks; no S x S tensor is built.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from torch import Tensor
 
 from undivided._tensors import readable
 from undivided.errors import InputError
-from undivided.masks._intervals import NormalForm
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Prefix
+from undivided.masks._fields import MaskFields
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix
 from undivided.masks._predicate import Predicate
+from undivided.masks._structure import Structure
+from undivided.masks.normal_form import NormalForm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from undivided.masks._mask import Mask
-    from undivided.masks._parts import Part
-    from undivided.masks._structure import Structure
-
 ALLOWED, MASKED = "■", "·"
-EXAMPLE = 8  # size of the picture for a mask that has none of its own
-LARGEST_PICTURE = 32  # beyond this a line of text no longer fits a terminal
-MOST_DRAWN = 1 << 22  # pairs of a picture in text: 8 MiB of characters
+EXAMPLE = 8  # size of the picture of a mask that has no size of its own
+LARGEST_PICTURE = 32  # a longer line does not fit a terminal
+MAX_DRAWN_PAIRS = 1 << 22  # of a picture in text: 8 MiB of characters
 PLOT_INCHES = 5
 TITLE_POINTS, TITLE_COLUMNS = 9, 60  # fixed width: 60 letters of 9 * 0.6 points are 4.5 of the 5 inches
 
 
-def describe(mask: Mask) -> str:
-    """The mask in one line, as the calls that would build it.
+def describe(mask: MaskFields) -> str:
+    """The mask in one line, as the calls that build it.
 
     >>> from undivided import masks
     >>> describe(masks.window(3, 0, align="bottom_right") & masks.prefix(5))
@@ -49,14 +47,20 @@ def describe(mask: Mask) -> str:
         if part in unions:
             words.append(f"{_band(part.left, part.right, align)} | sinks({_value(part.prefix)})")
         else:
-            words.append(_part(part, align))
+            words.append(_describe_part(part, align))
     if not words:
         return _band(None, None, align) if align else "every pair"
     return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
 
 
 def describe_structure(structure: Structure) -> str:
-    """A mask's structure in one line, without its values.
+    """The structure of a mask in one line, without its values.
+
+    Args:
+        structure: ``mask.structure``.
+
+    Returns:
+        The names of the bands and parts, joined by ``&`` and ``|``, and the alignment.
 
     >>> from undivided.masks import *
     >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
@@ -87,7 +91,7 @@ def _band(left: int | None, right: int | None, align: str) -> str:
 
 
 def _has_sinks(right: object, outer_left: int | None, outer_right: int | None) -> bool:
-    """Whether a union ends where the mask's own band does: then it is ``window(left, right) | sinks(n)``."""
+    """Whether a union has the right side of the mask's own band: then it is ``window(left, right) | sinks(n)``."""
     return outer_left is None and right is not None and right == outer_right
 
 
@@ -95,7 +99,7 @@ def _call(name: str, *arguments: str) -> str:
     return f"{name}({', '.join(argument for argument in arguments if argument)})"
 
 
-def _part(part: Part, align: str) -> str:
+def _describe_part(part: Part, align: str) -> str:
     match part:
         case Lengths():
             names = ("kv", "q", "kv_start", "q_start")
@@ -137,8 +141,8 @@ def _is_in_memory(tensor: Tensor) -> bool:
     return readable(tensor) and (not tensor.numel() or tensor.data_ptr() != 0)
 
 
-def natural_sizes(mask: Mask) -> tuple[int, int, int, int]:
-    """Batch, heads, query rows and keys of a small call that shows the mask."""
+def natural_sizes(mask: MaskFields) -> tuple[int, int, int, int]:
+    """Sizes of a small call that shows the mask: (batch, heads, query rows, keys)."""
     batch = heads = 1
     q_len = kv_len = 0
     for part in mask.parts:
@@ -171,11 +175,11 @@ def _end(length: Tensor, start: Tensor | None) -> int:
 
 
 def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
-    """One batch element of a form as text: a row a query, a column a key."""
+    """One batch element of a form as text: one row per query, one column per key."""
     one = slice(index, index + 1)
     shown = form.allowed(one, slice(None), slice(None), slice(head, head + 1))[0, 0]
     if not _is_in_memory(shown):
-        raise InputError("mask", "hold values that can be read to be drawn", "fake, traced or wrapped tensors")
+        raise InputError("mask", "hold readable values to be drawn", "fake, traced or wrapped tensors")
     pairs = shown.tolist()
     width = len(str(max(form.q_len - 1, 0)))
     ruler = " ".join(str(key % 10) for key in range(form.kv_len))
@@ -187,7 +191,7 @@ def draw(form: NormalForm, index: int = 0, head: int = 0) -> str:
 
 
 def density(form: NormalForm, height: int, width: int) -> Tensor:
-    """The share of allowed pairs under each pixel, float ``[height, width]``: batch 0, all heads."""
+    """The share of allowed pairs under each pixel, fp32 ``[height, width]``, of batch element 0 and all heads."""
     rows, keys = _pixel_edges(form.q_len, height), _pixel_edges(form.kv_len, width)
     counts = form.counts(rows, keys)[0].to(torch.float64).mean(0).cpu()
     area = torch.tensor(rows, device="cpu").diff()[:, None] * torch.tensor(keys, device="cpu").diff()
@@ -200,7 +204,7 @@ def _pixel_edges(length: int, pixels: int) -> list[int]:
 
 
 def check_format(argument: str, path: str | PathLike[str]) -> None:
-    """Raise InputError unless the name of a picture ends in a format that matplotlib writes."""
+    """Raise InputError unless the file name of a picture ends in a format that matplotlib writes."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -209,7 +213,7 @@ def check_format(argument: str, path: str | PathLike[str]) -> None:
 
 
 def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
-    """Draw the density of allowed pairs with matplotlib, and save it where a path is given."""
+    """A figure of the density of allowed pairs, saved if a path is given."""
     from matplotlib.figure import Figure
 
     if path is not None:

@@ -1,47 +1,46 @@
-"""``Mask``: an intersection of parts, one band and one alignment. ``masks.py`` builds them.
+"""``Mask``: an intersection of parts and one band, with one alignment. ``masks`` exports the functions that build one.
 
-A mask is a small frozen value: structure for a backend to ``take`` from, ``normal_form`` for our own kernels,
-``flatten`` for an opaque operator. What is worked out is remembered beside it, by sizes and by the in-place
+A mask is a small frozen value. Backends ``take`` parts from it, the library's own kernels read its ``normal_form``, and
+``flatten`` passes it through an opaque operator. Derived values are cached in the mask, by sizes and by the in-place
 versions of its tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from undivided._arguments import INT32_MAX, as_integer
-from undivided._tensors import is_captured, is_traced, readable, versions
+from undivided._tensors import is_traced, readable
 from undivided.errors import InputError
-from undivided.masks import _drawing, _ranges, _spec
-from undivided.masks._alignment import Align, resolve
-from undivided.masks._intervals import NormalForm
-from undivided.masks._memory import SHARED_TOKENS, Identical, Remembers, shared
-from undivided.masks._parts import Call, Chunk, Dense, Documents, GlobalBand, Lengths, Part, Prefix
+from undivided.masks import _algebra, _drawing, _spec
+from undivided.masks._alignment import resolve
+from undivided.masks._fields import MaskFields
+from undivided.masks._parts import Call, Chunk, Dense, Documents, GlobalBand, Lengths
 from undivided.masks._predicate import Predicate
-from undivided.masks._structure import Structure, detail_of, kinds_of
+from undivided.masks.normal_form import NormalForm, ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-T = TypeVar("T")
-
-_FIRST_KEYS = ((None, None), (None, 0))  # the bands of prefix(n) and of sinks(n)
-OWN_ENTRIES = 16  # results remembered by one mask: sizes differ by layer kind and by step, rarely by more
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mask(Remembers):
-    """An intersection of parts, of one band ``i' + d - left <= j' <= i' + d + right``, with one alignment.
+class Mask(MaskFields):
+    """An intersection of parts and of one band ``i' + d - left <= j' <= i' + d + right``, with one alignment.
 
-    Built by the functions of this module; compared by identity. The tensors are the caller's: a mask whose
-    tensor is changed in place means the new values from then on, and nothing computed before is used again.
+    The functions of ``undivided.masks`` build masks. Masks are compared by identity. The tensors belong to the caller:
+    after a tensor was changed in place, the mask describes the new values, and cached results are dropped.
+
+    Args:
+        align: "top_left", "bottom_right", or None if both agree.
+        left, right: keys of the band before and after the query's own; None: unbounded.
+        parts: the other descriptions; the mask is the intersection of all.
 
     >>> from undivided.masks import *
     >>> mask = causal(align="bottom_right") & lengths([2, 3])
@@ -51,69 +50,15 @@ class Mask(Remembers):
     [[[[1, 0, 0], [1, 1, 0]]], [[[1, 1, 0], [1, 1, 1]]]]
     """
 
-    align: Align | None = None
-    left: int | None = None
-    right: int | None = None
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def band(self) -> tuple[int | None, int | None]:
-        """``(left, right)`` of the band that causal and window parts make together; None is unbounded."""
-        return self.left, self.right
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
-        return self.is_band and self.left is None and self.right is None
-
-    @property
-    def is_band(self) -> bool:
-        """Whether it is causal, a window or every pair, and nothing else."""
-        return len(self.parts) == 0
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor in the mask once, in the order of ``flatten``."""
-        known = self.__dict__.get("_tensors")
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        found: list[Tensor] = []
-        for part in self.parts:
-            for tensor in part.tensors:
-                if not any(tensor is other for other in found):
-                    found.append(tensor)
-        if not torch.compiler.is_compiling():
-            self.__dict__["_tensors"] = tuple(found)
-        return tuple(found)
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """What is there: ``causal`` or ``window`` for the band, and the constructors' names; ``global`` for a
-        window with a prefix or sinks; and ``q_lengths``, ``starts``, ``padded`` where lengths or documents hold
-        those.
-        """
-        return kinds_of(self.band, self.parts)
-
-    @property
-    def structure(self) -> Structure:
-        """The mask without its tensors, to select a kernel by."""
-        found = self.__dict__.get("_structure")
-        if found is None:
-            detail = tuple(detail_of(part) for part in self.parts)
-            found = Structure(self.align, self.left, self.right, self.kinds, detail)
-            self.__dict__["_structure"] = found
-        return found
-
-    @property
-    def document_sizes(self) -> tuple[int, int | None, int | None] | None:
-        """Number of documents, longest query and key length (None where only a GPU knows), or None."""
-        for part in self.parts:
-            if isinstance(part, Documents):
-                return part.cu_seqlens_q.shape[0] - 1, part.longest("q"), part.longest("kv")
-        return None
-
     def with_padded_kv(self, padded_kv: Tensor) -> Mask:
-        """The same mask where document n's keys begin at ``padded_kv[n]``, int ``[N + 1]``."""
+        """The same mask with other offsets of the keys in memory: document n's keys start at ``padded_kv[n]``.
+
+        Args:
+            padded_kv: int ``[N + 1]``.
+
+        Returns:
+            A new mask.
+        """
         parts = tuple(
             dataclasses.replace(part, padded_kv=padded_kv, total_kv=None) if isinstance(part, Documents) else part
             for part in self.parts
@@ -121,62 +66,29 @@ class Mask(Remembers):
         return dataclasses.replace(self, parts=parts)
 
     def take(self, name: str) -> tuple[Any, Mask]:
-        """One kind of part, or None, and the mask that remains without it.
+        """One kind of part, and the mask without it.
 
-        ``causal`` gives True; ``window`` and ``band`` give (left, right), the latter for causal as well;
-        ``lengths`` and ``documents`` give the part; ``dense`` and ``predicate`` a tuple of tensors or
-        functions; the other names a tuple of parts.
+        Args:
+            name: one of ``kinds``, or "band" for causal or window.
+
+        Returns:
+            ``(part, rest)``. The part is None if there is none; True for "causal"; (left, right) for "window" and
+            "band"; the part for "lengths" and "documents"; a tuple of tensors or functions for "dense" and
+            "predicate"; a tuple of parts for other names.
 
         >>> from undivided.masks import *
         >>> window_, rest = (window(4, 0, align="top_left") & prefix(9)).take("window")
         >>> window_, rest
         ((4, 0), prefix(9))
         """
-        if name in ("causal", "window", "band"):
-            if (self.left is None and self.right is None) or (name != "band" and name not in self.kinds):
-                return None, self
-            return (True if name == "causal" else self.band), Mask(self.align, None, None, self.parts)
-        taken = tuple(part for part in self.parts if part.name == name)
-        if not taken:
-            return None, self
-        rest = Mask(self.align, self.left, self.right, tuple(part for part in self.parts if part.name != name))
-        if isinstance(taken[0], Lengths | Documents):
-            return taken[0], rest
-        return tuple(_taken(part) for part in taken), rest
+        taken, rest = _algebra.split(self, name)
+        return taken, self if rest is self else _mask(rest)
 
     def __and__(self, other: Mask) -> Mask:
-        other = _operand("&", other)
-        both = self.parts + tuple(part for part in other.parts if not any(part is mine for mine in self.parts))
-        if sum(isinstance(part, Lengths | Documents) for part in both) > 1:
-            raise InputError(
-                "mask",
-                "describe its sequences once",
-                f"{self!r} & {other!r}",
-                "keep one of lengths(...) and documents(...)",
-            )
-        return Mask(_one_align(self, other, "&"), _least(self.left, other.left), _least(self.right, other.right), both)
+        return _mask(_algebra.intersection(self, other))
 
     def __or__(self, other: Mask) -> Mask:
-        other = _operand("|", other)
-        band, first = (other, self) if other.is_band else (self, other)
-        bare = len(first.parts) == 1 and isinstance(first.parts[0], Prefix) and first.band in _FIRST_KEYS
-        if not bare or not band.is_band:
-            raise InputError(
-                "mask",
-                "join causal or window to a bare prefix or sinks with `|`",
-                f"{self!r} | {other!r}",
-                "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
-            )
-        align = _one_align(self, other, "|")
-        if band.left is None and first.right == 0:  # every key up to the query's own holds the sinks
-            return Mask(align, None, band.right)
-        if band.is_full:
-            return Mask(align)
-        length = first.parts[0].fields()[0]
-        assert isinstance(length, int | Tensor)
-        # Sinks after the query's own key lie in the window, or in neither: the band's right side bounds both.
-        right = band.right if first.right == 0 else None
-        return Mask(align, None, right, (GlobalBand(band.left, band.right, length),))
+        return _mask(_algebra.union(self, other))
 
     def check(
         self,
@@ -189,7 +101,17 @@ class Mask(Remembers):
         device: torch.device,
         argument: str = "mask",
     ) -> None:
-        """Raise InputError unless the mask fits these sizes. Cheap when it was checked for them already."""
+        """Raise InputError unless the mask fits a call. Repeated checks of the same sizes are cheap.
+
+        Args:
+            batch, heads, q_len, kv_len: sizes of the call.
+            packed: whether the call is in layout "thd".
+            device: device of the query.
+            argument: name of the mask in the error.
+
+        Raises:
+            InputError: the sizes or the device do not fit.
+        """
         key = ("check", batch, heads, q_len, kv_len, packed, device)
         self.remembered(key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device))
 
@@ -218,14 +140,17 @@ class Mask(Remembers):
         return True
 
     def resolved_align(self, batch: int, q_len: int, kv_len: int, *, needed: bool = False) -> str | None:
-        """The alignment for these sizes: "both" where the two agree, None where none matters.
+        """The alignment for a call: "top_left", "bottom_right", "both" if they agree, or None if none matters.
 
         Args:
             batch, q_len, kv_len: sizes of the call.
-            needed: something outside the mask needs one too (ALiBi).
+            needed: whether something outside of the mask needs an alignment too (ALiBi).
+
+        Returns:
+            The alignment.
+
         Raises:
-            InputError: they differ, or cannot be compared without waiting for a GPU, and the mask does not
-            say.
+            InputError: the two differ, or cannot be compared without waiting for a GPU, and ``align`` is None.
         """
         shaped = (self.left, self.right) != (None, None) or any(
             isinstance(part, Chunk | GlobalBand) for part in self.parts
@@ -237,7 +162,14 @@ class Mask(Remembers):
         )
 
     def normal_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:
-        """The mask as ranges of keys for every row (see ``NormalForm``), remembered for these sizes.
+        """The mask as ranges of keys per row, cached for these sizes. The mask must have passed ``check``.
+
+        Args:
+            batch, heads, q_len, kv_len: sizes of the call.
+            device: device of the ranges.
+
+        Returns:
+            The ``NormalForm``.
 
         >>> from undivided.masks import *
         >>> causal().normal_form(1, 1, 3, 3, "cpu").ranges.tolist()
@@ -252,19 +184,29 @@ class Mask(Remembers):
         bottom_right = self.align == "bottom_right" and align != "both"
 
         def build() -> NormalForm:
-            # A form that is made while serving may be saved by autograd later.
+            # autograd may save a form that was first built in inference mode
             with torch.inference_mode(False), torch.no_grad():
-                return _ranges.build(self.parts, self.band, bottom_right, sizes, device)
+                return ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
-        if static and q_len + kv_len <= SHARED_TOKENS and not is_traced():
-            return shared((self.flatten()[0], bottom_right, sizes, device), build)
+        if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
+            return ranges.shared((self.flatten()[0], bottom_right, sizes, device), build)
         return build()
 
     def intervals(self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:
-        """Each row's keys as ranges ``[start, stop)``: int32 ``[B|1, Sq, 2|4]``; no keys are [0, 0).
+        """The keys of each row as ranges ``[start, stop)``.
 
-        Dense tensors and predicates give the smallest range that holds the row's keys, over all heads.
+        For dense tensors and predicates, the smallest range that contains the row's keys of all heads.
+
+        Args:
+            q_len, kv_len, batch: sizes of the call.
+            device: device of the result.
+
+        Returns:
+            int32 ``[B|1, Sq, 2|4]``; a row without keys is [0, 0).
+
+        Raises:
+            InputError: the sizes do not fit the mask.
 
         >>> from undivided.masks import *
         >>> (window(1, 0, align="top_left") | prefix(1)).intervals(4, 4).tolist()
@@ -274,22 +216,33 @@ class Mask(Remembers):
         return self._checked_form(batch, heads, q_len, kv_len, device).ranges
 
     def to_dense(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu") -> Tensor:
-        """Every pair, bool ``[batch, heads, q_len, kv_len]``, as an expanded view: for tests and eyes."""
+        """Every pair as a boolean tensor, for tests and inspection.
+
+        Args:
+            batch, heads, q_len, kv_len: sizes of the call.
+            device: device of the result.
+
+        Returns:
+            Bool ``[batch, heads, q_len, kv_len]``, an expanded view.
+
+        Raises:
+            InputError: the sizes do not fit the mask.
+        """
         form = self._checked_form(batch, heads, q_len, kv_len, device)
         everything = slice(None)
         return form.allowed(everything, everything, everything, everything).expand(batch, heads, q_len, kv_len)
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same mask with its tensors on a device: itself if they are there already.
+        """The same mask with its tensors on a device; the mask itself if they are there already.
 
-        What is known of documents on the CPU (the longest one) goes along, so that no kernel waits to read it. Tensors
-        that a predicate closes over stay where they are.
+        The longest document is read from CPU offsets first, so that no kernel waits for it later. Tensors that a
+        predicate captures are not moved.
 
         Args:
             device: a torch.device or its name.
 
         Returns:
-            A mask that means the same pairs.
+            A mask of the same pairs.
 
         Raises:
             InputError: ``device`` is not a device.
@@ -316,7 +269,10 @@ class Mask(Remembers):
         return Mask.unflatten(_spec.write(self.align, self.band, parts, tensors), moved)
 
     def flatten(self) -> tuple[str, list[Tensor]]:
-        """The mask as a constant string and its tensors, to pass through an operator.
+        """The mask as a constant string and its tensors, for operators that take no Python objects.
+
+        Returns:
+            ``(spec, tensors)``.
 
         >>> from undivided.masks import *
         >>> spec, tensors = (causal() & lengths([2, 3])).flatten()
@@ -328,7 +284,14 @@ class Mask(Remembers):
 
     @staticmethod
     def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
-        """The mask that ``flatten`` took apart."""
+        """The mask that ``flatten`` took apart.
+
+        Args:
+            spec, tensors: the results of ``flatten``.
+
+        Returns:
+            A mask of the same pairs.
+        """
         align, (left, right), parts = _spec.read(spec, tensors)
         return Mask(align, left, right, parts)
 
@@ -347,10 +310,16 @@ class Mask(Remembers):
             return f"{self!r}\n({error})"
 
     def draw(self, q_len: int, kv_len: int, batch: int = 1) -> str:
-        """The allowed pairs of every batch element as text, head 0.
+        """The allowed pairs of head 0 as text, one picture per batch element.
+
+        Args:
+            q_len, kv_len, batch: sizes of the call.
+
+        Returns:
+            One row of text per query, one column per key.
 
         Raises:
-            InputError: the sizes do not fit the mask, or there are more pairs than anybody reads.
+            InputError: the sizes do not fit the mask, or the picture has more than 4 Mi pairs.
 
         >>> from undivided.masks import *
         >>> print(causal(align="bottom_right").draw(2, 4))
@@ -359,10 +328,10 @@ class Mask(Remembers):
         1 ■ ■ ■ ■
         """
         form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
-        if (pairs := batch * q_len * kv_len) > _drawing.MOST_DRAWN:
+        if (pairs := batch * q_len * kv_len) > _drawing.MAX_DRAWN_PAIRS:
             raise InputError(
                 "batch * q_len * kv_len",
-                f"be at most {_drawing.MOST_DRAWN} for a picture in text",
+                f"be at most {_drawing.MAX_DRAWN_PAIRS} for a picture in text",
                 pairs,
                 "mask.plot(q_len, kv_len, path) draws any size",
             )
@@ -378,79 +347,28 @@ class Mask(Remembers):
         heads: int = 1,
         pixels: int = 512,
     ) -> Figure:
-        """Plot the share of allowed pairs under each pixel with matplotlib, for a call of any size."""
+        """A matplotlib figure of the share of allowed pairs under each pixel, for a call of any size.
+
+        Args:
+            q_len, kv_len, batch, heads: sizes of the call; batch element 0 and the mean over heads are drawn.
+            path: file to save the figure to. None: not saved.
+            pixels: width and height of the image, at most one pixel per row and key.
+
+        Returns:
+            The figure.
+
+        Raises:
+            InputError: the sizes do not fit the mask, or ``path`` does not end in a format that matplotlib writes.
+        """
         return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
 
     def _checked_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:
-        """The normal form for sizes that come from the caller himself, and not from checked tensors."""
+        """The normal form for sizes that the caller passes as numbers, which are unchecked."""
         for argument, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
             as_integer(argument, size, 0)
         self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
 
-    def state(self) -> object:
-        """A value that differs once a tensor of the mask, or one that its predicates reach, has been changed in place
-        (None where that cannot be told: inference tensors)."""
-        watched = self.__dict__.get("_watched")
-        if watched is not None:
-            return versions(watched)
-        if "predicate" not in self.structure.kinds:
-            self.__dict__["_watched"] = self.tensors
-            return versions(self.tensors)
-        captured = [tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()]
-        now = versions((*self.tensors, *captured))
-        return None if now is None else (now, Identical(captured))
 
-    def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
-        """``build(*arguments)``, or its last result for this key if no tensor has changed since.
-
-        In a CUDA graph tensors on the GPU are read again at every replay, so that lengths may change between them;
-        those of the CPU cannot be read there, and what was worked out before the capture stands.
-        """
-        if is_traced() and not (is_captured() and self._is_on_host()):
-            return build(*arguments)
-        now: object = ()
-        if self.parts:
-            now = self.state()
-            if now is None:
-                return build(*arguments)
-        memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
-        found = memory.get(key)
-        if found is not None and found[0] == now:
-            return found[1]
-        result = build(*arguments)
-        memory[key] = (now, result)
-        if len(memory) > OWN_ENTRIES:
-            memory.pop(next(iter(list(memory))), None)
-        return result
-
-    def _is_on_host(self) -> bool:
-        """Whether it has tensors, all on the CPU."""
-        return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)
-
-
-def _operand(sign: str, other: object) -> Mask:
-    if isinstance(other, Mask):
-        return other
-    hint = "masks.dense(tensor) makes a mask of a boolean tensor" if isinstance(other, Tensor) else None
-    raise InputError("mask", f"be joined to another mask by `{sign}`", type(other).__name__, hint)
-
-
-def _one_align(a: Mask, b: Mask, sign: str) -> Align | None:
-    if a.align is not None and b.align is not None and a.align != b.align:
-        raise InputError(
-            "mask", "have one alignment", f"{a!r} {sign} {b!r}", "give both the same align, or only one of them any"
-        )
-    return b.align if a.align is None else a.align
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
-
-
-def _taken(part: Part) -> object:
-    if isinstance(part, Dense):
-        return part.tensor
-    return part.fn if isinstance(part, Predicate) else part
+def _mask(fields: MaskFields) -> Mask:
+    return Mask(fields.align, fields.left, fields.right, fields.parts)

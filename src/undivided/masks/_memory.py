@@ -1,27 +1,17 @@
-"""What lets masks remember: values beside a frozen mask, tensors by identity, and the forms that masks share."""
+"""Values derived from a frozen object, kept in its ``__dict__``, and tensors compared by identity."""
 
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from undivided.masks._intervals import NormalForm
 
-# Forms of masks without tensors, shared by every mask that says the same: a model builds masks.causal() in
-# each layer. 64 forms of at most 2 x 64 Ki tokens stay under 100 MB, and 1 MB in the usual case.
-SHARED_FORMS = 64
-SHARED_TOKENS = 1 << 17
-_shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
-
-
-class Remembers:
-    """Keeps derived values beside a frozen dataclass's fields; copies and pickles leave them behind."""
+class DerivedValues:
+    """A base for frozen dataclasses that keep derived values in ``_names``; copies and pickles leave these out."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -31,25 +21,12 @@ class Remembers:
 
 
 @dataclass(frozen=True, eq=False)
-class Identical:
-    """Tensors that are equal to no others: a function may close over another one tomorrow, in the same memory."""
+class TensorIdentities:
+    """Tensors compared by identity: a function may capture another tensor later, in the same memory."""
 
     tensors: Sequence[Tensor]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identical) or len(self.tensors) != len(other.tensors):
+        if not isinstance(other, TensorIdentities) or len(self.tensors) != len(other.tensors):
             return False
         return all(map(operator.is_, self.tensors, other.tensors))
-
-
-def shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
-    """The form of a mask without tensors, from the bounded cache that all such masks share."""
-    form = _shared_forms.get(key)
-    if form is None:
-        form = build()
-        if type(form.ranges) is not Tensor:  # a fake tensor means nothing to the next call
-            return form
-        _shared_forms[key] = form
-        if len(_shared_forms) > SHARED_FORMS:
-            _shared_forms.popitem(last=False)
-    return form

@@ -1,32 +1,29 @@
-"""The parts that a mask is an intersection of: what they hold, and when their values make sense.
+"""The parts of a mask, which is their intersection: their fields, and the checks of their values.
 
-A part is a small frozen value. Its tensors are kept as the caller gave them, so that a backend can hand them
-to its kernel; what they mean as ranges of keys is worked out in ``_intervals.py``. Values are checked by
-``check_values`` when a part is built from CPU tensors, and again after one was changed in place; sizes are
-checked against the call by ``check_call``.
+A part is a small frozen value. It keeps its tensors as the caller passed them, so that a backend can pass them on to
+its kernel; ``normal_form`` translates them to ranges of keys. ``check_values`` runs when a part is built from CPU
+tensors, and again after a tensor was changed in place. ``check_call`` compares sizes with those of the call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from undivided._arguments import check_at_least, check_memory, check_offsets
 from undivided._tensors import readable, versions
 from undivided.errors import InputError
-from undivided.masks._memory import Remembers
-
-if TYPE_CHECKING:
-    from undivided.masks._intervals import NormalForm
+from undivided.masks._memory import DerivedValues
 
 Size = int | Tensor
 Field = int | Tensor | None
 
 
 class Call(NamedTuple):
-    """The sizes of one attention call, and the name under which it received the mask."""
+    """The sizes of one attention call, and the name of its mask argument."""
 
     batch: int
     heads: int
@@ -36,13 +33,13 @@ class Call(NamedTuple):
     argument: str
 
 
-class Part(Remembers):
-    """One description in a mask. Subclasses are frozen dataclasses and list their fields in order."""
+class Part(DerivedValues):
+    """One description of a set of pairs. Subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
 
     def fields(self) -> tuple[Field, ...]:
-        """The part's fields, in the order of its constructor: what ``flatten`` writes down."""
+        """The fields in the order of the constructor; ``Mask.flatten`` writes them."""
         raise NotImplementedError
 
     @property
@@ -50,7 +47,9 @@ class Part(Remembers):
         return tuple(value for value in self.fields() if isinstance(value, Tensor))
 
     def validate(self) -> None:
-        """Check the values once for every version of the tensors, where they may be read at all."""
+        """Check the values once per version of the tensors, if they are readable."""
+        if torch.compiler.is_compiling():
+            return
         tensors = self.tensors
         for tensor in tensors:
             check_memory(self.name, tensor)
@@ -62,15 +61,15 @@ class Part(Remembers):
             self.__dict__["_valid"] = now
 
     def check_values(self) -> None:
-        """Raise InputError where a value makes no sense whatever the call."""
+        """Raise InputError if a value is wrong for every call."""
 
     def check_call(self, call: Call) -> None:
-        """Raise InputError where the part does not fit the sizes of the call."""
+        """Raise InputError if the part does not fit the sizes of the call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Part):
-    """Real lengths (and starts) of each batch element, int ``[B]``; ``q`` None: every query row is real."""
+    """Real lengths and starts of each batch element, int ``[B]``. ``q=None``: every query row is real."""
 
     name: ClassVar[str] = "lengths"
     kv: Tensor
@@ -107,7 +106,7 @@ class Lengths(Part):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Part):
-    """Documents packed one after another: real offsets ``[N+1]``, and padded ones where there are gaps."""
+    """Documents packed one after another: real offsets ``[N+1]``, and padded offsets if there are gaps."""
 
     name: ClassVar[str] = "documents"
     cu_seqlens_q: Tensor
@@ -132,7 +131,7 @@ class Documents(Part):
         )
 
     def longest(self, side: str) -> int | None:
-        """The longest document of side "q" or "kv": as given, or read from CPU offsets; None elsewhere."""
+        """Tokens of the longest document on side "q" or "kv", from ``max_`` or CPU offsets; None if neither exists."""
         given: int | None = getattr(self, f"max_{side}")
         offsets: Tensor = getattr(self, f"cu_seqlens_{side}")
         if given is not None or not readable(offsets):
@@ -140,12 +139,12 @@ class Documents(Part):
         return int(offsets.diff().max()) if offsets.numel() > 1 else 0
 
     def tokens(self, side: str) -> int:
-        """The tokens that the tensors of side "q" or "kv" must have; reads the offsets."""
+        """Tokens that the tensors of side "q" or "kv" must have. Reads the offsets."""
         total: int | None = getattr(self, f"total_{side}")
         return int(self._ends(side)[1][-1]) if total is None else total
 
     def _ends(self, side: str) -> tuple[str, Tensor]:
-        """Name and value of the offsets that say where the documents of side "q" or "kv" end in memory."""
+        """Name and value of the offsets in memory of the documents on side "q" or "kv"."""
         name = f"cu_seqlens_{side}" if getattr(self, f"padded_{side}") is None else f"padded_{side}"
         return name, getattr(self, name)
 
@@ -153,11 +152,11 @@ class Documents(Part):
         for side in ("q", "kv"):
             real: Tensor = getattr(self, f"cu_seqlens_{side}")
             padded: Tensor | None = getattr(self, f"padded_{side}")
-            most: int | None = getattr(self, f"max_{side}")
+            limit: int | None = getattr(self, f"max_{side}")
             check_offsets(f"cu_seqlens_{side}", real)
             longest = int(real.diff().max()) if real.numel() > 1 else 0
-            if most is not None and most < longest:
-                raise InputError(f"max_{side}", f"be at least the longest document ({longest})", most)
+            if limit is not None and limit < longest:
+                raise InputError(f"max_{side}", f"be at least the longest document ({longest})", limit)
             if padded is not None:
                 check_at_least(f"padded_{side}", padded, 0)
                 short = (padded.diff() < real.diff()).nonzero()
@@ -182,7 +181,7 @@ class Documents(Part):
             self._check_end(call.argument, side, tokens)
 
     def _check_end(self, argument: str, side: str, tokens: int) -> None:
-        """The documents of side "q" or "kv" end at the call's last token, unless ``total`` says that they need not."""
+        """Raise unless the documents of one side end at the last token of the call, or ``total`` is its length."""
         total: int | None = getattr(self, f"total_{side}")
         if total is not None and total != tokens:
             raise InputError(argument, f"have total_{side} of {tokens}, the {side} tokens of the call", total)
@@ -204,7 +203,7 @@ class Documents(Part):
 
 @dataclass(frozen=True, eq=False)
 class DocumentIds(Part):
-    """The document of each token, int ``[B|1, S]``; a negative id is padding."""
+    """The document id of each token, int ``[B|1, S]``; a negative id marks padding."""
 
     name: ClassVar[str] = "document_ids"
     ids_q: Tensor
@@ -225,7 +224,7 @@ class DocumentIds(Part):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Part):
-    """The first ``length`` keys of each sequence: an int, or int ``[B]`` (packed: one entry a document)."""
+    """The first ``length`` keys of each sequence: an int, or int ``[B]`` (packed: one entry per document)."""
 
     name: ClassVar[str] = "prefix"
     length: Size
@@ -242,7 +241,7 @@ class Prefix(Part):
 
 @dataclass(frozen=True, eq=False)
 class GlobalBand(Part):
-    """``window(left, right) | prefix(prefix)``: a band, and the first keys of the sequence beside it."""
+    """``window(left, right) | prefix(prefix)``: a band joined to the first keys of the sequence."""
 
     name: ClassVar[str] = "global"
     left: int | None
@@ -261,7 +260,7 @@ class GlobalBand(Part):
 
 @dataclass(frozen=True, eq=False)
 class Chunk(Part):
-    """Chunks of ``size`` tokens that see only themselves; ``offset`` is where the first query stands."""
+    """Chunks of ``size`` tokens, each attending to itself only; ``offset`` is the position of the first query."""
 
     name: ClassVar[str] = "chunks"
     size: int
@@ -276,7 +275,7 @@ class Chunk(Part):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Part):
-    """An arbitrary boolean tensor ``[B|1, H|1, Sq|1, Sk|1]``, True = attend."""
+    """A boolean tensor ``[B|1, H|1, Sq|1, Sk|1]``, True = attend."""
 
     name: ClassVar[str] = "dense"
     tensor: Tensor
@@ -285,33 +284,18 @@ class Dense(Part):
         return (self.tensor,)
 
     def check_call(self, call: Call) -> None:
-        want = (call.batch, call.heads, call.q_len, call.kv_len)
-        if any(have not in (1, size) for have, size in zip(self.tensor.shape, want, strict=True)):
+        sizes = (call.batch, call.heads, call.q_len, call.kv_len)
+        if any(have not in (1, size) for have, size in zip(self.tensor.shape, sizes, strict=True)):
             raise InputError(
                 call.argument,
-                f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(want)}",
+                f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(sizes)}",
                 list(self.tensor.shape),
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Ranges(Part):
-    """A normal form as it is: what is left of a mask for some rows and keys. Not for callers, and not for compiled
-    graphs."""
-
-    name: ClassVar[str] = "ranges"
-    form: NormalForm
-
-    def fields(self) -> tuple[Field, ...]:
-        return ()
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.form.ranges,)
-
-
-def check_entries(call: Call, what: str, value: Field, count: int, of: str) -> None:
+def check_entries(call: Call, what: str, value: Field, count: int, unit: str) -> None:
+    """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:
         raise InputError(
-            call.argument, f"have one entry of {what} for each of the {count} {of}", f"{value.shape[0]} entries"
+            call.argument, f"have one entry of {what} for each of the {count} {unit}", f"{value.shape[0]} entries"
         )

@@ -1,4 +1,4 @@
-"""A mask as a constant string and tensors, and back: how it passes through an operator that takes no objects."""
+"""Masks as a constant string and tensors, and back, for operators that take no Python objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS: dict[str, Callable[..., Part]] = {
 
 
 def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor]) -> str:
-    """Alignment, band, then each part's name and fields; ``t0`` is the first of the tensors."""
+    """The string: alignment, band, then the name and fields of each part; ``t0`` is the first of the tensors."""
     words = [f"{align}", f"{band[0]},{band[1]}"]
     for part in parts:
         fields = [part.name]
@@ -33,7 +33,7 @@ def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Seque
 
 
 def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...]]:
-    """What `write` wrote."""
+    """Alignment, band and parts from the string and tensors of `write`."""
     align, band, *words = spec.split(";")
     left, right = (_parsed(field, tensors) for field in band.split(","))
     parts: list[Part] = []

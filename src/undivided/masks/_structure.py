@@ -1,4 +1,4 @@
-"""A mask without its tensors: what a kernel is selected by."""
+"""A mask without its tensors, by which a kernel is selected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ from undivided.masks._predicate import Predicate
 
 
 class Structure(NamedTuple):
-    """What a mask is made of, without its tensors: hashable, equal for masks that a kernel treats alike."""
+    """A mask without its tensors: hashable, and equal for masks that a kernel treats alike.
+
+    Args:
+        align: "top_left", "bottom_right" or None.
+        left, right: keys of the band before and after the query's own; None: unbounded.
+        kinds: names of what the mask contains, see ``Mask.kinds``.
+        detail: per part its name, its sizes, and which tensors it has.
+
+    >>> from undivided import masks
+    >>> masks.causal().structure == masks.causal().structure
+    True
+    >>> masks.lengths([2, 3]).structure == masks.lengths([4, 1]).structure
+    True
+    """
 
     align: str | None
     left: int | None
@@ -22,7 +35,7 @@ class Structure(NamedTuple):
 
 
 def kinds_of(band: tuple[int | None, int | None], parts: Sequence[Part]) -> frozenset[str]:
-    """``Mask.kinds`` of a band and parts."""
+    """``Mask.kinds`` for a band and parts."""
     names = [part.name for part in parts]
     if band != (None, None):
         names.append("causal" if band == (None, 0) else "window")
@@ -36,17 +49,17 @@ def kinds_of(band: tuple[int | None, int | None], parts: Sequence[Part]) -> froz
 
 
 def detail_of(part: Part) -> tuple[str | int | None, ...]:
-    """What tells parts of one kind apart for a kernel: sizes in the mask, and which tensors it has."""
+    """The properties of a part that matter to a kernel: sizes, and which tensors it has."""
     if isinstance(part, Dense):
         return (part.name, *(min(size, 2) for size in part.tensor.shape[:2]))
-    if isinstance(part, Chunk):  # an offset moves at every decoding step and changes no kernel
+    if isinstance(part, Chunk):  # an offset changes at every decoding step, and no kernel depends on it
         return (part.name, part.size)
     if isinstance(part, Predicate):
         return (part.name,)
-    return (part.name, *(_kept(part, value) for value in part.fields()))
+    return (part.name, *(_field_detail(part, value) for value in part.fields()))
 
 
-def _kept(part: Part, value: Field) -> str | int | None:
+def _field_detail(part: Part, value: Field) -> str | int | None:
     if isinstance(value, Tensor):
         return "tensor"
     return None if isinstance(part, Documents) else value

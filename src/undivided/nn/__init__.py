@@ -1,4 +1,4 @@
-"""Modules with the names and arguments of TransformerEngine."""
+"""Attention modules with the names and arguments of TransformerEngine, and rotary position embeddings."""
 
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.multihead_attention import MultiheadAttention

@@ -1,7 +1,7 @@
-"""Attention to what `InferenceParams` keeps: what may be given beside it, and the mask.
+"""Attention over the cache of `InferenceParams`: the mask, and the checks of other arguments.
 
-New tokens are the last ones of their sequences, so that causal and windows are aligned bottom-right, as
-TransformerEngine has it; a mask type for training serves here as it is. The lengths are the cache's.
+New tokens are the last ones of their sequences, so that causal masks and windows are aligned bottom-right, as in
+TransformerEngine; the mask type of the training can be used unchanged. The lengths come from the cache.
 """
 
 from __future__ import annotations
@@ -9,67 +9,67 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undivided._tensors import readable
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn import _sequences
-from undivided.nn._formats import Inputs
-from undivided.nn._mask_types import MaskType, Window, band
-from undivided.nn._sequences import Given, is_readable
+from undivided.nn.arguments import sequences
+from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.mask_types import MaskType, Window, band
+from undivided.nn.arguments.sequences import SequenceArguments
 
 
 def checked(params: object) -> InferenceParams | None:
-    """The cache, or None."""
+    """The cache or None; InputError for another type."""
     if params is not None and not isinstance(params, InferenceParams):
         raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
     return params
 
 
 def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
-    """Inputs that count the cached keys as well: those of the longest sequence."""
+    """The inputs with the number of keys of the longest cached sequence."""
     return inputs._replace(cached=max(params.sequences.values(), default=0))
 
 
 def mask(
-    given: Given,
+    arguments: SequenceArguments,
     kind: MaskType,
     inputs: Inputs,
     window: Window | None,
     bottom_right: bool | None,
     params: InferenceParams,
 ) -> Mask:
-    """Which of the cached keys a new token sees."""
-    _check_offsets(given, inputs, params)
+    """The mask of the new tokens and the cached keys."""
+    _check_offsets(arguments, inputs, params)
     if kind.bottom_right is None and bottom_right is False:
         hint = "new tokens are the last of their sequences"
         raise InputError("bottom_right_diagonal", "not be False with inference_params", False, hint=hint)
     diagonal = band(kind._replace(bottom_right=True), window, None)
     if kind.name == "arbitrary":
-        return diagonal & _sequences.arbitrary(given.attention_mask, inputs)
-    if given.attention_mask is not None:
-        hint = "inference_params.pre_step says how many tokens are real; or attn_mask_type='arbitrary'"
+        return diagonal & sequences.arbitrary_mask(arguments.attention_mask, inputs)
+    if arguments.attention_mask is not None:
+        hint = "inference_params.pre_step sets the number of real tokens; for other masks, attn_mask_type='arbitrary'"
         raise InputError("attention_mask", "be None with inference_params", "a tensor", hint=hint)
     return diagonal
 
 
-def _check_offsets(given: Given, inputs: Inputs, params: InferenceParams) -> None:
-    """The cache knows all lengths. Offsets that say the same are welcome, others are an error."""
-    for name, offsets in given.offsets.items():
-        _sequences.check_offsets(name, offsets)
+def _check_offsets(arguments: SequenceArguments, inputs: Inputs, params: InferenceParams) -> None:
+    """Raise InputError for offsets that differ from the lengths of the cache."""
+    for name, offsets in arguments.offsets.items():
+        sequences.check_offsets(name, offsets)
         known = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
-        if is_readable(offsets) and not any(_agree(offsets, of_step) for of_step in known):
+        if readable(offsets) and not any(_same_offsets(offsets, step_offsets) for step_offsets in known):
             raise InputError(
                 name,
                 "be those of inference_params, or None",
                 offsets.tolist()[:8],
-                hint=f"pre_step was told of "
-                f"{list(params.cu_seqlens_q.diff().tolist()[: params.batch_size])} new tokens",
+                hint=f"pre_step received {params.cu_seqlens_q.diff().tolist()[: params.batch_size]} new tokens",
             )
 
 
-def _agree(offsets: Tensor, of_step: Tensor) -> bool:
-    """Both go on with their last value where the batch is not full."""
-    a, b = offsets.long(), of_step.cpu().long()
+def _same_offsets(offsets: Tensor, step_offsets: Tensor) -> bool:
+    """Whether offsets agree; a batch that is not full repeats its last offset."""
+    a, b = offsets.long(), step_offsets.cpu().long()
     longest = max(a.shape[0], b.shape[0])
     a, b = (torch.cat((t, t[-1:].expand(longest - t.shape[0]))) for t in (a, b))
     return torch.equal(a, b)

@@ -1,5 +1,4 @@
-"""Context parallelism in the modules: TransformerEngine's words for it, sizes of the whole, positions of this rank's
-tokens."""
+"""Context parallelism in the modules: TransformerEngine's arguments, global sizes, and positions of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from undivided._layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn._arguments import checked_choice
-from undivided.nn._formats import Inputs
+from undivided.nn.arguments.checks import checked_choice
+from undivided.nn.arguments.formats import Inputs
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
 
 def group_of(cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str) -> ContextParallel | None:
-    """The ranks; None for no group. A `ContextParallel` is taken as it is, bound or not, with its own strategy."""
+    """The ranks; None without a group. A `ContextParallel` is used unchanged, with its own strategy."""
     strategy = STRATEGIES[checked_choice("cp_comm_type", cp_comm_type, tuple(STRATEGIES))]
     if cp_group is None:
         for name, value in (("cp_global_ranks", cp_global_ranks), ("cp_stream", cp_stream)):
@@ -33,8 +32,8 @@ def group_of(cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: 
     return cp
 
 
-def whole(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> Inputs:
-    """The same inputs in the sizes of all ranks together, without memory: masks are about the whole."""
+def global_inputs(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> Inputs:
+    """The inputs with the sizes of all ranks together, without memory: masks describe the whole sequences."""
     placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(inputs.format, *cu_seqlens))
 
     def sized(tensor: Tensor, length: int) -> Tensor:
@@ -46,18 +45,18 @@ def whole(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, 
     return Inputs(sized(inputs.q, q_len), sized(inputs.k, kv_len), sized(inputs.v, kv_len), inputs.format)
 
 
-def rows_of_angles(
-    freqs: Tensor, t: Tensor, format: Layout, cp: ContextParallel, begins: Tensor | None, of: Side
+def freqs_of_rank(
+    freqs: Tensor, t: Tensor, format: Layout, cp: ContextParallel, offsets: Tensor | None, side: Side
 ) -> Tensor:
-    """The angles of this rank's tokens, one row each, from those of all positions."""
+    """The rows of freqs for this rank's tokens, one row per token."""
     length = _layout.sizes(t.shape, format)[1]
-    rows = cp.placed(length, length, _documents(format, begins, begins)).rows(of)[cp.rank].to(freqs.device)
+    rows = cp.placed(length, length, _documents(format, offsets, offsets)).rows(side)[cp.rank].to(freqs.device)
     if rows.numel() != length:
         raise InputError("hidden_states", f"have rank {cp.rank}'s {rows.numel()} tokens", length)
-    if format == "thd" and begins is not None:
-        starts = begins.to(rows.device, torch.int64)
+    if format == "thd" and offsets is not None:
+        starts = offsets.to(rows.device, torch.int64)
         rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
-        rows = rows.clamp(max=freqs.shape[0] - 1)  # of the padding behind the last sequence, which nobody looks at
+        rows = rows.clamp(max=freqs.shape[0] - 1)  # rows of padding after the last sequence, which are unused
     if rows.numel() and int(rows.max()) >= freqs.shape[0]:
         raise InputError(
             "rotary_pos_emb", f"have a row for every position (0 to {int(rows.max())})", f"{freqs.shape[0]} rows"

@@ -1,7 +1,7 @@
-"""The largest score of each head, a block of the score matrix at a time.
+"""The largest score of each head, computed block by block of the score matrix.
 
-It is a second pass over q . k^T, for no fused kernel returns it: half of the multiplications of a forward pass again,
-in fp32 PyTorch operations, with memory bounded by a block. Only those who ask pay.
+No fused kernel returns it, so this is a second pass over q . k^T: half the multiplications of a forward pass, in fp32
+PyTorch operations, with the memory of one block. It runs only on request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from undivided import _problem
 from undivided._autograd import autocast
 from undivided._layout import Layout
+from undivided._normalise import normalise
+from undivided._request import Options, Request, Tensors
 from undivided._result import lse_dtype
 from undivided.backends import reference
 from undivided.context_parallel import ContextParallel
@@ -37,8 +38,7 @@ def max_logit(
     softcap: float | None,
     context_parallel: ContextParallel | None = None,
 ) -> Tensor:
-    """Largest allowed score of each head, scaled and biased, fp32 [H] without gradient; -inf where a head has no
-    pair."""
+    """The largest allowed score of each head, scaled and biased, fp32 [H], without gradient; -inf without pairs."""
     q, k, _ = autocast(q, k, k)
     if context_parallel is not None:
         return context_parallel.max_logit(
@@ -46,20 +46,19 @@ def max_logit(
         )
     if torch.compiler.is_compiling():
         spec, tensors = mask.flatten()
-        # no derivative: detached, so that autograd does not look for one
+        # detached, because the operator has no derivative
         bias, alibi_slopes = (None if t is None else t.detach() for t in (bias, alibi_slopes))
         found: Tensor = torch.ops.undivided.max_logit(
             q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, layout, scale, softcap
         )
         return found
     with torch.no_grad():
-        problem, operands = _problem.normalise(
-            q, k, k, layout=layout, mask=mask, bias=bias, alibi_slopes=alibi_slopes, scale=scale, softcap=softcap
-        )
-        largest = q.new_full((problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
+        inputs, options = Tensors(q, k, k, bias, None, alibi_slopes), Options(layout, mask, scale, softcap)
+        call, inputs = normalise(Request(inputs, options))
+        largest = q.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
         if q.is_meta:
             return largest
-        for block, score in reference.score_blocks(problem, operands):
+        for block, score in reference.score_blocks(call, inputs):
             if score.shape[-1]:
                 of_heads = largest[block.heads]
                 torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)

@@ -1,4 +1,4 @@
-"""`DotProductAttention`: TransformerEngine's module, its names and arguments, on any device."""
+"""`DotProductAttention`: TransformerEngine's module, with its names and arguments, on any device."""
 
 from __future__ import annotations
 
@@ -14,66 +14,61 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.nn import _cached, _context_parallel, _formats, _sequences
-from undivided.nn._arguments import (
-    AT_CALL,
-    AT_CONSTRUCTION,
-    check_refused,
+from undivided.nn import _cached, _context_parallel
+from undivided.nn._max_logit import max_logit
+from undivided.nn.arguments import formats, sequences
+from undivided.nn.arguments.checks import (
+    check_call_hints,
     checked_channels,
     checked_choice,
     checked_flag,
     checked_heads,
     checked_integer,
     checked_number,
-    in_module_words,
+    checked_optional_flag,
 )
-from undivided.nn._formats import Heads, Inputs
-from undivided.nn._mask_types import band, checked_mask_type, checked_window, normalised_window
-from undivided.nn._max_logit import max_logit
-from undivided.nn._module import Module
-from undivided.nn._scores import Added, added
-from undivided.nn._sequences import Given
-
-_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+from undivided.nn.arguments.error_names import with_module_names
+from undivided.nn.arguments.formats import Heads, Inputs
+from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalised_window
+from undivided.nn.arguments.refused import AT_CALL, AT_CONSTRUCTION, check_refused
+from undivided.nn.arguments.scores import ScoreTerms, score_terms
+from undivided.nn.arguments.sequences import SequenceArguments
+from undivided.nn.blocks.module import Module
 
 
 class DotProductAttention(Module):
-    """Scaled dot-product attention with TransformerEngine's constructor and forward arguments, in their order.
+    """Scaled dot-product attention, with the constructor and forward arguments of TransformerEngine, in their order.
 
-    ``softmax(mask(scale * q @ k^T + bias)) @ v`` by `undivided.attention`, so with its kernels, its errors and its
-    meaning on every device. Every argument is described in docs/how-to/coming-from-transformer-engine.md.
+    ``softmax(mask(scale * q @ k^T + bias)) @ v``, computed by `undivided.attention`: with its kernels, errors and
+    semantics on every device. docs/how-to/coming-from-transformer-engine.md describes every argument.
 
     Axes: b batch, s sequence (sq queries, skv keys), t packed tokens, h query heads, g key/value heads, d head size.
 
     Args:
-        num_attention_heads: h, query heads that this module sees (of this rank, where heads are divided).
-        kv_channels: head size, or the pair (of queries and keys, of values).
-        num_gqa_groups: g, key and value heads; it divides h. None: h.
-        attention_dropout: probability of dropping a weight, in training mode alone.
-        qkv_format: "sbhd", "bshd" or "thd". There is no default: given here or at the call.
+        num_attention_heads: h, the query heads of this module (of this rank, if heads are divided over ranks).
+        kv_channels: head size, or the pair (queries and keys, values).
+        num_gqa_groups: g, the key/value heads, a divisor of h. None: h.
+        attention_dropout: probability of dropping a weight, in training mode only.
+        qkv_format: "sbhd", "bshd" or "thd". Required here or at the call.
         attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
             "padding_causal_bottom_right" or "arbitrary".
-        window_size: (left, right) keys around the query's own, both ends included; -1 is unbounded.
-        bottom_right_diagonal: where the mask type leaves it open, whether the window and ALiBi are aligned
-            bottom-right.
-        attention_type: "self", or "cross" where keys and values are of other sequences.
-        softmax_scale: of the scores; 1/sqrt(d of the keys) if None.
-        softmax_type: "vanilla", "off-by-one" (one more in the denominator) or "learnable" (exp(softmax_offset) more).
-        return_max_logit: return the largest score of each head as well (a second pass over q . k^T).
-        layer_number: names the cache in `inference_params`, which needs one.
-        name: kept.
+        window_size: (left, right) keys around the query's own, both ends included; -1 means unbounded.
+        bottom_right_diagonal: whether the window and ALiBi are aligned bottom-right, if the mask type does not decide.
+        attention_type: "self", or "cross" if keys and values belong to other sequences.
+        softmax_scale: scale of the scores; 1/sqrt(d of the keys) if None.
+        softmax_type: "vanilla", "off-by-one" (adds 1 to the denominator) or "learnable" (adds exp(softmax_offset)).
+        return_max_logit: whether to return the largest score of each head too (a second pass over q . k^T).
+        layer_number: number of the layer, under which `inference_params` caches its keys and values.
+        name: stored unchanged.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: context parallelism, see `set_context_parallel_group`.
-        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults; anything else is an
-            error with the reason.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults only; another value is
+            an error with the reason.
         backend: as in `undivided.attention`.
         softcap: ``c * tanh(score / c)``, applied before a bias.
-        device: of `softmax_offset`.
-
-    Returns:
-        A module; what its call takes and gives is described at `forward`.
+        device: device of `softmax_offset`.
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a repair.
+        InputError: an argument is wrong. The message has its name, its value, the limit and a fix.
 
     Source: the interface of transformer_engine.pytorch.DotProductAttention.
 
@@ -115,28 +110,27 @@ class DotProductAttention(Module):
         softcap: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        check_refused(AT_CONSTRUCTION, given)
+        check_refused(AT_CONSTRUCTION, arguments)
         heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
         self.heads = Heads(heads, groups, *checked_channels(kv_channels))
         self.attention_dropout = checked_number("attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1")
-        self.qkv_format = None if qkv_format is None else _formats.checked_format(qkv_format)
+        self.qkv_format = None if qkv_format is None else formats.checked_format(qkv_format)
         kind = checked_mask_type(attn_mask_type)
         self.attn_mask_type = kind.name
         window = checked_window(window_size)
         self.window_size = None if window is None else normalised_window(kind, window)
-        self.bottom_right_diagonal = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
+        self.bottom_right_diagonal = checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
-        self.softmax_type = checked_choice("softmax_type", softmax_type, _SOFTMAX_TYPES)
+        self.softmax_type = checked_choice("softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
         self.return_max_logit = checked_flag("return_max_logit", return_max_logit)
         self._set_numbers(softmax_scale, softcap, layer_number)
         self.name, self.backend = name, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        if self.softmax_type == "learnable":
-            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device))
-        else:
-            self.register_parameter("softmax_offset", None)
+        is_learnable = self.softmax_type == "learnable"
+        offset = torch.nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device)) if is_learnable else None
+        self.register_parameter("softmax_offset", offset)
         self.reset_parameters()
 
     def _set_numbers(self, softmax_scale: float | None, softcap: float | None, layer_number: int | None) -> None:
@@ -151,24 +145,24 @@ class DotProductAttention(Module):
         self._is_numbered = layer_number is not None
 
     def reset_parameters(self) -> None:
-        """Start a learnable `softmax_offset` at 0, where it is "off-by-one"."""
+        """Initialise a learnable `softmax_offset` with 0, which equals "off-by-one"."""
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Spread sequences over ranks: q, k and v are then this rank's tokens, and all that is said of sequences
-        (masks, cu_seqlens, the keys of a bias) is of the whole. Results, in training mode too, are those of one
-        process.
+        """Distribute sequences over ranks.
+
+        q, k and v are then the tokens of this rank; masks, cu_seqlens and the keys of a bias describe the whole
+        sequences. The results equal those of one process, in training mode too.
 
         Args:
             cp_group: a process group, a DeviceMesh, the pair (all-to-all group, ring group) for "a2a+p2p", or an
-                `undivided.ContextParallel`, bound where the ranks do not divide the tokens; None: no context
-                parallelism.
-            cp_global_ranks: the group's ranks; only their number is looked at.
+                `undivided.ContextParallel`, bound if the ranks do not divide the tokens. None: no context parallelism.
+            cp_global_ranks: the ranks of the group; only their number is checked.
             cp_stream: a hint, without effect on the result.
-            cp_comm_type: "p2p" (a ring), "all_gather", "a2a" (rows are traded for heads) or "a2a+p2p". A rank holds
+            cp_comm_type: "p2p" (ring), "all_gather", "a2a" (exchanges rows for heads) or "a2a+p2p". Rank r holds
                 chunks r and 2 * ranks - 1 - r of each sequence, as in TransformerEngine, unless it is bound otherwise.
 
         Raises:
@@ -210,38 +204,37 @@ class DotProductAttention(Module):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention. What is not given here is as at construction.
+        """The attention output. Arguments that are None have their values from the constructor.
 
         Args:
-            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], as `qkv_format` says.
-            attention_mask: bool, True = masked out: [b, 1, 1, s] for the padding types, a pair of them where queries
-                and keys differ; broadcastable to [b, h, sq, skv] for "arbitrary".
-            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: as at construction.
-            cu_seqlens_q, cu_seqlens_kv: int [b + 1], cumulative real lengths: of packed sequences in thd, of the batch
-                elements in the other formats. Those of the keys may be left out where they are the same.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: int [b + 1], where each packed sequence begins in memory.
-            max_seqlen_q, max_seqlen_kv: the longest sequence; saves a wait for a GPU in thd.
-            checkpoint_core_attention: keep only q, k, v for the backward, and compute the rest again.
+            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], depending on `qkv_format`.
+            attention_mask: bool, True = masked out: [b, 1, 1, s] for padding types, a pair of them if queries and keys
+                differ; broadcastable to [b, h, sq, skv] for "arbitrary".
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: as in the constructor.
+            cu_seqlens_q, cu_seqlens_kv: cumulative real lengths, int [b + 1]: of packed sequences in thd, of the batch
+                elements in other formats. cu_seqlens_kv defaults to cu_seqlens_q.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: offsets of packed sequences in memory, int [b + 1].
+            max_seqlen_q, max_seqlen_kv: length of the longest sequence; avoids waiting for a GPU in thd.
+            checkpoint_core_attention: whether to save only q, k and v for the backward and recompute the rest.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
             core_attention_bias: broadcastable to [b, h, sq, skv].
-            alibi_slopes: fp32 [h] or [b, h]; None with "alibi": the usual ones.
-            pad_between_seqs: whether there is padding between packed sequences; cu_seqlens_*_padded say where.
+            alibi_slopes: fp32 [h] or [b, h], for "alibi". None: the standard slopes.
+            pad_between_seqs: whether there is padding between packed sequences; its place is in cu_seqlens_*_padded.
             fast_zero_fill, num_splits: hints, without effect on the result.
-            qkv_layer, kv_layer: q, k, v in one tensor instead, or k and v in one.
-            qkv_interleave_dim: -3 where they are [.., 3, h, d], -2 where they are [.., h, 3, d] (2 for kv_layer).
-            inference_params: keys and values of earlier tokens, in the cache of `layer_number`: the new ones are put
-                behind them, and causal and windows are aligned bottom-right. Lengths come from it; cu_seqlens may be
-                left out.
+            qkv_layer, kv_layer: instead, one tensor of q, k and v, or one of k and v.
+            qkv_interleave_dim: -3 for [.., 3, h, d], -2 for [.., h, 3, d] (kv_layer: 2 instead of 3).
+            inference_params: cache of earlier keys and values, under `layer_number`. New ones are appended, masks are
+                aligned bottom-right, and the lengths come from the cache; omit cu_seqlens.
             fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
-                score_mod_bprop_tensors: accepted at their defaults; anything else is an error with the reason.
+                score_mod_bprop_tensors: accepted at their defaults only; another value is an error with the reason.
 
         Returns:
-            [s, b, h * d], [b, s, h * d] or [t, h * d], d of the values; with return_max_logit also the largest
-            scores, fp32 [h].
+            [s, b, h * d], [b, s, h * d] or [t, h * d], with d of the values; with return_max_logit, a pair with the
+            largest scores, fp32 [h].
 
         Raises:
-            InputError: an argument is wrong, or two contradict each other.
-            NoBackendError: no allowed backend can run it.
+            InputError: an argument is wrong, or two arguments contradict each other.
+            NoBackendError: no allowed backend can run the problem.
         """
         check_refused(
             AT_CALL,
@@ -254,9 +247,9 @@ class DotProductAttention(Module):
                 "score_mod_bprop_tensors": score_mod_bprop_tensors,
             },
         )
-        _check_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
+        check_call_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
         inputs = self._inputs(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format)
-        given = Given(
+        arguments = SequenceArguments(
             attention_mask,
             cu_seqlens_q,
             cu_seqlens_kv,
@@ -270,21 +263,21 @@ class DotProductAttention(Module):
             params = _cached.checked(inference_params)
             if params is not None:
                 inputs = _cached.with_cached_keys(inputs, params)
-            whole = self._whole(inputs, given, params)
-            scores = added(
+            full = self._global_inputs(inputs, arguments, params)
+            scores = score_terms(
                 core_attention_bias_type,
                 core_attention_bias,
                 alibi_slopes,
-                whole._replace(q=inputs.q),
+                full._replace(q=inputs.q),
                 self.softmax_scale,
                 self.softcap,
             )
-            mask = self._mask(given, whole, attn_mask_type, window_size, bottom_right_diagonal, params)
+            mask = self._mask(arguments, full, attn_mask_type, window_size, bottom_right_diagonal, params)
             if params is not None:
                 return self._attend_cached(inputs, mask, scores, params)
             return self._attend(inputs, mask, scores, checkpoint_core_attention)
         except InputError as error:
-            raise in_module_words(error) from None
+            raise with_module_names(error) from None
 
     def _inputs(
         self,
@@ -296,30 +289,32 @@ class DotProductAttention(Module):
         interleave_dim: int,
         qkv_format: str | None,
     ) -> Inputs:
-        format = _formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
-        q, k, v = _formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
+        format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
+        q, k, v = formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
         inputs = Inputs(q, k, v, format)
-        _formats.check(inputs, self.heads)
+        formats.check(inputs, self.heads)
         return inputs
 
-    def _whole(self, inputs: Inputs, given: Given, params: InferenceParams | None) -> Inputs:
-        """Inputs in the sizes that masks and biases are of: of all ranks together."""
+    def _global_inputs(self, inputs: Inputs, arguments: SequenceArguments, params: InferenceParams | None) -> Inputs:
+        """The inputs with the sizes that masks and biases describe: those of all ranks together."""
         if self.context_parallel is None:
             return inputs
         if params is not None:
             raise InputError(
                 "inference_params",
-                "be None under context parallelism: it holds every token, and not a rank's",
+                "be None under context parallelism: a cache holds every token, not those of a rank",
                 "a cache",
-                hint="a KVCache at each rank and ContextParallel.decode: keys where they are, queries everywhere",
+                hint="use a KVCache on each rank and ContextParallel.decode",
             )
-        begins_q = given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
-        begins_kv = given.cu_seqlens_kv if given.cu_seqlens_kv_padded is None else given.cu_seqlens_kv_padded
-        return _context_parallel.whole(inputs, self.context_parallel, (begins_q, begins_kv))
+        offsets_q = arguments.cu_seqlens_q if arguments.cu_seqlens_q_padded is None else arguments.cu_seqlens_q_padded
+        offsets_kv = (
+            arguments.cu_seqlens_kv if arguments.cu_seqlens_kv_padded is None else arguments.cu_seqlens_kv_padded
+        )
+        return _context_parallel.global_inputs(inputs, self.context_parallel, (offsets_q, offsets_kv))
 
     def _mask(
         self,
-        given: Given,
+        arguments: SequenceArguments,
         inputs: Inputs,
         attn_mask_type: str | None,
         window_size: tuple[int, int] | None,
@@ -328,15 +323,17 @@ class DotProductAttention(Module):
     ) -> Mask:
         kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         window = self.window_size if window_size is None else checked_window(window_size)
-        asked = _optional_flag("bottom_right_diagonal", bottom_right_diagonal)
-        bottom_right = self.bottom_right_diagonal if asked is None else asked
+        requested = checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
+        bottom_right = self.bottom_right_diagonal if requested is None else requested
         if params is not None:
-            return _cached.mask(given, kind, inputs, window, bottom_right, params)
+            return _cached.mask(arguments, kind, inputs, window, bottom_right, params)
         diagonal = band(kind, window, bottom_right)
-        _sequences.check(given, kind, inputs, self.attention_type)
-        return _sequences.mask(given, kind, inputs, self.attention_type, diagonal)
+        sequences.check(arguments, kind, inputs, self.attention_type)
+        return sequences.mask(arguments, kind, inputs, self.attention_type, diagonal)
 
-    def _attend(self, inputs: Inputs, mask: Mask, scores: Added, recompute: bool) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(
+        self, inputs: Inputs, mask: Mask, scores: ScoreTerms, recompute: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]
         cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
         core = functools.partial(
@@ -356,21 +353,21 @@ class DotProductAttention(Module):
             q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap, cp
         )
 
-    def _attend_cached(self, inputs: Inputs, mask: Mask, scores: Added, params: InferenceParams) -> Tensor:
+    def _attend_cached(self, inputs: Inputs, mask: Mask, scores: ScoreTerms, params: InferenceParams) -> Tensor:
         q, k, v, format = inputs[:4]
         if self.training and self.attention_dropout:
-            must = "come in evaluation mode, or without attention_dropout"
+            must = "be used in evaluation mode, or without attention_dropout"
             raise InputError("inference_params", must, "training mode", hint="module.eval()")
         if self.return_max_logit:
             raise InputError("inference_params", "be None with return_max_logit", "a cache")
         if not self._is_numbered:
-            hint = "layer_number=1 at construction, 2 for the next layer: each finds its own keys and values by it"
-            raise InputError("inference_params", "come with a layer_number", None, hint=hint)
+            hint = "layer_number=1 at construction, 2 for the next layer: caches are found by it"
+            raise InputError("inference_params", "be used with a layer_number", None, hint=hint)
         out = params.attend(self.layer_number, q, k, v, format, mask=mask, **self._options(q, scores))
         assert isinstance(out, Tensor)
         return out.flatten(-2)
 
-    def _options(self, q: Tensor, scores: Added) -> dict[str, Any]:
+    def _options(self, q: Tensor, scores: ScoreTerms) -> dict[str, Any]:
         return {
             "bias": scores.bias,
             "scale": self.softmax_scale,
@@ -387,7 +384,7 @@ class DotProductAttention(Module):
         return self.softmax_offset
 
     def extra_repr(self) -> str:
-        """The arguments that make a difference."""
+        """The arguments that differ from their defaults, for `repr`."""
         q, kv, qk_dim, v_dim = self.heads
         parts = [f"num_attention_heads={q}", f"kv_channels={qk_dim if qk_dim == v_dim else (qk_dim, v_dim)}"]
         if kv != q:
@@ -401,14 +398,3 @@ class DotProductAttention(Module):
         if self.softmax_type != "vanilla":
             parts.append(f"softmax_type={self.softmax_type!r}")
         return ", ".join(parts)
-
-
-def _optional_flag(argument: str, value: bool | None) -> bool | None:
-    return None if value is None else checked_flag(argument, value)
-
-
-def _check_hints(checkpoint_core_attention: object, fast_zero_fill: object, num_splits: object) -> None:
-    checked_flag("checkpoint_core_attention", checkpoint_core_attention)
-    checked_flag("fast_zero_fill", fast_zero_fill)
-    if num_splits is not None:
-        checked_integer("num_splits", num_splits, 0)

@@ -7,7 +7,7 @@ runs     one backend at work  report   what was found
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from undivided import _autograd
 from undivided._layout import Layout
+from undivided._request import Options, Tensors
 from undivided.backends import all_backends, is_called, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
+from undivided.masks import Mask
 from undivided.verification.report import Report, Row
 from undivided.verification.runs import request, run
 
@@ -30,15 +32,21 @@ def verify(
     v: Tensor,
     *,
     layout: Layout,
-    backends: Sequence[str] | None = None,
-    gradients: bool = True,
+    mask: Mask | None = None,
     bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
-    **arguments: Any,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    pages: Tensor | None = None,
+    backends: Sequence[str] | None = None,
+    gradients: bool = True,
+    **unknown: Any,
 ) -> Report:
     """Run every backend that can run this problem, and hold each against an oracle in fp64.
 
@@ -47,13 +55,12 @@ def verify(
     slow: it visits every pair of query and key twice, in pieces that fit in memory.
 
     Args:
-        q, k, v, layout, bias, alibi_slopes, sinks, dropout_p, dropout_seed: as for `attention`. They are left as they
-            are: gradients are taken of views of them, along random upstream gradients.
         backends: names or families to run; None is all of them. backend: the same for one, as in `attention`.
         gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A
             backend that has no gradient for some is asked for those that require one (q, k, v if none does), then for
             the output only.
-        arguments: mask, scale, softcap, return_lse, deterministic, pages: as for `attention`.
+        q, k, v and the others: as for `attention`. Tensors are left as they are: gradients are taken of views of them,
+            along random upstream gradients.
 
     Returns:
         A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget), ``.refused`` (reasons by backend),
@@ -76,7 +83,7 @@ def verify(
     >>> sorted(report.of("torch_flash"))
     ['dk', 'dq', 'dv', 'lse', 'out']
     """
-    _check_arguments(q, arguments)
+    _check_arguments(q, unknown)
     chosen = _chosen([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
@@ -85,8 +92,9 @@ def verify(
         dropout_seed = int(torch.randint(2**62, ()))  # one pattern for all of them
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        rest = {**arguments, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
-        asked = request(tensors, layout, rest, gradients)
+        options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)._asdict()
+        rest = {**options, "deterministic": deterministic}
+        asked = request(tensors, rest.pop("layout"), rest, gradients)
         outcomes = {candidate.name: run(candidate, asked) for candidate in chosen}
     return Report(
         str(asked.budget.problem),
@@ -96,15 +104,15 @@ def verify(
     )
 
 
-_FURTHER = frozenset("mask scale softcap return_lse deterministic pages".split())
-
-
-def _check_arguments(q: object, arguments: dict[str, Any]) -> None:
+def _check_arguments(q: object, unknown: Mapping[str, object]) -> None:
     if isinstance(q, Tensor) and q.is_meta:
         hint = "undivided.explain takes meta tensors, and runs nothing"
         raise InputError("q", "hold values, for verify computes with them", "a meta tensor", hint)
-    if unknown := sorted(set(arguments) - _FURTHER):
-        raise InputError("verify", f"be given arguments of attention ({', '.join(sorted(_FURTHER))}, ...)", unknown)
+    if unknown:
+        known = ", ".join(sorted({*Tensors._fields[3:], *Options._fields, "backend", "deterministic"}))
+        raise InputError(
+            "verify", f"be given arguments of attention ({known}), backends= or gradients=", sorted(unknown)
+        )
 
 
 def _chosen(words: Sequence[str] | None) -> list[Backend]:

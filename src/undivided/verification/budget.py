@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided._result import lse_dtype
 from undivided.errors import InputError
 from undivided.verification import oracle as _oracle
@@ -107,28 +109,30 @@ class Budget:
         return self.error(name, value) <= self.allowed[name]
 
 
-def budget_for(problem: Problem, operands: Operands, upstream: Upstream) -> Budget:
+def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     """Compute the oracle and the plain reference of a problem, and from them the budget of every quantity.
 
     Args:
-        problem, operands: as `undivided._problem.normalise` gives them.
+        call, tensors: as `undivided._normalise.normalise` gives them.
         upstream: gradients of out (in the caller's layout) and of lse ([B, H, Sq], or None).
 
     Raises:
         InputError: the inputs hold NaN or infinity where the mask lets them be seen.
 
     >>> import undivided
-    >>> from undivided._problem import normalise
+    >>> from undivided._normalise import normalise
+    >>> from undivided._request import Request
     >>> q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
-    >>> budget = budget_for(*normalise(q, k, v, layout="bshd"), Upstream(torch.randn(1, 6, 2, 8)))
+    >>> budget = budget_for(*normalise(Request.of(q, k, v, layout="bshd")), Upstream(torch.randn(1, 6, 2, 8)))
     >>> budget.met("out", undivided.attention(q, k, v, layout="bshd"))
     True
     >>> budget.met("out", torch.zeros_like(q))
     False
     """
+    problem = call.problem
     with torch.no_grad():
-        right = _oracle.oracle(problem, operands, upstream)
-        zero = _oracle.unreachable(problem, operands)
+        right = _oracle.oracle(call, tensors, upstream)
+        zero = _oracle.unreachable(call, tensors)
         right["lse"].masked_fill_(zero["lse"], -torch.inf)
         if not all(
             bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all()) for name, x in right.items()
@@ -139,36 +143,36 @@ def budget_for(problem: Problem, operands: Operands, upstream: Upstream) -> Budg
                 "NaN or infinity",
                 hint="say with masks.lengths or masks.documents what is padding; it may hold anything",
             )
-        errors = _plain_errors(problem, operands, upstream, right)
+        errors = _plain_errors(call, tensors, upstream, right)
         norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
     scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
-    allowed = {name: FACTOR * errors[name] / scale[name] + _rounding(name, problem, operands) for name in right}
+    allowed = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
     return Budget(problem, right, scale, allowed, zero)
 
 
-def _plain_errors(
-    problem: Problem, operands: Operands, upstream: Upstream, right: Mapping[str, Tensor]
-) -> dict[str, float]:
+def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> dict[str, float]:
     """How far plain arithmetic is from the right answer, at worst. Where float16 overflows, bfloat16 stands in for
     it."""
+    problem = call.problem
     worst = dict.fromkeys(right, 0.0)
     for order in range(ORDERS):
         # in fp64 order 0 is the oracle's own
-        plain = _oracle.plain(problem, operands, upstream, problem.dtype, order + (problem.dtype == torch.float64))
+        plain = _oracle.plain(call, tensors, upstream, problem.dtype, order + (problem.dtype == torch.float64))
         far = {name: distance(plain[name], right[name]) for name in right}
         if problem.dtype == torch.float16 and not all(map(math.isfinite, far.values())):
-            plain = _oracle.plain(problem, operands, upstream, torch.bfloat16, order)
+            plain = _oracle.plain(call, tensors, upstream, torch.bfloat16, order)
             far = {name: distance(plain[name], right[name]) for name in right}
         worst = {name: max(worst[name], far[name]) for name in right}
     return worst
 
 
-def _rounding(name: str, problem: Problem, operands: Operands) -> float:
+def _rounding(name: str, call: Call, tensors: Tensors) -> float:
     """One rounding of the input's dtype (lse: fp32 or fp64), or of the result's own where that is coarser."""
+    problem = call.problem
     if name == "lse":
         return torch.finfo(lse_dtype(problem.dtype)).eps
     dtypes = [problem.dtype]
     if name[1:] in NAMES:
-        tensor = operands.differentiable[NAMES.index(name[1:])]
+        tensor = tensors[NAMES.index(name[1:])]
         dtypes += [] if tensor is None else [tensor.dtype]
     return max(torch.finfo(dtype).eps for dtype in dtypes)

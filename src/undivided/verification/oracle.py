@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from undivided import _layout
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.kernels import philox
 
 __all__ = [
@@ -43,7 +45,7 @@ PAIRS = 1 << 22
 """Scores worked on at once: 32 MiB in fp64, and about a dozen such tables live at a time."""
 
 NAMES = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
-"""The differentiable arguments, in the order of ``Operands.differentiable``; the gradient of ``x`` is called ``dx``."""
+"""The differentiable arguments, in the order of `Tensors`; the gradient of ``x`` is called ``dx``."""
 
 Quantities = dict[str, Tensor]
 
@@ -86,23 +88,25 @@ class _Leaves(NamedTuple):
     alibi_slopes: Tensor | None
 
 
-def oracle(problem: Problem, operands: Operands, upstream: Upstream) -> Quantities:
+def oracle(call: Call, tensors: Tensors, upstream: Upstream) -> Quantities:
     """The right answer in fp64: out [B, H, Sq, Dv], lse [B, H, Sq], and the gradient of every input.
 
-    dq, dk, dv are [B, heads, S, D]; dbias, dsinks and dalibi_slopes are shaped as the operands.
+    dq, dk, dv are [B, heads, S, D]; dbias, dsinks and dalibi_slopes are shaped as the tensors.
     """
-    totals = _zeros(problem, operands)
+    problem = call.problem
+    totals = _zeros(call, tensors)
     for piece in _pieces(problem):
-        _add(totals, piece, problem, operands, oracle_of(piece, problem, operands, upstream))
+        _add(totals, piece, call, tensors, oracle_of(piece, call, tensors, upstream))
     return totals
 
 
-def oracle_of(piece: Piece, problem: Problem, operands: Operands, upstream: Upstream | None) -> Quantities:
+def oracle_of(piece: Piece, call: Call, tensors: Tensors, upstream: Upstream | None) -> Quantities:
     """The right answer for one piece: out, lse and, with an upstream, what its rows add to every gradient."""
-    tables = _tables(piece, problem, operands)
+    problem = call.problem
+    tables = _tables(piece, call, tensors)
     with torch.enable_grad():
-        leaves = _leaves(piece, problem, operands, torch.float64)
-        out, lse = _attend(leaves, tables, operands)
+        leaves = _leaves(piece, call, tensors, torch.float64)
+        out, lse = _attend(leaves, tables, call, tensors)
         found = {"out": out.detach(), "lse": lse.detach()}
         if upstream is not None:
             grads = _upstream_of(piece, problem, upstream, tables, torch.float64)
@@ -110,40 +114,35 @@ def oracle_of(piece: Piece, problem: Problem, operands: Operands, upstream: Upst
     return found
 
 
-def plain(
-    problem: Problem, operands: Operands, upstream: Upstream, precision: torch.dtype, order: int = 0
-) -> Quantities:
+def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:
     """The same in low precision, with plain tensor operations; its error is what a kernel's is measured by.
 
-    order: 0 sums as the operands lie in memory, any other number in a random order of its own.
+    order: 0 sums as the tensors lie in memory, any other number in a random order of its own.
     """
-    totals = _zeros(problem, operands)
+    problem = call.problem
+    totals = _zeros(call, tensors)
     for piece in _pieces(problem):
-        found = plain_of(piece, problem, operands, upstream, precision, order)
-        _add(totals, piece, problem, operands, found)
+        found = plain_of(piece, call, tensors, upstream, precision, order)
+        _add(totals, piece, call, tensors, found)
     return totals
 
 
 def plain_of(
-    piece: Piece,
-    problem: Problem,
-    operands: Operands,
-    upstream: Upstream | None,
-    precision: torch.dtype,
-    order: int = 0,
+    piece: Piece, call: Call, tensors: Tensors, upstream: Upstream | None, precision: torch.dtype, order: int = 0
 ) -> Quantities:
     """`plain` for one piece; without an upstream only out and lse."""
-    tables = _tables(piece, problem, operands)
-    leaves = _leaves(piece, problem, operands, precision)
+    problem = call.problem
+    tables = _tables(piece, call, tensors)
+    leaves = _leaves(piece, call, tensors, precision)
     shuffle = _Shuffle(order, leaves)
     shuffled = shuffle.leaves(leaves)
     tables = _Tables(*(shuffle.keys(t, -1) for t in tables))  # type: ignore[arg-type]
     if upstream is None:
         with torch.no_grad():
-            out, lse = _attend(shuffled, tables, operands)
+            out, lse = _attend(shuffled, tables, call, tensors)
         return shuffle.undone({"out": out, "lse": lse})
     grad_out, grad_lse = _upstream_of(piece, problem, upstream, tables, precision)
-    return shuffle.undone(_recomputed(shuffled, tables, operands, shuffle.values(grad_out), grad_lse))
+    return shuffle.undone(_recomputed(shuffled, tables, call, tensors, shuffle.values(grad_out), grad_lse))
 
 
 class _Shuffle:
@@ -194,29 +193,31 @@ class _Shuffle:
         return found
 
 
-def unreachable(problem: Problem, operands: Operands) -> Mapping[str, Tensor]:
+def unreachable(call: Call, tensors: Tensors) -> Mapping[str, Tensor]:
     """Where exact zeros are required, bool in the shape of each quantity: rows without a key, keys without a row,
     biases without an allowed pair."""
-    totals = _zeros(problem, operands)
+    problem = call.problem
+    totals = _zeros(call, tensors)
     for piece in _pieces(problem):
-        _add(totals, piece, problem, operands, reachable_of(piece, problem, operands))
+        _add(totals, piece, call, tensors, reachable_of(piece, call, tensors))
     return {name: total == 0 for name, total in totals.items() if name not in ("dsinks", "dalibi_slopes")}
 
 
-def reachable_of(piece: Piece, problem: Problem, operands: Operands) -> Quantities:
+def reachable_of(piece: Piece, call: Call, tensors: Tensors) -> Quantities:
     """How many pairs reach each row, key and bias of a piece, broadcastable to each quantity; 0 is what matters."""
-    allowed = _tables(piece, problem, operands).allowed
+    problem = call.problem
+    allowed = _tables(piece, call, tensors).allowed
     row = allowed.any(-1, keepdim=True).double()
     key = _per_kv_head(allowed.any(-2).double(), piece, problem).unsqueeze(-1)
     found = {"out": row, "lse": row.squeeze(-1), "dq": row, "dk": key, "dv": key}
-    if operands.bias is not None:
-        found["dbias"] = _summed_to(allowed.double(), operands.bias.shape)
+    if tensors.bias is not None:
+        found["dbias"] = _summed_to(allowed.double(), tensors.bias.shape)
     return found
 
 
-def _attend(leaves: _Leaves, tables: _Tables, operands: Operands) -> tuple[Tensor, Tensor]:
+def _attend(leaves: _Leaves, tables: _Tables, call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece: the definition, with the sink as one more column of the softmax."""
-    score = _score(leaves, tables, operands)
+    score = _score(leaves, tables, call, tensors)
     empty = _empty(tables)
     score = score.masked_fill(empty, 0.0)  # the softmax of nothing is NaN
     lse = torch.logsumexp(score, -1) if score.shape[-1] else score.sum(-1)
@@ -226,17 +227,17 @@ def _attend(leaves: _Leaves, tables: _Tables, operands: Operands) -> tuple[Tenso
         column = torch.cat([score, sink.to(score.dtype)], -1)
     weights = torch.softmax(column, -1)[..., : score.shape[-1]].masked_fill(empty, 0.0)
     if tables.kept is not None:
-        weights = weights * tables.kept * philox.survivor_scale(operands.dropout_p)
+        weights = weights * tables.kept * philox.survivor_scale(call.dropout_p)
     return weights @ _reachable(leaves.v, tables), lse.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
-def _score(leaves: _Leaves, tables: _Tables, operands: Operands) -> Tensor:
+def _score(leaves: _Leaves, tables: _Tables, call: Call, tensors: Tensors) -> Tensor:
     """``softcap(scale * q . k) - slope * distance + bias``, -inf where not allowed; [B, H, R, K] in the precision of
     q."""
     q = leaves.q.masked_fill(_empty(tables), 0.0)  # what the mask hides may be NaN, and 0 * NaN is NaN
-    score = (q @ _reachable(leaves.k, tables).transpose(-1, -2)) * operands.scale
-    if operands.softcap is not None:
-        score = operands.softcap * torch.tanh(score / operands.softcap)
+    score = (q @ _reachable(leaves.k, tables).transpose(-1, -2)) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
     if tables.distance is not None and leaves.alibi_slopes is not None:
         score = (score - leaves.alibi_slopes * tables.distance).to(q.dtype)
     if leaves.bias is not None:
@@ -245,7 +246,7 @@ def _score(leaves: _Leaves, tables: _Tables, operands: Operands) -> Tensor:
 
 
 def _recomputed(
-    leaves: _Leaves, tables: _Tables, operands: Operands, grad_out: Tensor, grad_lse: Tensor | None
+    leaves: _Leaves, tables: _Tables, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Quantities:
     """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision.
 
@@ -253,16 +254,16 @@ def _recomputed(
     entries of a head backwards), which is most of the error where one key has almost all of the weight.
     """
     forward = leaves._replace(q=leaves.q.flip(-1), k=leaves.k.flip(-1))
-    out, lse = (x.detach() for x in _attend(forward, tables, operands))
+    out, lse = (x.detach() for x in _attend(forward, tables, call, tensors))
     with torch.enable_grad():
-        score = _score(leaves, tables, operands)
+        score = _score(leaves, tables, call, tensors)
     empty, precision = _empty(tables), leaves.q.dtype
     found = {"out": out, "lse": lse}
     lse = lse.unsqueeze(-1).masked_fill(empty, 0.0)
     alone = torch.exp(score.detach() - lse)  # weights without sinks
     sinks = None if leaves.sinks is None else leaves.sinks.detach()[None, :, None, None]
     weights = alone if sinks is None else alone * torch.sigmoid(lse - sinks).to(precision)
-    survive = 1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(operands.dropout_p)
+    survive = 1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(call.dropout_p)
     v = _reachable(leaves.v, tables).detach()
     delta = (grad_out * out).sum(-1, keepdim=True)
     grad_score = weights * ((grad_out @ v.transpose(-1, -2)) * survive - delta)
@@ -313,23 +314,24 @@ def _pieces(problem: Problem) -> Iterator[Piece]:
                 yield Piece(slice(b, b + 1), slice(h, h + 1), rows)
 
 
-def _tables(piece: Piece, problem: Problem, operands: Operands) -> _Tables:
-    form = operands.normal_form(problem)
+def _tables(piece: Piece, call: Call, tensors: Tensors) -> _Tables:
+    problem = call.problem
+    form = call.normal_form(tensors.q.device)
     keys = slice(0, problem.kv_len)
     shape = tuple(s.stop - s.start for s in (*piece, keys))
     allowed = form.allowed(piece.batch, piece.rows, keys, piece.heads).expand(shape)
-    if operands.bias is not None:
-        allowed = allowed & (operands.bias.detach()[_where(operands.bias, piece)] != -torch.inf)
+    if tensors.bias is not None:
+        allowed = allowed & (tensors.bias.detach()[_where(tensors.bias, piece)] != -torch.inf)
     row, key = _table(form.q_position, piece), _table(form.kv_position, piece._replace(rows=keys))
     row, key = row[:, None, :, None], key[:, None, None, :]
     distance = kept = None
-    if operands.alibi_slopes is not None:
+    if tensors.alibi_slopes is not None:
         distance = (row + _table(form.shift, piece)[:, None, :, None] - key).abs()
-    if operands.dropout_p > 0:
-        assert operands.dropout_seed is not None
+    if call.dropout_p > 0:
+        assert call.dropout_seed is not None
         head = torch.arange(piece.heads.start, piece.heads.stop, device=row.device)[None, :, None, None]
         sequence = _table(form.q_sequence, piece)[:, None, :, None]
-        kept = philox.keep(operands.dropout_seed, sequence, head, row, key, operands.dropout_p).expand(shape)
+        kept = philox.keep(call.dropout_seed, sequence, head, row, key, call.dropout_p).expand(shape)
     return _Tables(allowed, distance, kept)
 
 
@@ -349,15 +351,16 @@ def kv_heads_of(piece: Piece, problem: Problem) -> slice:
     return slice(piece.heads.start // group, (piece.heads.stop - 1) // group + 1)
 
 
-def _leaves(piece: Piece, problem: Problem, operands: Operands, precision: torch.dtype) -> _Leaves:
-    q, k, v = operands.heads_first()
+def _leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dtype) -> _Leaves:
+    problem = call.problem
+    q, k, v = tensors.without_pages(call.pages, call.problem.layout).heads_first(call.problem.layout)
     kv = (piece.batch, kv_heads_of(piece, problem))
-    slopes, bias, sinks = operands.alibi_slopes, operands.bias, operands.sinks
+    slopes, bias, sinks = tensors.alibi_slopes, tensors.bias, tensors.sinks
     row_slopes = None
     if slopes is not None and slopes.dim() == 1:
         row_slopes = slopes[piece.heads][None, :, None, None]
     elif slopes is not None:
-        row_slopes = slopes[_sequence(piece, problem, operands), piece.heads].transpose(1, 2).unsqueeze(-1)
+        row_slopes = slopes[_sequence(piece, call, tensors), piece.heads].transpose(1, 2).unsqueeze(-1)
 
     def leaf(x: Tensor, precision: torch.dtype) -> Tensor:
         return x.detach().to(precision, copy=True).requires_grad_()
@@ -374,11 +377,11 @@ def _leaves(piece: Piece, problem: Problem, operands: Operands, precision: torch
     return _Leaves(leaf(q[piece], precision), leaf(k[kv], precision), leaf(v[kv], precision), *others)
 
 
-def _sequence(piece: Piece, problem: Problem, operands: Operands) -> Tensor:
+def _sequence(piece: Piece, call: Call, tensors: Tensors) -> Tensor:
     """The sequence that each row belongs to, [B|1, R]."""
-    assert operands.alibi_slopes is not None
-    sequence = _table(operands.normal_form(problem).q_sequence, piece)
-    return sequence.clamp(0, max(operands.alibi_slopes.shape[0] - 1, 0)).long()
+    assert tensors.alibi_slopes is not None
+    sequence = _table(call.normal_form(tensors.q.device).q_sequence, piece)
+    return sequence.clamp(0, max(tensors.alibi_slopes.shape[0] - 1, 0)).long()
 
 
 def _upstream_of(
@@ -392,7 +395,8 @@ def _upstream_of(
     return grad_out, upstream.lse[piece].to(precision).masked_fill(empty.squeeze(-1), 0.0)
 
 
-def _zeros(problem: Problem, operands: Operands) -> Quantities:
+def _zeros(call: Call, tensors: Tensors) -> Quantities:
+    problem = call.problem
     batch, heads = problem.batch, problem.heads
     shapes: dict[str, tuple[int, ...]] = {
         "out": (batch, heads, problem.q_len, problem.v_dim),
@@ -401,14 +405,15 @@ def _zeros(problem: Problem, operands: Operands) -> Quantities:
         "dk": (batch, problem.kv_heads, problem.kv_len, problem.qk_dim),
         "dv": (batch, problem.kv_heads, problem.kv_len, problem.v_dim),
     }
-    for name, tensor in zip(NAMES[3:], operands.differentiable[3:], strict=True):
+    for name, tensor in zip(NAMES[3:], tensors[3:], strict=True):
         if tensor is not None:
             shapes[f"d{name}"] = tuple(tensor.shape)
-    return {name: torch.zeros(shape, dtype=torch.float64, device=operands.q.device) for name, shape in shapes.items()}
+    return {name: torch.zeros(shape, dtype=torch.float64, device=tensors.q.device) for name, shape in shapes.items()}
 
 
-def _add(totals: Quantities, piece: Piece, problem: Problem, operands: Operands, found: Quantities) -> None:
+def _add(totals: Quantities, piece: Piece, call: Call, tensors: Tensors, found: Quantities) -> None:
     """Add what a piece found to where it belongs."""
+    problem = call.problem
     kv = (piece.batch, kv_heads_of(piece, problem))
     for name, value in found.items():
         total, value = totals[name], value.double()
@@ -421,7 +426,7 @@ def _add(totals: Quantities, piece: Piece, problem: Problem, operands: Operands,
         elif name == "dsinks" or total.dim() == 1:
             total[piece.heads] += value if value.dim() == 1 else value.sum((0, 2, 3))
         else:
-            sequence = _sequence(piece, problem, operands).expand(value.shape[0], -1)
+            sequence = _sequence(piece, call, tensors).expand(value.shape[0], -1)
             rows = value.squeeze(-1).transpose(1, 2)  # [B, R, H]
             total[:, piece.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 

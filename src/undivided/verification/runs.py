@@ -12,7 +12,8 @@ from torch import Tensor
 
 from undivided._arguments import check_tensor
 from undivided._layout import Layout
-from undivided._problem import normalise
+from undivided._normalise import normalise
+from undivided._request import Request as AttentionRequest
 from undivided._result import lse_dtype
 from undivided._selection import Decision
 from undivided._tensors import has_dispatch
@@ -83,8 +84,9 @@ def request(
     rest = {"layout": layout, **rest}
     detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
     known: dict[str, Any] = {name: value for name, value in rest.items() if name != "deterministic"}
-    problem, operands = normalise(**detached, **known)
-    out = torch.empty((*operands.q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=operands.q.device)
+    call, leaves = normalise(AttentionRequest.of(**detached, **known))
+    problem, q = call.problem, leaves.q
+    out = torch.empty((*q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=q.device)
     shape = (problem.batch, problem.heads, problem.q_len)
     if grads is None:
         like_lse = out.new_empty(shape, dtype=lse_dtype(problem.dtype))
@@ -92,7 +94,7 @@ def request(
     grad_lse = None if grads[1] is None else grads[1].reshape(shape)
     up = Upstream(grads[0], grad_lse)
     wanted = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)
-    return Request(detached, wanted, rest, up, budget_for(problem, operands, up), gradients)
+    return Request(detached, wanted, rest, up, budget_for(call, leaves, up), gradients)
 
 
 def _detached(name: str, tensor: Any) -> Any:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._problem import Operands, Problem
+from undivided._call import Call
+from undivided._problem import Problem
+from undivided._request import Tensors
 from undivided.verification import oracle
 from undivided.verification.budget import FACTOR, ORDERS, distance
 from undivided.verification.oracle import Piece, Quantities, Upstream, kv_heads_of
@@ -50,35 +52,37 @@ class Sample:
         return distance(found, right, self.zero[name]) / (float(right.norm()) or 1.0)
 
 
-def sample_of(problem: Problem, operands: Operands, grad_out: Tensor | None) -> Sample:
+def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     """Compute the oracle and the budget on a sample.
 
     Args:
-        problem, operands: as `undivided._problem.normalise` gives them.
+        call, tensors: as `undivided._normalise.normalise` gives them.
         grad_out: gradient of the output in the caller's layout, where dq, dk and dv are to be judged; else None.
 
     >>> import undivided
-    >>> from undivided._problem import normalise
+    >>> from undivided._normalise import normalise
+    >>> from undivided._request import Request
     >>> q, k, v = (torch.randn(1, 4, 3000, 16) for _ in range(3))
-    >>> sample = sample_of(*normalise(q, k, v, layout="bhsd"), None)
+    >>> sample = sample_of(*normalise(Request.of(q, k, v, layout="bhsd")), None)
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                               # two heads, two stretches of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")
     >>> sample.error("out", out) <= sample.allowed["out"] < sample.error("out", 1.001 * out)
     True
     """
+    problem = call.problem
     with torch.no_grad():
         names = ("out",) if grad_out is None else ("out", "dq", "dk", "dv")
         upstream = None if grad_out is None else Upstream(grad_out)
         pieces = _pieces(problem, whole_heads=grad_out is not None)
         gather = functools.partial(_gathered, pieces, names)
-        right = gather(lambda piece: oracle.oracle_of(piece, problem, operands, upstream))
-        reached = gather(lambda piece: _expanded(oracle.reachable_of(piece, problem, operands), problem))
+        right = gather(lambda piece: oracle.oracle_of(piece, call, tensors, upstream))
+        reached = gather(lambda piece: _expanded(oracle.reachable_of(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
         for order in range(ORDERS):
 
             def plain_of(piece: Piece, order: int = order) -> Quantities:
-                return oracle.plain_of(piece, problem, operands, upstream, problem.dtype, order)
+                return oracle.plain_of(piece, call, tensors, upstream, problem.dtype, order)
 
             plain = gather(plain_of)
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}

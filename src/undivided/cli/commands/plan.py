@@ -12,7 +12,7 @@ from rich.text import Text
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._terminal import console, print_json, print_table, table
-from undivided.context_parallel.plan import BANDWIDTH, FLOPS, COLUMNS, LEGEND, Plan, cells
+from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as counted
 
 
@@ -62,12 +62,10 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in COLUMNS:
-        made.add_column(name, no_wrap=True)
+    made = table(*COLUMNS)
     for option in found.options:
         made.add_row(*cells(option), style="bold green" if option is found.best else None)
-    screen.print(made)  # its ten columns fill 80: no room for an indent
+    print_table(screen, made, indent=0)  # its ten columns fill 80
     said_of = (
         f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a "

@@ -32,7 +32,9 @@ _MAX_HASHES = 12
 T = TypeVar("T")
 
 
-def prepare_on_all_ranks(axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, SharedArguments]]) -> T:
+def prepare_on_all_ranks(
+    axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, SharedArguments]]
+) -> T:
     """What `prepare` returns first, after all ranks have prepared with the same shared arguments.
 
     Args:

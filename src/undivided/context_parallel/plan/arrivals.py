@@ -1,8 +1,9 @@
 """How many keys every ring position needs from every other one, by arithmetic on ranges.
 
 The rows of a ring position may attend to some disjoint ranges of keys. The keys form runs: maximal ranges with one
-owner. The overlap of ranges and runs is counted, so the cost depends on their number and not on their length. If a range
-covers many runs (tokens that are assigned one by one), a table of prefix sums over blocks of runs covers most of them.
+owner. The overlap of ranges and runs is counted, so the cost depends on their number and not on their length. If a
+range covers many runs (tokens that are assigned one by one), a table of prefix sums over blocks of runs covers most of
+them.
 
 Legend: R ring positions, K keys, n runs.
 """
@@ -50,7 +51,7 @@ def disjoint_ranges(ranges: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MIN_MEAN_RUN = 4
-"""Mean length of a run below which every key is a run of its own: then runs need no lengths, which halves their cost."""
+"""Mean length of a run below which every key is a run of its own: runs without lengths cost half as much."""
 
 
 class OwnerRuns:

@@ -1,9 +1,9 @@
 """The peak memory of a rank: the bytes that it holds at every moment of a call, in the order of a run.
 
 Counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what the all-to-all exchanges,
-keys that are in use or in flight, sums, and what a kernel returns. Not counted are the scratch memory of kernels and the
-mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent without a copy; they
-are assumed to be consecutive unless they belong to several documents.
+keys that are in use or in flight, sums, and what a kernel returns. Not counted are the scratch memory of kernels and
+the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent without a copy;
+they are assumed to be consecutive unless they belong to several documents.
 
 Legend: W ranks, T rounds; all values are bytes, int64 [W] or [W, T].
 """
@@ -72,9 +72,7 @@ class Memory:
         counts, key_bytes = self._counts, self._counts.key_bytes
         if self._is_all_gather:
             groups = counts.head_groups
-            received, sent = (
-                counts.by_rank(counts.arrivals.sum(dim))[:, None] * key_bytes // groups for dim in (1, 0)
-            )
+            received, sent = (counts.by_rank(counts.arrivals.sum(dim))[:, None] * key_bytes // groups for dim in (1, 0))
             received, sent = received.expand(-1, groups), sent.expand(-1, groups)
             copied = sent if groups > 1 or self._sizes.batch > 1 else torch.zeros_like(sent)
             return _Rounds(received + (self._kv // groups)[:, None], received, sent, copied)

@@ -138,8 +138,8 @@ def plan(
         world: number of ranks.
         strategy, placement: count only this one; None counts all. The heads axis of "ring+all_to_all" is the largest
             number, up to 8, that divides both the number of ranks and the number of key heads.
-        kv_len, kv_heads, value_dim: number of keys and of key heads, and size of the value heads; None if they are those
-            of the queries.
+        kv_len, kv_heads, value_dim: number of keys and of key heads, and size of the value heads; None if they are
+            those of the queries.
         batch: number of sequences.
         dtype: of q, k and v.
         flops, bandwidth: FLOP/s that attention reaches on a rank, and bytes/s that a rank sends. They only affect the
@@ -259,7 +259,7 @@ def _short(number: float) -> str:
 
 
 def _sort_key(option: Option) -> tuple[float, int, int]:
-    """The fastest first; if times agree to two digits, the one that sends the least, then the one that holds the least."""
+    """The fastest first; if times agree to two digits, the option that sends least, then the one that holds least."""
     return (float(f"{option.seconds:.2g}"), int((option.forward + option.backward).sum()), int(option.memory.max()))
 
 

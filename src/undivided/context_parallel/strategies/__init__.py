@@ -1,1 +1,1 @@
-"""The steps of one rank in each strategy: rounds for ring and all-gather, the exchange of rows for heads for all-to-all."""
+"""The steps of one rank in each strategy: rounds of ring and all-gather, the row-for-head exchange of all-to-all."""

@@ -128,7 +128,7 @@ class _Part:
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to allocate: its sizes [B, S, H, X], where B and H may be 1, and the layout in which it is contiguous."""
+    """A tensor to allocate: its sizes [B, S, H, X] (B and H may be 1), and the layout in which it is contiguous."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What to do where the library is missing: the command that builds it, for this installation."""
+"""The command that builds a missing library, for this installation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[4]
 
 
 def not_built() -> str:
-    """Why there is no library, and the command that builds it."""
+    """Why the library is missing, and the command that builds it."""
     return (
         "the native kernel's library was not built: the installation found no C++ compiler, or the build failed; "
         f"install g++ or clang++, then run: {command()}"
@@ -22,22 +22,22 @@ def not_built() -> str:
 def command() -> str:
     """A command that installs this version again, library included, or fails and says why.
 
-    pip would take the wheel without library from its cache, hence --no-cache-dir; with wheel.cmake=true a build that
-    fails is an error, where otherwise such a wheel is made.
+    --no-cache-dir, because pip would take the wheel without a library from its cache. wheel.cmake=true makes a failed
+    build an error; without it, the result of a failed build is a wheel without a library.
     """
     pip = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall --no-deps --no-cache-dir"
     return f"{pip} -C wheel.cmake=true {_requirement()}"
 
 
 def _requirement() -> str:
-    """What pip is to install: the checkout that this file lies in, or else what the package was installed from."""
+    """The requirement for pip: the checkout that contains this file, or else the origin of the installed package."""
     if (CHECKOUT / "cmake" / "CMakeLists.txt").is_file():
         return f"-e {shlex.quote(str(CHECKOUT))}"
     try:
         installed = importlib.metadata.distribution("undivided")
     except importlib.metadata.PackageNotFoundError:
         return "undivided"
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610; none if it came from an index
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610; absent if it came from an index
     if not origin:
         return f"undivided=={installed.version} --no-binary undivided"
     vcs = origin.get("vcs_info")

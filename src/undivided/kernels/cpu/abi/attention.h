@@ -1,0 +1,94 @@
+// The C ABI of the native CPU kernels.
+//
+// Everything is plain data: pointers, sizes, and strides in elements, each 8 bytes wide, so that the caller packs one
+// flat record (kernels/cpu/__init__.py lists the same fields in the same order). No torch and no Python headers.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+
+// Axes: B batch, H query heads, N key/value heads (H % N == 0), Sq query rows, Sk keys, Dk and Dv head sizes. The last
+// axis of q, k, v and out has stride 1. A stride of 0 broadcasts. With pages, k and v are pools of pages, and k_b and
+// v_b are their strides from page to page.
+struct Attention {
+  int64_t size;   // sizeof(Attention); a library of another version is refused
+  int64_t dtype;  // of q, k, v, out: see Type
+  int64_t batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim;
+  int64_t threads;
+  double scale, softcap;  // softcap 0: none
+  const void* q;
+  int64_t q_b, q_h, q_s;
+  const void* k;
+  int64_t k_b, k_h, k_s;
+  const void* v;
+  int64_t v_b, v_h, v_s;
+  void* out;
+  int64_t out_b, out_h, out_s;
+  float* lse;  // [B, H, Sq], natural logarithm; null: not written
+  int64_t lse_b, lse_h;
+  // [B|1, Sq, columns]: [start, stop) pairs, columns 2 or 4, contiguous rows; null: every pair is allowed
+  const int32_t* ranges;
+  int64_t ranges_b, columns;
+  // if band is not 0: query row i sees keys [i + first, i + last) in every sequence; ranges is null then
+  int64_t band, first, last;
+  // block table [B, pages]: key j is row j % page_size of page pages[j / page_size]; null: no pages. An entry for keys
+  // that no row sees may hold anything; an entry outside the pool is read as page 0.
+  const int32_t* pages;
+  int64_t pages_b, page_size, page_count;
+  const float* sinks;  // [H] or null
+  // additive, natural units, -inf masks; null, or of type bias_dtype
+  const void* bias;
+  int64_t bias_dtype, bias_b, bias_h, bias_q, bias_k;
+  const uint8_t* dense;  // 0 masks; null, or any strides
+  int64_t dense_b, dense_h, dense_q, dense_k;
+  // ALiBi: -slope * |row_position - key_position|; null, or all three are given
+  const float* slopes;
+  int64_t slopes_b, slopes_h, slopes_q;
+  const int32_t* row_position;  // [B|1, Sq]: i' + d of each row
+  int64_t row_position_b;
+  const int32_t* key_position;  // [B|1, Sk]: j' of each key; dropout needs it too
+  int64_t key_position_b;
+  // dropout: a weight whose 16-bit draw is below `dropout` becomes 0 (0: no dropout), the others are scaled by
+  // survivor_scale
+  int64_t dropout, seed;
+  double survivor_scale;
+  const int32_t* dropout_row;  // [B|1, Sq]: i' of each row
+  int64_t dropout_row_b;
+  const int32_t* dropout_sequence;  // [B|1, Sq]: b of each row
+  int64_t dropout_sequence_b;
+  int64_t dropout_head;  // h of the first head
+};
+
+// The other arguments of the backward. A result whose pointer is null is not computed. Buffers of sums must start at
+// zero.
+struct Gradients {
+  int64_t size;  // sizeof(Gradients)
+  // of dq, dk, dv: kFloat32, or the problem's type; if accumulate is not 0 (kFloat32 only), dk and dv are added to
+  int64_t type, accumulate;
+  int64_t attempt;       // 0, and one more after each kOutOfRange; kPairwise after kNonFinite
+  const void* grad_out;  // of the problem's type; the last axis has stride 1
+  int64_t grad_out_b, grad_out_h, grad_out_s;
+  const float* grad_lse;  // [B, H, Sq] or null
+  int64_t grad_lse_b, grad_lse_h;
+  void* dq;
+  int64_t dq_b, dq_h, dq_s;
+  void* dk;
+  int64_t dk_b, dk_h, dk_s;
+  void* dv;
+  int64_t dv_b, dv_h, dv_s;
+  // [B, H, Sq]: each row's contribution to the gradient of its head's sink and of its slope
+  float *sinks, *slopes;
+  int64_t rows_b, rows_h;
+  float* bias;  // a stride of 0 sums over its axis; not both of (batch or heads) and keys
+  int64_t bias_b, bias_h, bias_q, bias_k;
+};
+
+enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// kOutOfRange (returned by the backward only): some numbers do not fit the number types of this attempt. The results,
+// buffers of sums included, are invalid, and the caller runs the problem again with the next attempt. kNonFinite
+// (backward only): some gradients are not finite, and rows of several documents shared a block. The caller runs the
+// problem again with the attempt kPairwise, which computes each row with its own keys only.
+enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kOutOfRange = 3, kNonFinite = 4 };
+enum { kPairwise = 3 };
+}

@@ -1,0 +1,50 @@
+// The instruction sets of an x86 processor and its operating system, read with cpuid and xgetbv, because
+// __builtin_cpu_supports differs between compilers (clang before 18 does not know f16c). Source of the bits: Intel's
+// Software Developer's Manual, volume 2A, CPUID.
+#pragma once
+
+#ifdef UNDIVIDED_X86
+#include <cpuid.h>
+#include <stdint.h>
+
+namespace undivided {
+
+struct CpuFeatures {
+  uint32_t ecx1 = 0, ebx7 = 0, edx7 = 0;  // leaf 1; leaf 7
+  uint32_t eax7_1 = 0;                    // leaf 7, subleaf 1
+  uint32_t ecx_extended = 0;              // leaf 0x80000001
+  uint32_t xcr0 = 0;                      // the registers that the operating system saves
+
+  static CpuFeatures read() {
+    CpuFeatures f;
+    uint32_t a, b, c, d;
+    if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.edx7 = d;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.eax7_1 = a;
+    if (__get_cpuid(0x80000001, &a, &b, &c, &d)) f.ecx_extended = c;
+    if (f.ecx1 >> 27 & 1) __asm__("xgetbv" : "=a"(f.xcr0) : "c"(0) : "edx");  // OSXSAVE
+    return f;
+  }
+
+  // x86-64-v3
+  bool has_avx2() const {
+    constexpr uint32_t kFma = 1 << 12, kMovbe = 1 << 22, kAvx = 1 << 28, kF16c = 1 << 29;
+    constexpr uint32_t kBmi1 = 1 << 3, kAvx2 = 1 << 5, kBmi2 = 1 << 8, kLzcnt = 1 << 5, kSaved = 0x6;  // xmm, ymm
+    return has(ecx1, kFma | kMovbe | kAvx | kF16c) && has(ebx7, kBmi1 | kAvx2 | kBmi2) && has(ecx_extended, kLzcnt) &&
+           has(xcr0, kSaved);
+  }
+  // F, BW, DQ, VL
+  bool has_avx512() const {
+    constexpr uint32_t kF = 1 << 16, kDq = 1 << 17, kBw = 1 << 30, kVl = 1u << 31, kSaved = 0xe6;  // and k, zmm
+    return has_avx2() && has(ebx7, kF | kDq | kBw | kVl) && has(xcr0, kSaved);
+  }
+  bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5); }
+  bool has_amx_bf16() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
+  bool has_amx_fp16() const { return has_amx_bf16() && has(eax7_1, 1 << 21); }
+
+ private:
+  static bool has(uint32_t word, uint32_t bits) { return (word & bits) == bits; }
+};
+
+}  // namespace undivided
+#endif

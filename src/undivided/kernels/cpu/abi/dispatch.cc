@@ -1,0 +1,39 @@
+// The library's entry points. Only kernels.cc is compiled with instruction set flags; no other .cc file is.
+#include "schedule/schedule.h"
+
+using namespace undivided;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Computes attention for one problem and returns a Status.
+EXPORT int undivided_forward(const Attention* a) {
+  if (a->size != (int64_t)sizeof(Attention) || a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
+  try {
+    return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
+  } catch (...) {  // std::bad_alloc for the list of blocks; nothing else throws
+    return kNoMemory;
+  }
+}
+
+// Computes the gradients of one problem from its forward's out and lse and returns a Status.
+EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
+  if (a->size != (int64_t)sizeof(Attention) || g->size != (int64_t)sizeof(Gradients)) return kBadRecord;
+  if (a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
+  try {
+    return run_backward(*a, *g);
+  } catch (...) {  // std::bad_alloc for the list of units; nothing else throws
+    return kNoMemory;
+  }
+}
+
+EXPORT const char* undivided_level() { return kernels().name; }
+
+// The levels that can run here; see level.h.
+EXPORT const char* undivided_level_name(int level) { return level_name(level); }
+
+EXPORT int undivided_is_forked() { return is_forked(); }
+
+// Runs independent multiply-adds of a Type and returns the number of operations, for the caller to time.
+EXPORT double undivided_peak(int64_t dtype, int64_t repeats) { return kernels().peak(dtype, repeats); }

@@ -1,0 +1,214 @@
+// The kernel table of one instruction set. This file is compiled once per level; UNDIVIDED_LEVEL names the table. With
+// AMX it fills two: `amx_bf16`, whose tiles hold bf16 only, and `amx`, whose tiles hold fp16 too. `Half` is the widest
+// type that the tiles of a table hold.
+#include "backward/driver.h"
+#include "backward/pairs.h"
+#include "forward/decode.h"
+#include "gemm/peak.h"
+
+#if defined(UNDIVIDED_AMX)
+namespace undivided {
+extern const Kernels kernels_avx512_bf16;  // runs what AMX does not
+}
+#endif
+
+#define UNDIVIDED_JOIN2(a, b) a##b
+#define UNDIVIDED_JOIN(a, b) UNDIVIDED_JOIN2(a, b)
+#define UNDIVIDED_TEXT2(a) #a
+#define UNDIVIDED_TEXT(a) UNDIVIDED_TEXT2(a)
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+
+namespace {
+
+#if defined(UNDIVIDED_AMX)
+using undivided::kernels_avx512_bf16;
+#endif
+
+// Calls `f` with the mode for a.dtype.
+template <class F>
+INLINE auto with_mode(int64_t dtype, F f) {
+  if (dtype == kFloat16) return f(Widened<Float16>());
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return f(Paired());
+#endif
+  if (dtype == kBFloat16) return f(Widened<BFloat16>());
+  return f(Direct());
+}
+
+// The mode of prefill and gradients. On AMX fp32 is split into parts of type `Half`, and fp16 into bf16 if the tiles
+// hold bf16 only.
+template <class Half, class F>
+INLINE auto with_block_mode(int64_t dtype, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kFloat32) return f(Split<Half>());
+  if (dtype == kBFloat16) return f(Amx<BFloat16>());
+  return f(std::conditional_t<std::is_same<Half, Float16>::value, Amx<Float16>, Split<BFloat16, Float16>>());
+#else
+  return with_mode(dtype, f);
+#endif
+}
+
+template <class T>
+struct TypeTag {
+  typedef T type;
+};
+
+#if defined(UNDIVIDED_AMX)
+template <class T, class F>
+INLINE auto with_amx_engine(const Attention& a, F f) {
+  return rows_of_group(a) <= 4 ? f(TypeTag<DecodeAmx<T, 4>>()) : f(TypeTag<DecodeAmx<T, 8>>());
+}
+#endif
+
+// Calls `f` with the engine that decodes this problem.
+template <class Half, class F>
+INLINE auto with_engine(const Attention& a, F f) {
+#if defined(UNDIVIDED_AMX)
+  if (a.dtype == kBFloat16 && DecodeAmx<BFloat16, 4>::fits(a)) return with_amx_engine<BFloat16>(a, f);
+  if constexpr (std::is_same<Half, Float16>::value)
+    if (a.dtype == kFloat16 && DecodeAmx<Float16, 4>::fits(a)) return with_amx_engine<Float16>(a, f);
+#endif
+  if (a.dtype == kBFloat16) return f(TypeTag<DecodeVectors<BFloat16>>());
+  if (a.dtype == kFloat16) return f(TypeTag<DecodeVectors<Float16>>());
+  return f(TypeTag<DecodeVectors<float>>());
+}
+
+// Whether rows that see few keys run on vectors.
+bool short_on_vectors(const Attention& a) { return a.dtype == kFloat32 && !max_short_keys(a); }
+template <class Half>
+int64_t block_scratch(const Attention& a, int64_t rows, bool is_short) {
+#if defined(UNDIVIDED_AMX)
+  if (is_short && short_on_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
+#endif
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, is_short); });
+}
+int64_t short_key_limit(const Attention& a) {
+  if (!kHasAmx) return 0;
+  return short_on_vectors(a) ? max_unsplit_keys(a) : max_short_keys(a);
+}
+template <class Half>
+bool block(const Attention& a, const RowBlock& b, char* scratch) {
+#if defined(UNDIVIDED_AMX)
+  if (b.short_keys > 0 && short_on_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
+#endif
+  return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
+}
+// Whether the heads have so few rows and keys that neither AMX nor decoding pays off.
+bool use_small_forward(const Attention& a) {
+  return is_small_forward(a, kHasAmx && a.dtype != kFloat32 ? kMaxSmallForward16 : kMaxSmallForward);
+}
+template <class Half>
+bool can_decode(const Attention& a) {
+  return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) &&
+         with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+}
+template <class Half>
+int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
+  return with_engine<Half>(a, [&](auto e) {
+    typedef typename decltype(e)::type Engine;
+    return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
+                     layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+  });
+}
+template <class Half>
+void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* next_chunk, float* partials, char* scratch) {
+  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, next_chunk, partials, scratch); });
+}
+template <class Half>
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
+           int64_t stride) {
+  with_engine<Half>(
+      a, [&](auto e) { merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride); });
+}
+
+template <class Half>
+int64_t row_panels(int64_t dtype) {
+  return with_block_mode<Half>(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
+}
+template <class Half>
+int64_t rows_layout(Backward& p, int64_t heads, char* base) {
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_rows<decltype(mode)>(p, heads, base); });
+}
+template <class Half>
+int64_t key_scratch(const Backward& p) {
+  return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_backward<decltype(mode)>(p, nullptr).bytes; });
+}
+template <class Half>
+void begin_rows(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { begin_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
+}
+template <class Half>
+void key_unit(const Backward& p, const KeyUnit& unit, char* scratch) {
+  with_block_mode<Half>(p.a.dtype, [&](auto mode) { run_key_unit<decltype(mode)>(p, unit, scratch); });
+}
+template <class Half>
+void finish_rows(const Backward& p, int64_t head, int64_t row_block) {
+  with_block_mode<Half>(p.a.dtype,
+                        [&](auto mode) { finish_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
+}
+
+int64_t pairwise_scratch(const Attention& a) { return PairwiseSpace(a, nullptr).bytes; }
+void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
+  with_mode(p.a.dtype, [&](auto mode) { PairwiseHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
+}
+
+int64_t block_rows(const Attention& a, int64_t short_keys) {
+  if (short_keys > 0 && !short_on_vectors(a)) return kShortBlockRows;
+  const int64_t rows = a.dtype != kFloat32 ? kRows16 : short_keys > 0 ? kVectorRows : kRows32;
+  return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
+}
+
+// Which table runs prefill and gradients; see Kernels.
+#if defined(UNDIVIDED_AMX)
+template <class Half>
+const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int attempt) {
+  constexpr bool fp16 = std::is_same<Half, Float16>::value;
+  if (use_amx && attempt == 0) return fp16 ? &undivided::kernels_amx : &undivided::kernels_amx_bf16;
+  if (use_amx && attempt == 1 && fp16 && a.dtype == kFloat32) return &undivided::kernels_amx_bf16;
+  return &kernels_avx512_bf16;
+}
+template <class Half>
+const undivided::Kernels* prefill(const Attention& a, int attempt) {
+  if (use_small_forward(a)) return &kernels_avx512_bf16;
+  const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
+  return amx_or_vectors<Half>(a, use_amx, attempt);
+}
+template <class Half>
+const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
+  const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) {
+    return are_gradients_worth_splitting<decltype(mode)>(a) && !is_small_faster<decltype(mode)>(a, g);
+  });
+  return amx_or_vectors<Half>(a, use_amx, (int)g.attempt);
+}
+#else
+template <class>
+const undivided::Kernels* prefill(const Attention&, int) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+template <class>
+const undivided::Kernels* gradients(const Attention&, const Gradients&) {
+  return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
+}
+#endif
+
+template <class Half>
+constexpr undivided::Kernels kernels_named(const char* name) {
+  return {
+      name,           prefill<Half>,       short_key_limit,  block_rows,        kPackingRows,        kPanel,
+      kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
+      merge<Half>,    gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
+      key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};
+}
+
+}  // namespace
+
+namespace undivided {
+extern const Kernels UNDIVIDED_JOIN(kernels_,
+                                    UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
+#if defined(UNDIVIDED_AMX)
+extern const Kernels kernels_amx_bf16 = kernels_named<BFloat16>("amx_bf16");
+#endif
+}  // namespace undivided

@@ -1,0 +1,62 @@
+// Selects the instruction set of this process. Compiled without instruction set flags.
+#include "abi/level.h"
+
+#include <stdlib.h>
+#include <string.h>
+#ifdef UNDIVIDED_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "abi/cpu_features.h"
+
+namespace undivided {
+namespace {
+
+#ifdef UNDIVIDED_AMX
+// Linux enables the tile registers per process, on request.
+bool request_tile_permission() {
+  const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
+
+#ifdef UNDIVIDED_X86
+const Kernels* const kLevels[] = {
+    &kernels_generic,  &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
+#ifdef UNDIVIDED_AMX
+    &kernels_amx_bf16, &kernels_amx,
+#endif
+};
+int find_highest() {
+  const CpuFeatures cpu = CpuFeatures::read();
+#ifdef UNDIVIDED_AMX
+  if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
+#endif
+  return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
+}
+#else
+const Kernels* const kLevels[] = {&kernels_generic};
+int find_highest() { return 0; }
+#endif
+
+int highest_level() {
+  static const int highest = find_highest();
+  return highest;
+}
+
+}  // namespace
+
+const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }
+
+const Kernels& kernels() {
+  static const Kernels* const chosen = [] {
+    const char* requested = getenv("UNDIVIDED_ISA");
+    for (int i = 0; requested && i < highest_level(); i++)
+      if (strcmp(requested, kLevels[i]->name) == 0) return kLevels[i];
+    return kLevels[highest_level()];
+  }();
+  return *chosen;
+}
+
+}  // namespace undivided

@@ -1,0 +1,14 @@
+// The instruction set of this process.
+#pragma once
+
+#include "abi/kernels.h"
+
+namespace undivided {
+
+// The table of the highest level that the processor, the compiler and UNDIVIDED_ISA allow; selected at the first call.
+const Kernels& kernels();
+
+// The name of a level that the processor and the compiler allow, 0 being the lowest; null after the highest.
+const char* level_name(int level);
+
+}  // namespace undivided

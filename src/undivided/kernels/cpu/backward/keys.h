@@ -1,0 +1,247 @@
+// The keys of a unit: its scratch, K and V in the form that the micro-kernels read, and the output of their gradients.
+#pragma once
+
+#include "backward/dsoftmax_amx.h"
+#include "backward/small.h"
+
+namespace {
+
+struct BackwardSpace {
+  Panel* panels;
+  DropoutRows* dropout_rows;
+  LaneMask* keep;
+  char *k, *v, *k_pairs, *k_own;     // copies of the keys' rows, unless they are read in place; k_pairs for dQ
+  char* rows;                        // PackedRows of the block's panels, unless packed beforehand
+  float *st, *dpt;                   // unless they become weights in place
+  char *weights, *scores;            // P and dS: [slot][key][kPanel]
+  float *pairs, *score_bias, *sums;  // sums: of dQ^T, or of dK and dV, if these are summed apart first
+  float *dk, *dv;                    // [column panel][key][kPanel]
+  char* head;        // the arrays of a head's rows if the unit has all of its keys: see layout_rows, or SmallSpace
+  uint8_t* visible;  // one flag per key of the unit
+  bool is_small;
+  int64_t bytes;
+};
+
+// Elements between rows of an fp32 copy: an odd number of cache lines, so that neighbours are in different sets of L1.
+// (In place, rows of 512 bytes use an eighth of the sets.)
+INLINE int64_t padded_row(int64_t dim) { return (dim + 15) / 16 / 2 * 32 + 16; }
+
+// Bytes of a copy of K or V.
+template <class Mode>
+INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
+  if (Mode::kAmx) return p.unit_keys * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
+  if (!Mode::Arith::kPairs) return p.unit_keys * padded_row(dim) * 4;
+  return Mode::Arith::kPairs && dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
+}
+
+// Places p's arrays for the rows of `heads` heads at `base`, and returns their size in bytes.
+template <class Mode>
+static int64_t layout_rows(Backward& p, int64_t heads, char* base) {
+  const int64_t panels = heads * p.panels, lanes = panels * kPanel, blocks = heads * p.row_blocks;
+  const int64_t packed = panels * PackedRows<Mode>(p.a, nullptr).bytes;
+  Arena arena{base};
+  p.base = (float*)arena.allocate(lanes * 4), p.lse = (float*)arena.allocate(lanes * 4),
+  p.delta = (float*)arena.allocate(lanes * 4);
+  p.sink_share = excludes_sinks(p) ? (float*)arena.allocate(lanes * 4) : nullptr;
+  p.dqt = p.g.dq ? (float*)arena.allocate(lanes * dq_depth<Mode>(p) * 4) : nullptr;
+  p.key_extent = (int32_t*)arena.allocate(panels * 8), p.turn = (int64_t*)arena.allocate(blocks * 8);
+  p.max_grad_norm = (float*)arena.allocate(kHeadScaled<Mode> ? panels * 4 : 0);
+  p.ds_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0),
+  p.dq_scale = (float*)arena.allocate(kRowScaled<Mode> ? lanes * 4 : 0);
+  p.row_scales =
+      (undivided::RowScales*)arena.allocate(kRowScaled<Mode> ? blocks * (int64_t)sizeof(undivided::RowScales) : 0);
+  p.packed = packed <= kMaxPackedBytes ? arena.allocate(packed) : nullptr;
+  return arena.bytes;
+}
+
+template <class Mode>
+static BackwardSpace layout_backward(const Backward& p, char* base) {
+  const Attention& a = p.a;
+  BackwardSpace w;
+  Arena arena{base};
+  constexpr bool pairs = Mode::Arith::kPairs;
+  constexpr int64_t block_floats = kBlockKeys * kPanel;
+  const int64_t st = Mode::kAmx ? kKeyStep<Mode> * kPanel * 4 : pairs ? block_floats * 4 : 0;
+  constexpr int64_t panels = kRowPanels<Mode>, slots = panels * kSlot<Mode> * (int64_t)sizeof(Weight<Mode>);
+  const bool has_score_bias = a.bias || a.dense || a.slopes;
+  w.panels = (Panel*)arena.allocate(panels * (int64_t)sizeof(Panel));
+  w.dropout_rows = (DropoutRows*)arena.allocate(a.dropout ? panels * (int64_t)sizeof(DropoutRows) : 0);
+  w.keep = (LaneMask*)arena.allocate(a.dropout ? kBlockKeys * kVectors * (int64_t)sizeof(LaneMask) : 0);
+  w.st = (float*)arena.allocate(st), w.dpt = (float*)arena.allocate(st);
+  w.pairs = (float*)arena.allocate(pairs ? kParts<Mode> * kPairsPart * 4 : 0);
+  w.sums = (float*)arena.allocate(
+      Mode::kAmx && kIsFloat32<Mode> ? larger_of(dq_depth<Mode>(p), kKeyStep<Mode>) * kPanel * 4 : 0);
+  w.k = arena.allocate(copy_bytes<Mode>(p, a.qk_dim)), w.v = arena.allocate(copy_bytes<Mode>(p, a.v_dim));
+  w.k_pairs = arena.allocate(pairs ? p.unit_keys * dq_depth<Mode>(p) * 2 * kParts<Mode> : 0);
+  w.k_own = arena.allocate(has_score_bias && !pairs ? kBlockKeys * a.qk_dim * 4 : 0);
+  w.rows = arena.allocate(p.packed || p.whole_heads ? 0 : panels * PackedRows<Mode>(a, nullptr).bytes);
+  w.weights = arena.allocate(slots), w.scores = arena.allocate(slots);
+  w.visible = (uint8_t*)arena.allocate(kParts<Mode> > 1 ? p.unit_keys : 0);
+  w.score_bias = (float*)arena.allocate(has_score_bias ? block_floats * 4 : 0);
+  w.dk = (float*)arena.allocate(ColumnPanels(a.qk_dim).panels * p.unit_keys * kPanel * 4);
+  w.dv = (float*)arena.allocate(ColumnPanels(a.v_dim).panels * p.unit_keys * kPanel * 4);
+  Backward own = p;
+  int64_t head_bytes = p.whole_heads ? layout_rows<Mode>(own, 1, nullptr) : 0;
+  w.is_small = !Mode::kAmx && p.whole_heads && is_small(a, p.g);
+  if (w.is_small) head_bytes = larger_of(head_bytes, SmallSpace(a, nullptr).bytes);
+  w.head = arena.allocate(head_bytes);
+  w.bytes = arena.bytes;
+  return w;
+}
+
+// A unit's keys in the form that the micro-kernels read.
+template <class Mode>
+struct KeyRows {
+  typedef Weight<Mode> Row;
+  int64_t first, count;
+  const Row *k, *v;
+  int64_t k_stride, v_stride;
+};
+
+#if defined(__AVX512BF16__)
+#if !defined(UNDIVIDED_AMX)
+// Copies rows with an odd number of columns, padded with a zero.
+static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t rows, int64_t dim, char* to) {
+  BFloat16* copy = (BFloat16*)to;
+  for (int64_t j = 0; j < rows; j++, copy += dim + 1) {
+    memcpy(copy, from + j * stride, (size_t)dim * 2);
+    copy[dim].bits = 0;
+  }
+  return (const BFloat16*)to;
+}
+#endif
+
+// Sets infinities and NaN to 0. A row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN; a row
+// that sees such a key already has it in its score.
+INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
+template <class Half>
+static void zero_what_is_not_finite(Half* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i].bits = is_finite(x[i]) ? x[i].bits : 0;
+}
+#endif
+
+#if defined(UNDIVIDED_AMX)
+// Calls `f` with each panel of a head that sees some of the keys [key, key + count), its row block, and its index in
+// that.
+template <class F>
+INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
+  Panel panel;
+  for (int64_t i = 0; i < p.panels; i++) {
+    const int32_t* key_extent = p.key_extent + 2 * (head.index * p.panels + i);
+    if (key_extent[1] <= key || key_extent[0] >= key + count) continue;
+    const RowBlock block = rows_of(p, head, i / p.row_panels);
+    const int64_t first = i % p.row_panels * kPanel;
+    read_ranges(p.a, block, first, panel);
+    f(panel, block, first);
+  }
+}
+// Which of the keys [key, key + count) are in some row's ranges.
+static void find_visible_keys(const Backward& p, const Head& head, int64_t key, int64_t count, uint8_t* visible) {
+  memset(visible, 0, (size_t)count);
+  with_panels(p, head, key, count, [&](const Panel& panel, const RowBlock&, int64_t) {
+    for (int s = 0; s < panel.segments; s++) {
+      const int64_t start = larger_of(panel.segment[s].start - key, 0),
+                    stop = smaller_of(panel.segment[s].stop - key, count);
+      if (start < stop) memset(visible + start, 1, (size_t)(stop - start));
+    }
+  });
+}
+// Clears keys that a dense mask or a bias hides from every row. score_bias: room for kBlockKeys x kPanel.
+static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, int64_t count, float* score_bias,
+                              uint8_t* visible) {
+  for (int64_t t = 0; t < count; t += kBlockKeys) {
+    const int64_t keys = smaller_of(kBlockKeys, count - t);
+    uint8_t by_some[kBlockKeys] = {}, by_panel[kBlockKeys];
+    with_panels(p, head, key + t, keys, [&](const Panel& panel, const RowBlock& block, int64_t first) {
+      fill_score_bias(p.a, block, first, panel, key + t, key + t + keys, score_bias, by_panel);
+      for (int64_t j = 0; j < keys; j++) by_some[j] |= by_panel[j];
+    });
+    for (int64_t j = 0; j < keys; j++) visible[t + j] &= by_some[j];
+  }
+}
+#endif
+
+template <class Mode>
+static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const int64_t count = smaller_of(p.unit_keys, a.kv_len - key);
+  const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
+  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
+#if defined(UNDIVIDED_AMX)
+  if constexpr (kParts<Mode> > 1) {
+    uint8_t* const visible = w.visible;
+    const int64_t padded = round_up(count, kSoftmaxKeys);
+    auto split = [&] {
+      RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
+      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, visible, w.k, range_check);
+      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, visible, w.v, range_check);
+      split_v<Mode>(k, a.k_s, count, a.qk_dim, visible, p.unit_keys / kTileDepth, w.k_pairs, range_check);
+      return !range_check.out_of_range();
+    };
+    find_visible_keys(p, head, key, count, visible);
+    bool row_scales = split();
+    if (!row_scales && (a.dense || a.bias))
+      clear_masked_keys(p, head, key, count, w.score_bias, visible), row_scales = split();
+    if (!row_scales) report_out_of_range(p);
+    return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
+  } else if constexpr (Mode::kAmx) {
+    uint8_t every[kBlockKeys];
+    memset(every, 1, kBlockKeys);
+    const int64_t padded = round_up(count, kSoftmaxKeys);
+    pack_k(k, a.k_s, count, padded, a.qk_dim, w.k);
+    pack_k(v, a.v_s, count, padded, a.v_dim, w.v);
+    for (int64_t j = 0; j < count; j += kBlockKeys)
+      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, count - j), a.qk_dim, every, p.unit_keys / kTileDepth,
+                  w.k_pairs + j / kTileDepth * kTileBytes);
+    zero_what_is_not_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p));
+    return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
+  } else
+#endif
+      if constexpr (!Mode::Arith::kPairs) {
+    const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
+    for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
+    for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
+  } else {
+    KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
+#if defined(__AVX512BF16__) && !defined(UNDIVIDED_AMX)
+    if constexpr (Mode::Arith::kPairs) {
+      if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
+      if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
+      interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
+      zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim);
+    }
+#endif
+    return rows;
+  }
+}
+
+// Clears the sums of `count` keys, and of those that the micro-kernels compute in addition.
+template <class Mode>
+INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sums) {
+  const int64_t keys = smaller_of(round_up(count, Mode::kAmx ? kKeyStep<Mode> : kBroadcasts), p.unit_keys);
+  for (int64_t c = 0; c < ColumnPanels(dim).panels; c++)
+    memset(sums + c * p.unit_keys * kPanel, 0, (size_t)(keys * kPanel) * 4);
+}
+
+template <class Mode>
+static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride,
+                       int64_t dim, const float* sums, int bits) {
+  typedef typename Mode::T T;
+  const int64_t width = ColumnPanels(dim).width;
+  const float unit = ldexpf(1, -bits);
+  Vec zero_or_nan = {};
+  for (int64_t j = 0; j < keys.count; j++) {
+    const int64_t row = at + (keys.first + j) * stride;
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Vec x = load(sums + (d / width * p.unit_keys + j) * kPanel + d % width);
+      store_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
+      zero_or_nan += x * 0;
+    }
+  }
+  mark_non_finite(p, zero_or_nan);
+}
+
+}  // namespace

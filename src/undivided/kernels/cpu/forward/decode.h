@@ -1,0 +1,215 @@
+// Decoding: a few query rows with a long cache.
+//
+// Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, at
+// most kMaxDecodeRows), 2 operations per element and row: reading the cache is the whole cost. Lanes therefore lie
+// along the head axis, where K and V are contiguous: a multiply-add computes kLanes elements of one row, whereas with
+// rows in lanes most lanes would be idle. The cache is cut into chunks of keys by sizes and lengths alone. A chunk is
+// read in steps of kDecodeStepKeys keys, for all heads at once if their rows are adjacent ("bshd"). During a step the
+// next one is prefetched in the order of memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are
+// found through a table of a step's addresses, so that paged caches cost nothing extra. The partial results of the
+// chunks (sums, largest score, total) are merged in order.
+#pragma once
+
+#include "forward/decode_amx.h"
+#include "forward/decode_vector.h"
+
+namespace {
+
+using undivided::KeyChunk;
+
+// Floats of a row's partial result: Dv sums, the largest score in natural units, the sum of the weights.
+INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 16); }
+
+struct DecodeSpace {
+  Panel* panel;
+  float *scores, *q, *sums, *max_score, *total;  // the last four for each head in turn
+  float* row;                                    // sums of one row
+  char* steps;
+  int64_t bytes;
+};
+
+template <class Engine>
+static DecodeSpace layout_decode(const Attention& a, int64_t kv_heads, char* base) {
+  Arena arena{base};
+  DecodeSpace space;
+  space.panel = (Panel*)arena.allocate((int64_t)sizeof(Panel));
+  space.scores = (float*)arena.allocate(2 * Engine::kScores * 4);
+  space.q = (float*)arena.allocate(kv_heads * Engine::q_floats(a) * 4);
+  space.sums = (float*)arena.allocate(kv_heads * Engine::sum_floats(a) * 4);
+  space.max_score = (float*)arena.allocate(kv_heads * kRowSlots * 4);
+  space.total = (float*)arena.allocate(kv_heads * kRowSlots * 4);
+  space.row = (float*)arena.allocate(partial_size(a) * 4);
+  space.steps = arena.allocate(3 * (int64_t)sizeof(Step<typename Engine::T>));
+  space.bytes = arena.bytes;
+  return space;
+}
+
+// Iterates over the segments of a chunk in steps.
+template <class T>
+struct Steps {
+  const Attention& a;
+  const KeyChunk& chunk;
+  const Panel& panel;
+  int64_t max_keys;  // keys per step
+  int64_t key = chunk.key;
+  int segment = 0;
+
+  void find(const KeyChunk& chunk, int64_t from, int64_t keys, Step<T>& step) const {
+    step.key = from, step.keys = keys;
+    step.k.find(key_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.k_h + a.qk_dim);
+    step.v.find(value_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.v_h + a.v_dim);
+  }
+  void next(Step<T>& step) {
+    for (; segment < panel.segments; segment++) {
+      const int64_t from = larger_of(panel.segment[segment].start, key);
+      const int64_t to = smaller_of(panel.segment[segment].stop, chunk.key + chunk.keys);
+      if (from >= to) continue;
+      find(chunk, from, smaller_of(max_keys - from % kStepAlignment, to - from), step);
+      key = from + step.keys;
+      return;
+    }
+    step.keys = 0;
+  }
+};
+
+template <class Engine>
+static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state,
+                       float* q) {
+  typedef typename Engine::T T;
+  const int64_t group = a.heads / a.kv_heads;
+  const T* row[kMaxDecodeRows];
+  for (int64_t r = 0; r < state.rows; r++) {
+    const int64_t at = first + r;
+    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h +
+             at % a.q_len * a.q_s;
+  }
+  Engine::load_queries(a, row, state.rows, q);
+  Engine::clear_sums(a, state);
+  for (int64_t r = 0; r < kRowSlots; r++) state.max_score[r] = -kInfinity, state.total[r] = 0;
+}
+
+// Computes `rows` rows of each head of a chunk, from `first` on, and calls finish(state, n, r, row) for row r of the
+// n-th head, with room for its sums.
+template <class Engine, class Finish>
+static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first,
+                      int64_t rows, char* scratch, Finish finish) {
+  typedef typename Engine::T T;
+  const DecodeSpace space = layout_decode<Engine>(a, chunk.kv_heads, scratch);
+  Panel& p = *space.panel;
+  RowBlock block = {chunk.batch, 0, 0, first, rows, 0};
+  read_ranges(a, block, 0, p);
+  auto state_of = [&](int64_t n) -> HeadState {
+    return {space.q + n * Engine::q_floats(a), space.sums + n * Engine::sum_floats(a), space.max_score + n * kRowSlots,
+            space.total + n * kRowSlots, rows};
+  };
+  for (int64_t n = 0; n < chunk.kv_heads; n++) {
+    HeadState state = state_of(n);
+    start_head<Engine>(a, chunk, n, first, state, space.q + n * Engine::q_floats(a));
+  }
+  const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
+  const int64_t max_keys = larger_of(
+      kStepAlignment, smaller_of(kDecodeStepKeys, kDecodeStepBytes / key_bytes / kStepAlignment * kStepAlignment));
+  Steps<T> steps = {a, chunk, p, max_keys};
+  Step<T>*previous = (Step<T>*)space.steps, *step = previous + 1, *next = previous + 2;
+  float *scores = space.scores, *weights = scores + Engine::kScores;
+  Engine engine;
+  StepPrefetch k_prefetch, v_prefetch;
+  // a head's second product follows the next head's first one, so that neither waits for the softmax between them
+  int64_t pending = -1;
+  auto finish_head = [&](const Step<T>& current) {
+    HeadState state = state_of(pending);
+    float decay[kRowSlots];
+    float* found = engine.to_scores(state, weights, current.keys);
+    for_each_pass(round_up_rows(rows), [&](auto count, int64_t r) {
+      decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits,
+                                             found + r * kDecodeStepKeys, decay);
+    });
+    engine.multiply_values(a, state, current, pending, found, decay, v_prefetch);
+  };
+  for (steps.next(*step); step->keys;) {
+    steps.next(*next);
+    const int64_t then = next->keys;
+    if (then == 0 && next_chunk)
+      steps.find(*next_chunk, next_chunk->key, smaller_of(max_keys, next_chunk->keys), *next);
+    k_prefetch = StepPrefetch(*next, next->k, chunk.kv_heads * Engine::score_steps(a, rows, step->keys));
+    v_prefetch = StepPrefetch(*next, next->v, chunk.kv_heads * Engine::value_steps(a, rows, step->keys));
+    for (int64_t n = 0; n < chunk.kv_heads; n++) {
+      engine.multiply_scores(a, state_of(n), *step, n, scores, k_prefetch);
+      if (pending >= 0) finish_head(n == 0 ? *previous : *step);
+      else
+        for (int64_t i = Engine::value_steps(a, rows, step->keys); i > 0; i--) v_prefetch.step();
+      std::swap(scores, weights), pending = n;
+    }
+    next->keys = then;
+    Step<T>* const free = previous;
+    previous = step, step = next, next = free;
+  }
+  if (pending >= 0) finish_head(*previous);
+  for (int64_t n = 0; n < chunk.kv_heads; n++)
+    for (int64_t r = 0; r < rows; r++) finish(state_of(n), n, r, space.row);
+}
+
+template <class Engine>
+static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, float* partials,
+                      char* scratch) {
+  typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
+  constexpr bool independent_columns = std::is_same<Engine, VectorEngine>::value;
+  constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
+  const float natural = score_unit<Direct>(a).natural;
+  const bool checks_finite = !independent_columns || (a.ranges && a.q_len > 1);
+  bool non_finite = false;
+  sum_chunk<Engine>(a, chunk, next_chunk, 0, rows, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
+    float* to = partials + (n * rows + r) * size;
+    Engine::store_sums(a, state, r, to);
+    for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unit;
+    to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unit;
+    if (checks_finite) non_finite |= has_non_finite_sums(to, a.v_dim, state.total[r]);
+  });
+  for (int64_t i = 0; non_finite && i < chunk.kv_heads * rows; i++) {
+    float* to = partials + i * size;
+    if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1])) continue;
+    const KeyChunk of_head = {chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys};
+    sum_chunk<VectorEngine>(a, of_head, nullptr, i % rows, 1, scratch,
+                            [&](const HeadState& state, int64_t, int64_t r, float* row) {
+                              VectorEngine::store_sums(a, state, r, row);
+                              const float max_score = state.max_score[r] * natural,
+                                          scale = max_score == to[a.v_dim] ? 1 : expf(max_score - to[a.v_dim]);
+                              for (int64_t d = 0; d < a.v_dim; d++)
+                                if (!isfinite(to[d])) to[d] = row[d] * scale;
+                            });
+  }
+}
+
+// Merges one row's chunks, in order, into out and lse. `partials` is the row in the first chunk, which receives the
+// sum; the other chunks follow at distance `stride`.
+template <class T>
+static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
+                      int64_t stride) {
+  const float *max_scores = partials + a.v_dim, *totals = max_scores + 1;
+  float max_score = -kInfinity, all = 0;
+  for (int64_t c = 0; c < count; c++)
+    max_score = max_scores[c * stride] > max_score ? max_scores[c * stride] : max_score, all += totals[c * stride];
+  T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
+  float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
+  if (is_empty(max_score, all)) {
+    if (lse) *lse = max_score;
+    memset(out, 0, (size_t)a.v_dim * sizeof(T));
+    return;
+  }
+  float total = 0;
+  for (int64_t c = 0; c < count; c++) {
+    const float weight = expf(max_scores[c * stride] - max_score);
+    const bool first = c == 0;
+    if (weight == 0 && !first && all == all) continue;  // NaN is not skipped
+    total += totals[c * stride] * weight;
+    const float* from = partials + c * stride;
+    for (int64_t d = 0; d < a.v_dim; d += kLanes)
+      store(partials + d, first ? load(from + d) * weight : load(partials + d) + load(from + d) * weight);
+  }
+  if (lse) *lse = max_score + logf(total);
+  const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));
+  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(partials + d) * inverse);
+}
+
+}  // namespace

@@ -1,0 +1,187 @@
+// A step of decoding: the keys that are computed together, the prefetch of the next step, and the softmax between the
+// two products. The products are in decode_vector.h and decode_amx.h.
+#pragma once
+
+#include "forward/block.h"
+
+namespace {
+
+constexpr int64_t kMaxDecodeRows = 8;
+// numbers per row, rounded up to whole vectors
+constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;
+// steps start at multiples of it, except at the start of a segment; one tile of keys
+constexpr int64_t kStepAlignment = 16;
+
+// The state of the query rows of one key/value head: sums of V in the engine's layout, and each row's largest score (in
+// its unit) and sum of weights.
+struct HeadState {
+  const float* q;
+  float* sums;
+  float *max_score, *total;  // [kRowSlots]
+  int64_t rows;
+};
+
+// Consecutive cache lines.
+struct Region {
+  const char* at;
+  int64_t lines;
+};
+
+// Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kLanes by repeating the last
+// one. region: the memory of all heads' rows, in order.
+template <class T>
+struct StepRows {
+  const T* row[kDecodeStepKeys];
+  Region region[kDecodeStepKeys];
+  int64_t regions, lines;
+  uint32_t split_groups;  // bit g: rows [g, g + 1) * kStepAlignment are incomplete or not at one stride
+
+  // span: elements from the start of the first head's row to the end of the last one's.
+  void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
+    regions = lines = 0;
+    split_groups = keys % kStepAlignment ? 1u << keys / kStepAlignment : 0;
+    int64_t j = 0;
+    while (j < keys) {
+      const int64_t left = rows.pages ? rows.page_size - (key + j) % rows.page_size : keys,
+                    count = smaller_of(left, keys - j);
+      const T* at = rows(key + j);
+      if (j % kStepAlignment) split_groups |= 1u << j / kStepAlignment;
+      if (rows.stride == span) add(at, count * span);
+      else
+        for (int64_t i = 0; i < count; i++) add(at + i * rows.stride, span);
+      for (int64_t i = 0; i < count; i++) row[j + i] = at + i * rows.stride;
+      j += count;
+    }
+    for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+  }
+
+ private:
+  void add(const T* at, int64_t count) {
+    const Region added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
+    // one line of each memory page at once, so that the page translations overlap
+    for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
+    region[regions++] = added;
+    lines += added.lines;
+  }
+};
+template <class T>
+struct Step {
+  int64_t key, keys;
+  StepRows<T> k, v;
+};
+
+// Prefetches a step in the order of memory, some lines per call of step().
+class StepPrefetch {
+ public:
+  StepPrefetch() : next_(nullptr), end_(nullptr) {}
+  // The rows of a step, none if it has no keys. times: how often step() will be called.
+  template <class T>
+  StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region) {
+    if (step.keys == 0) return;
+    end_ += rows.regions, lines_ = round_up((rows.lines + times - 1) / times, kLinesAtOnce);
+    begin();
+  }
+
+  inline __attribute__((always_inline)) void step() {
+    if (left_ < lines_) return step_across();
+    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+    }
+    left_ -= lines_;
+  }
+
+ private:
+  static constexpr int64_t kLinesAtOnce = 4;
+  const Region *next_, *end_;
+  int64_t lines_ = 0, left_ = 0;
+  const char* at_ = nullptr;
+
+  void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
+  void __attribute__((noinline)) step_across() {
+    for (int64_t lines_wanted = lines_; lines_wanted > 0;) {
+      if (left_ == 0) {
+        if (next_ == end_) return;
+        begin();
+      }
+      const int64_t count = smaller_of(lines_wanted, left_);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      at_ += count * 64, left_ -= count, lines_wanted -= count;
+    }
+  }
+};
+
+// Folds lanes with the same index modulo R into one x[i], pair by pair.
+template <int Step, int R, class F>
+INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
+  if constexpr (R == 1) {
+    return x[0];
+  } else {
+    Vec half[R / 2];
+#pragma GCC unroll 4
+    for (int i = 0; i < R / 2; i++)
+      half[i] = f(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
+    return fold_pairs<2 * Step>(half, f);
+  }
+}
+// Lane i is the fold of all lanes of x[i % R].
+template <int R, class F>
+INLINE Vec fold(const Vec (&x)[R], F f) {
+  Vec all = fold_pairs<1>(x, f);
+  if constexpr (R <= 1) all = f(all, rotate<1>(all, Lanes{}));
+  if constexpr (R <= 2) all = f(all, rotate<2>(all, Lanes{}));
+  if constexpr (R <= 4 && kLanes > 4) all = f(all, rotate<4 % kLanes>(all, Lanes{}));
+  if constexpr (kLanes > 8) all = f(all, rotate<8 % kLanes>(all, Lanes{}));
+  return all;
+}
+
+// Turns the scores [row][key] of R rows, from `first` on, into weights, scaled by 2^bits; decay is the factor of each
+// row's earlier sums.
+template <int R>
+static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key,
+                           int64_t keys, int bits, float* scores, float* decay) {
+  const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
+  const bool keeps_raw_scores = keeps_products(a);
+  const bool covered = keys % kLanes == 0 && p.common[0][0] <= key && key + keys <= p.common[0][1];
+  IVec lane;
+  for (int i = 0; i < kLanes; i++) lane[i] = i;
+  Vec high[R], total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* s = scores + r * kDecodeStepKeys;
+    high[r] = splat(-kInfinity);
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      Vec x = load(s + j);
+      if (!keeps_raw_scores) x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * cap : x * scale;
+      if (!covered) {
+        const int64_t row = first + r;
+        IVec at = lane + (int32_t)(key + j);
+        IVec allowed = is_within(at, p.start[0][row], p.stop[0][row], p.start[1][row], p.stop[1][row]);
+        allowed &= at < (int32_t)(key + keys);
+        x = allowed ? x : splat(-kInfinity);
+      }
+      store(s + j, x);
+      high[r] = larger(x, high[r]);
+    }
+  }
+  const Vec now = fold(high, [](Vec x, Vec y) { return larger(x, y); }), max_score = load(state.max_score + first);
+  const Vec grown = now > max_score ? now : max_score, base = grown == -kInfinity ? Vec{} : grown;
+  // the polynomial's 2^0 is not exactly 1
+  const Vec shrink = max_score == base ? splat(1) : exp2_or_zero((max_score - base) * factor);
+  store(state.max_score + first, grown);
+  store(decay + first, shrink);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* s = scores + r * kDecodeStepKeys;
+    total[r] = Vec{};
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      Vec w = exp2_or_zero((load(s + j) - base[r]) * factor + (float)bits);
+      total[r] += w;
+      store(s + j, w);
+    }
+  }
+  const Vec added = fold(total, [](Vec x, Vec y) { return x + y; });
+  store(state.total + first, load(state.total + first) * shrink + added);
+}
+
+}  // namespace

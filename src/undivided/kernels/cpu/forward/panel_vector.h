@@ -1,0 +1,76 @@
+// One panel of query rows with the keys of a key block, on vectors.
+#pragma once
+
+#include "forward/query_rows.h"
+#include "forward/softmax.h"
+#include "forward/workspace.h"
+#include "gemm/prefetch.h"
+#include "gemm/row_product.h"
+#include "mask/score_bias.h"
+
+namespace {
+
+// One panel with keys [start, stop) of a key block, which lie in one segment.
+template <class Mode>
+static void panel_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums,
+                       const KeyBlock<Mode>& key_block, int64_t start, int64_t stop, const Workspace& w,
+                       Prefetch& prefetch) {
+  typedef typename Mode::Arith Arith;
+  typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
+  const bool has_score_bias = changes_scores(a, block, p.first, p, start, stop);
+  uint8_t visible[kBlockKeys];
+  if (has_score_bias && !fill_score_bias(a, block, p.first, p, start, stop, w.score_bias, visible)) return;
+  // pairs of keys start at even keys: an additional key before or after gets the weight 0
+  int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
+  int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
+  float* st = w.scores + front * kPanel;
+  const Runs runs = runs_of(p, start, stop, kBroadcasts);
+  for (int i = 0; i < runs.count; i++) {  // keys that a run leaves out are masked below
+    const Run& run = runs.run[i];
+    multiply_scores<Arith>(sums.qt + run.first * kLanes,
+                           (const KT*)key_block.k + (start - key_block.start + run.start) * key_block.k_stride,
+                           key_block.k_stride, q_depth<Mode>(a), run.stop - run.start,
+                           st + run.start * kPanel + run.first * kLanes, run.vectors, &prefetch);
+  }
+  if (has_score_bias || !keeps_products(a)) apply_score_bias(a, has_score_bias ? w.score_bias : nullptr, keys, st);
+  if (!has_score_bias && !p.covers(start, stop)) apply_ranges(p, start, keys, st);
+  for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
+  for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
+  Vec decay[kVectors];
+  if (a.dropout) draw_keep_masks(a, block.batch, *sums.dropout_rows, start, stop, w.keep + front * kVectors);
+  softmax_panel<Arith>(w.scores, front + keys + back, score_unit<Mode>(a).log2, a.dropout ? w.keep : nullptr,
+                       sums.max_score, sums.total, p.vectors(), decay);
+
+  const typename Mode::PackedV* v;
+  int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;
+  if (has_score_bias && memchr(visible, 0, (size_t)keys)) {
+    // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
+    const typename Mode::T* from = key_block.source_v + (start - key_block.start) * key_block.source_v_stride;
+    if constexpr (Arith::kPairs)
+      interleave(from, key_block.source_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
+    else widen(from, key_block.source_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
+    v = (const typename Mode::PackedV*)w.v_own;
+    v_stride = a.v_dim, v_group = 0;
+  } else if constexpr (Arith::kPairs) {
+    v = key_block.v + (start / 2 - key_block.start / 2) * v_stride;
+  } else {
+    v = key_block.v + (start - key_block.start) * v_stride;
+  }
+  if constexpr (std::is_same<Mode, Direct>::value)
+    if (p.row_major) {
+      alignas(64) float scales[kPanel];
+      for (int i = 0; i < p.vectors(); i++) store(scales + i * kLanes, decay[i]);
+      multiply_rows(p, start, keys, w.scores, v, v_stride, a.v_dim, p.has_sums ? scales : nullptr, sums.ot);
+      p.has_sums = true;
+      return;
+    }
+  // in pairs, a group of columns spans twice as many keys
+  constexpr int64_t each = Arith::kPairs ? 2 : 1;
+  Runs weight_runs = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);
+  for (int i = 0; each == 2 && i < weight_runs.count; i++) weight_runs.run[i].start /= 2, weight_runs.run[i].stop /= 2;
+  multiply_values<Arith>(w.scores, v, v_stride, weight_runs, a.v_dim, p.has_sums ? decay : nullptr, sums.ot, v_group,
+                         &prefetch);
+  p.has_sums = true;
+}
+
+}  // namespace

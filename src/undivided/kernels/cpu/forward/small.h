@@ -1,0 +1,132 @@
+// The forward of a head with at most one panel of rows and as many keys (see gemm/small.h).
+//
+//     S[row][keys] = Q[row] (broadcast) . K^T             score_rows
+//     O[row][d]    = P[row][key] (broadcast) * V[key][d]  add_rows, with weights that are normalised already
+#pragma once
+
+#include "gemm/small.h"
+#include "mask/scores.h"
+#include "simd/math.h"
+
+namespace {
+
+// Rows and keys, at most; tuning.h has the limit of 16-bit types on AMX. A few rows with enough keys to need a
+// transposition are left to decoding, which reads K row by row.
+constexpr int64_t kMaxSmallForward = kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
+INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
+  const int64_t rows = rows_of_group(a);
+  return !a.pages && is_small(a, limit) &&
+         (a.kv_len <= kMinTransposedKeys || rows >= 8 || (a.dtype == kFloat32 && rows * 64 >= a.qk_dim));
+}
+
+struct SmallForwardSpace {
+  float *kt, *weights;  // [d][kPanel], [row][kPanel]
+  float *q, *k, *v;     // widened rows of 16-bit types
+  int64_t bytes;
+  SmallForwardSpace(const Attention& a, char* base) {
+    Arena arena{base};
+    const int64_t qk_bytes = a.qk_dim * kPanel * 4, v_bytes = a.v_dim * kPanel * 4,
+                  widened = a.dtype == kFloat32 ? 0 : 1;
+    kt = (float*)arena.allocate(qk_bytes), weights = (float*)arena.allocate(kPanel * kPanel * 4);
+    q = (float*)arena.allocate(qk_bytes * widened), k = (float*)arena.allocate(qk_bytes * widened),
+    v = (float*)arena.allocate(v_bytes * widened);
+    bytes = arena.bytes;
+  }
+};
+
+// Whether a panel's keys have no gap (a key in a gap may hold anything) and consecutive rows share keys (rows of two
+// documents do not, and non-finite values must stay in their own).
+static inline bool is_one_piece(const Attention& a, const RowBlock& block, const Panel& p) {
+  if (p.segments > 1) return false;
+  const int32_t* previous = nullptr;
+  for (int64_t r = 0; a.ranges && r < p.rows; r++) {
+    const Segment own = keys_of_row(p, r);
+    if (own.start >= own.stop) continue;
+    const int32_t* range = ranges_at(a, block, r);
+    if (previous && are_disjoint(a, previous, range)) return false;
+    previous = range;
+  }
+  return true;
+}
+
+// Turns the scores of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
+// Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
+INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys,
+                        float* weights, float* lse) {
+  const ScoreUnit unit = score_unit<Direct>(a);
+  const float scale = keeps_products(a) ? 1 : (float)a.scale;
+  IVec lane = {};
+  for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)first + i;
+  Vec high = splat(-kInfinity), total = {};
+  for (int64_t j = 0; j < keys; j += kLanes) {
+    const IVec key = lane + (int32_t)j;
+    const IVec allowed = is_within(key, panel.start[0][r], panel.stop[0][r], panel.start[1][r], panel.stop[1][r]);
+    const Vec x = allowed ? load(weights + j) * scale : splat(-kInfinity);
+    high = larger(x, high);
+    store(weights + j, x);
+  }
+  const float max_score = reduce_max(high), base = max_score == -kInfinity ? 0 : max_score;
+  for (int64_t j = 0; j < keys; j += kLanes) {
+    const Vec x = exp2_or_zero((load(weights + j) - base) * unit.log2);
+    total += x;
+    store(weights + j, x);
+  }
+  const float all = reduce_sum(total);
+  const bool empty = is_empty(max_score, all);
+  if (lse) *lse = empty ? max_score : max_score * unit.natural + logf(all);
+  const float sink = a.sinks && !empty ? expf(a.sinks[head] - max_score * unit.natural) : 0.0f;
+  const float inverse = 1.0f / (all + sink);
+  for (int64_t j = 0; j < keys && !empty; j += kLanes) store(weights + j, load(weights + j) * inverse);
+  return !empty;
+}
+
+// False if the rows are not one piece; nothing is written then.
+template <class T>
+static bool run_small_block(const Attention& a, const RowBlock& block, char* scratch) {
+  Panel panel;
+  read_ranges(a, block, 0, panel);
+  if (!is_one_piece(a, block, panel)) return false;
+  const SmallForwardSpace w(a, scratch);
+  const Segment visible = panel.segments ? panel.segment[0] : Segment{0, 0};
+  const int64_t b = block.batch, n = block.kv_head, keys = visible.stop - visible.start;
+  const bool alike = panel.covers(visible.start, visible.stop);
+  const float *q[kPanel], *k[kPanel], *v[kPanel];
+  T* out[kPanel];
+  int64_t rows = 0, from[kPanel];
+  Segment own[kPanel];  // keys of each row, relative to the first visible one
+  auto place = [&](int64_t r) {
+    return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len);
+  };
+  auto clear = [&](T* row) { memset(row, 0, (size_t)a.v_dim * sizeof(T)); };
+  for (int64_t r = 0; r < block.rows; r++) {
+    const auto [head, row] = place(r);
+    out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
+    own[rows] = alike ? visible : keys_of_row(panel, r);
+    if (own[rows].start >= own[rows].stop) {  // a row without keys may hold anything
+      clear(out[rows]);
+      if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
+      continue;
+    }
+    q[rows] = as_floats((const T*)a.q + b * a.q_b + head * a.q_h + row * a.q_s, a.qk_dim, rows, w.q);
+    own[rows] = {own[rows].start - visible.start, own[rows].stop - visible.start};
+    from[rows++] = r;
+  }
+  if (rows == 0) return true;
+  for (int64_t j = 0; j < keys; j++) {
+    k[j] = as_floats((const T*)a.k + b * a.k_b + n * a.k_h + (visible.start + j) * a.k_s, a.qk_dim, j, w.k);
+    v[j] = as_floats((const T*)a.v + b * a.v_b + n * a.v_h + (visible.start + j) * a.v_s, a.v_dim, j, w.v);
+  }
+  score_rows(q, rows, k, keys, a.qk_dim, w.kt, w.weights);
+  bool some[kPanel];
+  for (int64_t i = 0; i < rows; i++) {
+    const auto [head, row] = place(from[i]);
+    float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
+    some[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
+  }
+  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out);
+  for (int64_t i = 0; i < rows; i++)
+    if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
+  return true;
+}
+
+}  // namespace

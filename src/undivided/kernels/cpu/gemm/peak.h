@@ -1,0 +1,62 @@
+// The peak rate of multiply-adds on one core.
+#pragma once
+
+#include "gemm/amx.h"
+#include "gemm/modes.h"
+
+namespace {
+
+// Forces x into a register, so that the compiler does not remove its computation.
+INLINE void force_register(Vec& x) {
+#if defined(__x86_64__)
+  __asm__ volatile("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__ volatile("" : "+w"(x));
+#else
+  __asm__ volatile("" : "+m"(x));
+#endif
+}
+
+// The multiply-adds of the micro-kernel without its loads: the limit of the arithmetic units.
+template <class Arith>
+double vector_peak(int64_t repeats) {
+  Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];
+  for (int v = 0; v < kVectors; v++) y[v] = splat(1e-30f);
+  typename Arith::Scalar x = {};
+  for (int64_t n = 0; n < repeats; n++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kBroadcasts; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Arith::add(acc[i][v], x, y[v]);
+        force_register(acc[i][v]);
+      }
+  }
+  return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
+}
+#if defined(UNDIVIDED_AMX)
+template <class T>
+double amx_peak(int64_t repeats) {
+  TileSetup setup;
+  for (int64_t n = 0; n < repeats; n++) {
+    tile_multiply<0, 4, 6>(T()), tile_multiply<1, 4, 7>(T());
+    tile_multiply<2, 5, 6>(T()), tile_multiply<3, 5, 7>(T());
+  }
+  return (double)repeats * 4 * kTileRows * kLanes * kTileDepth * 2;
+}
+#endif
+
+template <class Half>
+double peak(int64_t dtype, int64_t repeats) {
+#if defined(UNDIVIDED_AMX)
+  if (dtype == kBFloat16) return amx_peak<BFloat16>(repeats);
+  if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return amx_peak<Float16>(repeats);
+#endif
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return vector_peak<Dot>(repeats);
+#endif
+  (void)dtype;
+  return vector_peak<Fma>(repeats);
+}
+
+}  // namespace

@@ -1,0 +1,83 @@
+// Software prefetch, a few lines per step of other work: the hardware's prefetcher does not look so far ahead, and
+// stops at the end of a row if rows are not contiguous.
+#pragma once
+
+#include "gemm/modes.h"
+#include "mask/pages.h"
+
+namespace {
+
+class Prefetch {
+ public:
+  // Rows of `bytes` each, `stride` bytes apart.
+  void add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
+    if (rows <= 0 || bytes <= 0 || count_ == kMax) return;
+    region_[count_++] = {(const char*)at, stride, rows, bytes};
+    lines_ += rows * ((bytes + kLine - 1) / kLine);
+  }
+  // Rows [start, stop) of keys or values.
+  template <class T>
+  void add(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns) {
+    while (start < stop) {
+      int64_t end = stop;
+      if (rows.pages) end = start / rows.page_size * rows.page_size + rows.page_size;
+      if (end > stop) end = stop;
+      add(rows(start), rows.stride * (int64_t)sizeof(T), end - start, columns * (int64_t)sizeof(T));
+      start = end;
+    }
+  }
+  // Spreads all lines over this many steps.
+  void pace(int64_t steps) { lines_per_step_ = steps > 0 ? (lines_ + steps - 1) / steps : 0; }
+
+  inline __attribute__((always_inline)) void step() {
+    for (int64_t i = 0; i < lines_per_step_ && next_ < count_; i++) {
+      Region& s = region_[next_];
+      __builtin_prefetch(s.at + at_, 0, 2);
+      if ((at_ += kLine) < s.bytes) continue;
+      at_ = 0, s.at += s.stride;
+      if (--s.rows == 0) next_++;
+    }
+  }
+  // The same by whole rows, which costs less per step.
+  void pace_rows(int64_t steps) {
+    int64_t rows = 0;
+    for (int i = 0; i < count_; i++) rows += region_[i].rows;
+    rows_per_step_ = steps > 0 ? (rows + steps - 1) / steps : 0;
+  }
+  inline __attribute__((always_inline)) void step_rows() {
+    for (int64_t i = 0; i < rows_per_step_ && next_ < count_; i++) {
+      Region& s = region_[next_];
+      const char *at = s.at, *end = at + s.bytes;
+      for (; at < end; at += kLine) __builtin_prefetch(at, 0, 2);
+      s.at += s.stride;
+      if (--s.rows == 0) next_++;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  static constexpr int kMax = 32;
+  struct Region {
+    const char* at;
+    int64_t stride, rows, bytes;
+  };
+  Region region_[kMax];
+  int count_ = 0, next_ = 0;
+  int64_t lines_ = 0, lines_per_step_ = 0, rows_per_step_ = 0, at_ = 0;
+};
+
+// The first rows and keys of the next block.
+template <class T>
+static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const RowBlock& block) {
+  const int64_t head = block.first_head + block.row / a.q_len, at = block.row % a.q_len;
+  const int64_t rows = smaller_of(smaller_of(block.rows, kMaxPrefetchRows), a.q_len - at);
+  prefetch.add((const T*)a.q + block.batch * a.q_b + head * a.q_h + at * a.q_s, a.q_s * (int64_t)sizeof(T), rows,
+               a.qk_dim * (int64_t)sizeof(T));
+  const int64_t visible = a.ranges ? a.ranges[block.batch * a.ranges_b + at * a.columns] : a.band ? at + a.first : 0;
+  const int64_t from = larger_of(larger_of(visible, block.key), 0),
+                to = smaller_of(from + kMaxPrefetchRows, smaller_of(a.kv_len, block.key_stop));
+  prefetch.add(key_rows<T>(a, block.batch, block.kv_head), from, to, a.qk_dim);
+  prefetch.add(value_rows<T>(a, block.batch, block.kv_head), from, to, a.v_dim);
+}
+
+}  // namespace

@@ -1,0 +1,196 @@
+// A panel of query rows, and the keys that its rows see.
+#pragma once
+
+#include <string.h>
+
+#include "gemm/modes.h"
+
+namespace {
+
+struct Segment {
+  int64_t start, stop;
+};
+constexpr int kMaxSegments = 2 * kPanel;
+
+// The keys that a panel of at most kPanel rows sees.
+struct Panel {
+  int32_t start[2][kPanel], stop[2][kPanel];
+  int64_t first, rows;         // first: index in the row block
+  bool has_sums;               // whether its sums have been written
+  bool row_major;              // whether its sums are stored row by row; see gemm/row_product.h
+  int64_t common[2][2];        // keys that every row sees through its first range, and through its second
+  int segments, next_segment;  // next_segment: the first one that later key blocks may touch
+  Segment segment[kMaxSegments];
+
+  // Vectors that hold rows.
+  int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
+  // Whether every row sees keys [from, to) through the same one of its ranges.
+  bool covers(int64_t from, int64_t to) const {
+    return (common[0][0] <= from && to <= common[0][1]) || (common[1][0] <= from && to <= common[1][1]);
+  }
+};
+
+// Which keys are in one of two ranges. A bound is a vector, or one number for all lanes.
+template <class Bound>
+INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bound second_stop) {
+  return ((key >= start) & (key < stop)) | ((key >= second_start) & (key < second_stop));
+}
+
+static void find_segments(Panel& p) {
+  p.segments = p.next_segment = 0;
+  for (int side = 0; side < 2; side++)
+    for (int r = 0; r < p.rows; r++) {
+      Segment s = {p.start[side][r], p.stop[side][r]};
+      if (s.stop <= s.start) continue;
+      // rows are nearly sorted, so the search starts at the end; segments that touch are joined
+      int first = p.segments;
+      while (first > 0 && p.segment[first - 1].stop >= s.start) first--;
+      int last = first;
+      while (last < p.segments && p.segment[last].start <= s.stop) {
+        s.start = smaller_of(s.start, p.segment[last].start);
+        s.stop = larger_of(s.stop, p.segment[last].stop);
+        last++;
+      }
+      int grown = 1 - (last - first);
+      if (grown != 0)
+        memmove(&p.segment[last + grown], &p.segment[last], sizeof(Segment) * (size_t)(p.segments - last));
+      p.segment[first] = s;
+      p.segments += grown;
+    }
+}
+
+// The ranges of row `row` of a block, a.columns numbers.
+INLINE const int32_t* ranges_at(const Attention& a, const RowBlock& block, int64_t row) {
+  return a.ranges + block.batch * a.ranges_b + (block.row + row) % a.q_len * a.columns;
+}
+
+static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
+  p.first = first, p.rows = smaller_of(block.rows - first, rows);
+  for (int r = 0; r < kPanel; r++) {
+    // lanes beyond the last row repeat it; their results are never stored
+    int64_t row = (block.row + first + smaller_of(r, p.rows - 1)) % a.q_len;
+    p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
+    p.stop[0][r] = (int32_t)a.kv_len;
+    if (a.band) {
+      p.start[0][r] = (int32_t)larger_of(0, row + a.first);
+      p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.last));
+    }
+    if (!a.ranges) continue;
+    const int32_t* range = ranges_at(a, block, first + smaller_of(r, p.rows - 1));
+    p.start[0][r] = range[0], p.stop[0][r] = range[1];
+    if (a.columns == 4) p.start[1][r] = range[2], p.stop[1][r] = range[3];
+  }
+  for (int side = 0; side < 2; side++) {
+    int64_t start = 0, stop = a.kv_len;
+    for (int r = 0; r < kPanel; r++) {
+      start = larger_of(start, p.start[side][r]);
+      stop = smaller_of(stop, p.stop[side][r]);
+    }
+    p.common[side][0] = start, p.common[side][1] = stop;
+  }
+  if (a.ranges || a.band) {
+    find_segments(p);
+  } else {
+    p.segment[0] = {0, a.kv_len};
+    p.segments = a.kv_len > 0, p.next_segment = 0;
+  }
+}
+
+// Whether two rows have no key in common.
+INLINE bool are_disjoint(const Attention& a, const int32_t* x, const int32_t* y) {
+  for (int64_t i = 0; i < a.columns; i += 2)
+    for (int64_t j = 0; j < a.columns; j += 2)
+      if (larger_of(x[i], y[j]) < smaller_of(x[i + 1], y[j + 1])) return false;
+  return true;
+}
+
+// A panel ends where the next row shares no key with the previous one, so that no row computes keys of another
+// document; very short documents share a vector. A row's result does not depend on the other rows of its panel, unless
+// there is a dense mask (see changes_scores): then panels are full.
+constexpr int64_t kMinDocumentRows = kLanes / 2;
+INLINE bool has_cuts(const Attention& a) { return a.ranges && !a.dense; }
+static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t first) {
+  const int64_t limit = smaller_of(block.rows - first, kPanel);
+  if (!has_cuts(a)) return limit;
+  for (int64_t r = kMinDocumentRows; r < limit; r++)
+    if (are_disjoint(a, ranges_at(a, block, first + r - 1), ranges_at(a, block, first + r))) return r;
+  return limit;
+}
+
+// From the first to the last key that some row of a block sees.
+static Segment key_extent(const Attention& a, const RowBlock& block) {
+  if (!a.ranges && !a.band) return {0, a.kv_len};
+  Segment extent = {a.kv_len, 0};
+  auto include = [&](int64_t start, int64_t stop) {
+    if (start < stop) extent = {smaller_of(extent.start, start), larger_of(extent.stop, stop)};
+  };
+  if (a.ranges)
+    for (int64_t r = 0; r < block.rows; r++) {
+      const int32_t* range = ranges_at(a, block, r);
+      for (int64_t i = 0; i < a.columns; i += 2) include(range[i], range[i + 1]);
+    }
+  else
+    for (int64_t r = 0; r < block.rows; r++) {
+      const int64_t row = (block.row + r) % a.q_len;
+      include(larger_of(0, row + a.first), smaller_of(a.kv_len, row + a.last));
+    }
+  return extent;
+}
+
+// The largest distance between the first and the last key that a row of a block sees.
+static int64_t longest_row_keys(const Attention& a, const RowBlock& block) {
+  if (a.band) return smaller_of(a.last - a.first, a.kv_len);
+  if (!a.ranges) return a.kv_len;
+  int64_t longest = 0;
+  for (int64_t r = 0; r < block.rows; r++) {
+    const int32_t* range = ranges_at(a, block, r);
+    int64_t start = a.kv_len, stop = 0;
+    for (int64_t i = 0; i < a.columns; i += 2)
+      if (range[i] < range[i + 1]) start = smaller_of(start, range[i]), stop = larger_of(stop, range[i + 1]);
+    longest = larger_of(longest, stop - start);
+  }
+  return longest;
+}
+
+// The number of (row, key) pairs of a block.
+static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
+  if (!a.ranges && !a.band) return block.rows * a.kv_len;
+  int64_t visible = 0;
+  for (int64_t r = 0; r < block.rows; r++) {
+    const int64_t row = (block.row + r) % a.q_len;
+    if (a.band) visible += larger_of(0, smaller_of(a.kv_len, row + a.last) - larger_of(0, row + a.first));
+    const int32_t* range = a.band ? nullptr : ranges_at(a, block, r);
+    for (int64_t i = 0; range && i < a.columns; i += 2) visible += larger_of(0, range[i + 1] - range[i]);
+  }
+  return visible;
+}
+
+// The keys [from, to) of a panel in groups of `group`, and the vectors that have a row which sees some of them.
+[[maybe_unused]] static Runs runs_of(const Panel& p, int64_t from, int64_t to, int64_t group) {
+  static_assert(kBlockKeys / kBroadcasts <= Runs::kMax);
+  if (p.covers(from, to)) return Runs(to - from, p.vectors());
+  int64_t start[kVectors], stop[kVectors];
+  for (int v = 0; v < p.vectors(); v++) {
+    start[v] = to, stop[v] = from;
+    for (int side = 0; side < 2; side++)
+      for (int r = v * kLanes; r < (v + 1) * kLanes; r++) {
+        const int64_t first = larger_of(p.start[side][r], from), last = smaller_of(p.stop[side][r], to);
+        start[v] = first < last ? smaller_of(start[v], first) : start[v];
+        stop[v] = first < last ? larger_of(stop[v], last) : stop[v];
+      }
+  }
+  Runs runs;
+  runs.vectors = p.vectors();
+  for (int64_t key = from; key < to; key += group) {
+    int first = 0, last = p.vectors();
+    while (first < last - 1 && !(start[first] < key + group && stop[first] > key)) first++;
+    while (last > first + 1 && !(start[last - 1] < key + group && stop[last - 1] > key)) last--;
+    Run run = {key - from, smaller_of(key + group, to) - from, first, last - first};
+    Run* previous = runs.count > 0 ? &runs.run[runs.count - 1] : nullptr;
+    if (previous && previous->first == run.first && previous->vectors == run.vectors) previous->stop = run.stop;
+    else runs.run[runs.count++] = run;
+  }
+  return runs;
+}
+
+}  // namespace

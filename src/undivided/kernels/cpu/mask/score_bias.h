@@ -1,0 +1,192 @@
+// The terms that are added to the scores of a panel and a key block: bias, ALiBi, and -inf where a boolean mask or a
+// range forbids the pair.
+//
+// Scores have query rows in lanes, but masks and biases are usually stored row by row. Here kLanes rows are read
+// 32 bits per lane, which is 1, 2 or 4 keys of a row, and transposed, so that a boolean mask takes a fourth of the
+// shuffles of an fp32 bias.
+#pragma once
+
+#include "mask/panel.h"
+#include "simd/transpose.h"
+
+namespace {
+
+// The head and query row of each lane.
+struct LaneRows {
+  int64_t head[kLanes], row[kLanes];
+
+  LaneRows() {}
+  // Rows from `first` on; rows beyond `last` repeat it.
+  LaneRows(const Attention& a, const undivided::RowBlock& block, int64_t first, int64_t last) {
+    if (first > last) first = last;
+    int64_t h = block.first_head + first / a.q_len, r = first % a.q_len;
+    for (int i = 0; i < kLanes; i++) {
+      head[i] = h, row[i] = r;
+      if (first == last) continue;
+      first++, r++;
+      if (r == a.q_len) r = 0, h++;
+    }
+  }
+};
+
+// Entries of an array [.., H, Sq, Sk] for kLanes rows.
+template <class T>
+class RowLanes {
+ public:
+  static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys per 32-bit word
+  static constexpr int kKeys = kPerWord * kLanes;      // keys per transposition
+
+  RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at)
+      : stride_(k), keys_(keys) {
+    for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
+    for (int i = 1; i < kLanes; i++) same_ &= row_[i] == row_[0];
+  }
+
+  // Reads keys [key, key + kLanes), the `unit`-th group since the first.
+  void read(int64_t key, int64_t unit) {
+    at_ = unit % kPerWord * (kLanes / kPerWord);
+    if (at_ != 0 || (unit > 0 && stride_ == 0)) return;
+    if (same_) {
+      const IVec x = (IVec)words(row_[0], key);  // broadcasting with a float addition would change some bits
+      for (int i = 0; i < kLanes; i++) word_[i] = (Vec)isplat(x[i]);
+      return;
+    }
+#if defined(__AVX512F__)
+    if (stride_ == 1 && key + kKeys <= keys_) return read_transposed(key);
+#endif
+    for (int i = 0; i < kLanes; i++) word_[i] = words(row_[i], key);
+    transpose(word_);
+  }
+  // The word that holds key i of the group.
+  UVec operator[](int i) const { return (UVec)word_[at_ + i / kPerWord]; }
+
+ private:
+#if defined(__AVX512F__)
+  // A transposition whose loads put four words side by side, which halves the shuffles. A row's cache line is read four
+  // times in succession, because 16 rows a power of two apart do not fit one set of L1.
+  void read_transposed(int64_t key) {
+    __m512i x[4][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) {
+        auto four = [&](int r) { return _mm_loadu_si128((const __m128i*)(const void*)(row_[r] + key) + c); };
+        __m512i y = _mm512_inserti32x4(_mm512_castsi128_si512(four(i)), four(4 + i), 1);
+        x[c][i] = _mm512_inserti32x4(_mm512_inserti32x4(y, four(8 + i), 2), four(12 + i), 3);
+      }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      const __m512i a = _mm512_unpacklo_epi32(x[c][0], x[c][1]), b = _mm512_unpacklo_epi32(x[c][2], x[c][3]);
+      const __m512i d = _mm512_unpackhi_epi32(x[c][0], x[c][1]), e = _mm512_unpackhi_epi32(x[c][2], x[c][3]);
+      word_[4 * c] = (Vec)_mm512_unpacklo_epi64(a, b), word_[4 * c + 1] = (Vec)_mm512_unpackhi_epi64(a, b);
+      word_[4 * c + 2] = (Vec)_mm512_unpacklo_epi64(d, e), word_[4 * c + 3] = (Vec)_mm512_unpackhi_epi64(d, e);
+    }
+  }
+#endif
+  // kKeys entries of a row; 0 beyond its end.
+  Vec words(const T* row, int64_t key) const {
+    if (stride_ == 1 && key + kKeys <= keys_) return load((const float*)(const void*)(row + key));
+    T some[kKeys] = {};
+    for (int i = 0; i < kKeys && key + i < keys_; i++) some[i] = row[(key + i) * stride_];
+    Vec x;
+    memcpy(&x, some, sizeof x);
+    return x;
+  }
+
+  const T* row_[kLanes];
+  int64_t stride_, keys_, at_ = 0;
+  bool same_ = true;
+  Vec word_[kLanes];
+};
+
+INLINE Vec entry(UVec word, int, float) { return (Vec)word; }
+INLINE Vec entry(UVec word, int i, BFloat16) { return (Vec)(i % 2 ? word & 0xffff0000u : word << 16); }
+INLINE Vec entry(UVec word, int i, Float16) {
+  const HVec half = __builtin_convertvector(i % 2 ? word >> 16 : word & 0xffffu, HVec);
+  return load_as_float((const Float16*)(const void*)&half);
+}
+INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8) != 0; }
+
+// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees.
+template <class B>
+static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first,
+                       const Panel& p, int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
+  const int64_t b = block.batch, origin = block.row + panel_row;
+  const LaneRows at(a, block, origin + first, origin + p.rows - 1);
+  RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, at);
+  RowLanes<uint8_t> dense(a.dense + b * a.dense_b, a.dense_h, a.dense_q, a.dense_k, a.kv_len, at);
+  Vec slope = {};
+  IVec position = {}, bound[4];
+  for (int i = 0; a.slopes && i < kLanes; i++) {
+    slope[i] = -a.slopes[b * a.slopes_b + at.head[i] * a.slopes_h + at.row[i] * a.slopes_q];
+    position[i] = a.row_position[b * a.row_position_b + at.row[i]];
+  }
+  for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + first);
+  for (int i = 0; i < kLanes; i++)
+    if (first + i >= p.rows) bound[1][i] = bound[3][i] = 0;  // lanes beyond the last row see nothing
+  const bool covered = first + kLanes <= p.rows && p.covers(start, stop);
+
+  for (int64_t j = start; j < stop; j += kLanes, score_bias += kLanes * kPanel, visible += kLanes) {
+    Vec x[kLanes] = {};
+    if (a.slopes)
+      for (int i = 0; i < kLanes; i++) {
+        const int64_t key = j + i < a.kv_len ? j + i : a.kv_len - 1;
+        IVec distance = position - a.key_position[b * a.key_position_b + key];
+        x[i] = slope * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
+      }
+    if (a.bias) {
+      bias.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] += entry(bias[i], i, B());
+    }
+    if (a.dense) {
+      dense.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] = entry(dense[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
+    }
+    if (!covered)
+      for (int i = 0; i < kLanes; i++) {
+        const IVec key = isplat((int32_t)(j + i));
+        const IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
+        x[i] = allowed ? x[i] : splat(-kInfinity);
+      }
+    const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
+    for (int i = 0; i < count; i++) {
+      store(score_bias + i * kPanel, x[i]);
+      visible[i] |= any(x[i] != -kInfinity);
+    }
+  }
+}
+
+// Writes what is added to the scores of rows and keys [start, stop), -inf where masked, and which keys some row sees.
+// Returns whether any is seen.
+static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
+                            int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
+  memset(visible, 0, (size_t)kBlockKeys);
+  auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float>
+              : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16>
+                                                  : fill_lanes<Float16>;
+  for (int64_t v = 0; v < kVectors; v++)
+    fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
+  return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
+}
+
+// Whether more than the rows' ranges changes the scores of keys [start, stop): false if there is only a boolean mask,
+// and it allows all of them.
+[[maybe_unused]] static bool changes_scores(const Attention& a, const undivided::RowBlock& block, int64_t first,
+                                            const Panel& p, int64_t start, int64_t stop) {
+  if (!a.dense || a.bias || a.slopes) return a.bias || a.slopes;
+  if (a.dense_k != 1) return true;
+  if (stop > a.kv_len) stop = a.kv_len;
+  const uint8_t* previous = nullptr;
+  int64_t row = (block.row + first) % a.q_len, head = block.first_head + (block.row + first) / a.q_len;
+  for (int64_t r = 0; r < p.rows; r++) {
+    const uint8_t* allowed = a.dense + block.batch * a.dense_b + head * a.dense_h + row * a.dense_q;
+    if (allowed != previous && memchr(allowed + start, 0, (size_t)(stop - start))) return true;
+    previous = allowed;
+    if (++row == a.q_len) row = 0, head++;
+  }
+  return false;
+}
+
+}  // namespace

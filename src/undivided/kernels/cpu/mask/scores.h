@@ -1,0 +1,45 @@
+// The unit of scores, and the tests for rows without keys and for non-finite sums.
+#pragma once
+
+#include <math.h>
+
+#include "gemm/modes.h"
+#include "simd/transpose.h"
+
+namespace {
+
+// Scores are kept as the raw products of q and k if only a positive scale is applied to them, else in natural units.
+// The largest one is subtracted before the multiplication by the scale, so that the exponent of 2 is never above 0;
+// rounding after the multiplication would leave differences of 500 for scores of 1e10. `natural` and `log2` are the
+// factors from a score to natural units and to units of log 2.
+struct ScoreUnit {
+  float natural, log2;
+};
+INLINE bool keeps_products(const Attention& a) {
+  return a.softcap == 0 && !a.bias && !a.slopes && 0x1p-100 <= a.scale && a.scale <= 0x1p100;
+}
+template <class Mode>
+INLINE ScoreUnit score_unit(const Attention& a) {
+  const double scale = Mode::kAmx ? ldexp(a.scale, -2 * kInputBits<Mode>) : a.scale;
+  if (keeps_products(a)) return {(float)scale, (float)(scale * (double)kLog2E)};
+  return {1, kLog2E};
+}
+
+// From this size on a row's base is subtracted from the raw or rounded score. Below it one multiply-add is enough: its
+// rounding error is at most 2^-16.
+constexpr float kLargeBase = 0x1p8f;
+INLINE IVec is_large(Vec base) { return (Vec)((UVec)base & 0x7fffffffu) >= kLargeBase; }
+
+// Whether a row saw no key, from its largest score and its total: a NaN score is never the largest, but makes the total
+// NaN.
+INLINE bool is_empty(float max_score, float total) { return max_score == -kInfinity && total == 0; }
+
+// Whether a row's sums may contain foreign values: infinite and NaN values of keys that the row does not see, which it
+// meets with a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.
+INLINE bool has_non_finite_sums(const float* sums, int64_t count, float total) {
+  Vec zero_or_nan = {};
+  for (int64_t d = 0; d < count; d += kLanes) zero_or_nan += load(sums + d) * 0;
+  return total == total && any(zero_or_nan != zero_or_nan);
+}
+
+}  // namespace

@@ -1,0 +1,242 @@
+// Schedules gradients: cuts the keys into units, and allocates what the units share.
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "schedule/documents.h"
+#include "schedule/schedule.h"
+
+namespace undivided {
+namespace {
+
+int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
+  int64_t keys = std::min(kKeyUnitBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMaxUnitKeys);
+  while (keys > block_keys && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
+  if (keys >= 2 * block_keys) return keys / block_keys * block_keys;
+  int64_t blocks = std::max((a.kv_len + block_keys - 1) / block_keys, (int64_t)1);
+  if (blocks > 2 && a.batch * a.kv_heads * blocks < kMinUnits) blocks = (blocks + 3) / 4 * 4;
+  const int64_t even = (a.kv_len + blocks - 1) / blocks;
+  return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
+}
+
+// Panels of a row block. Fewer if there would be few blocks otherwise, because the units of a head take turns at
+// blocks. Never a function of the number of threads.
+int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
+  int64_t limit = k.row_panels(a.dtype);
+  while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits)
+    limit /= 2;
+  return limit;
+}
+
+// The arrays that all units of a backward share, in one allocation.
+class Shared {
+ public:
+  Shared(Backward& p, const Kernels& k) {
+    p.out_of_range = &out_of_range_, p.non_finite = &non_finite_;
+    if (p.whole_heads) return;  // the arrays lie in each unit's scratch
+    const int64_t heads = p.a.batch * p.a.kv_heads;
+    if (posix_memalign(&memory_, 64, (size_t)k.layout_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
+    else k.layout_rows(p, heads, (char*)memory_);
+  }
+  ~Shared() { free(memory_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  explicit operator bool() const { return !failed_; }
+
+ private:
+  void* memory_ = nullptr;
+  bool failed_ = false;
+  int64_t out_of_range_ = 0, non_finite_ = 0;
+};
+
+// Units in the order of their keys, the heads of one range side by side (see backward/driver.h). If batch elements or
+// heads add to the same gradients of a bias, one unit takes them all.
+std::vector<KeyUnit> key_units(const Backward& p) {
+  const Attention& a = p.a;
+  const bool has_sums = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
+  const int64_t batches = has_sums && p.g.bias_b == 0 ? a.batch : 1;
+  const int64_t kv_heads = has_sums && p.g.bias_h == 0 ? a.kv_heads : 1;
+  std::vector<KeyUnit> units;
+  for (int64_t index = 0; index < (p.whole_heads ? 1 : p.key_unit_count); index++)
+    for (int64_t b = 0; b < a.batch; b += batches)
+      for (int64_t n = 0; n < a.kv_heads; n += kv_heads) units.push_back({b, batches, n, kv_heads, index});
+  return units;
+}
+
+// Whether a unit takes all keys of a head, which keeps the arrays of its rows in one scratch: if at least 7/8 of the
+// threads are busy then, since that is what it saves. The order of sums is the same either way.
+bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
+  p.whole_heads = true;
+  const int64_t units = (int64_t)key_units(p).size(), rounds = (units + threads - 1) / threads;
+  const bool uniform = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
+  const bool even = 8 * units >= 7 * rounds * threads && (uniform || rounds >= kMinRounds);
+  return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
+}
+
+// Whether two consecutive rows (rows without keys apart) share no key, as rows of two documents do.
+bool has_documents(const Attention& a) {
+  if (a.dense) return true;
+  for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
+    const int32_t* previous = nullptr;
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const int32_t* row = a.ranges + b * a.ranges_b + i * a.columns;
+      bool has_keys = false, shares = previous == nullptr;
+      for (int64_t x = 0; x < a.columns; x += 2) {
+        has_keys |= row[x] < row[x + 1];
+        for (int64_t y = 0; previous && y < a.columns; y += 2)
+          shares |= std::max(row[x], previous[y]) < std::min(row[x + 1], previous[y + 1]);
+      }
+      if (has_keys && !shares) return true;
+      if (has_keys) previous = row;
+    }
+  }
+  return false;
+}
+
+int run_pairwise(const Kernels& k, const Backward& p) {
+  // heads may add to one bias
+  const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);
+  return run_units(even_shares(heads, threads), k.pairwise_scratch(p.a), threads,
+                   [&](int64_t i, char* scratch) { k.pairwise(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
+}
+
+// Sizes of the row blocks and key units of a problem. Documents use those of their pack, as upper limits.
+struct UnitSizes {
+  int64_t row_panels, unit_keys;
+};
+UnitSizes unit_sizes(const Attention& a, const Kernels& k) {
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  return {panels_of_block(a, k, panels), keys_of_unit(a, k.block_keys)};
+}
+
+Backward make_backward(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
+  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys,
+                unit_keys = std::min(sizes.unit_keys, fitting);
+  return {a,
+          g,
+          rows,
+          panels,
+          sizes.row_panels,
+          (panels + sizes.row_panels - 1) / sizes.row_panels,
+          unit_keys,
+          (a.kv_len + unit_keys - 1) / unit_keys,
+          false,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
+  const int64_t heads = a.batch * a.kv_heads, threads = threads_for(a);
+  Backward p = make_backward(a, g, k, sizes);
+  const int64_t row_blocks = p.row_blocks;
+  p.whole_heads = takes_whole_heads(p, k, threads);
+  Shared shared(p, k);
+  if (!shared) return kNoMemory;
+  int status = kOk;
+  if (!p.whole_heads)
+    status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
+                       [&](int64_t i, char*) { k.begin_rows(p, i / row_blocks, i % row_blocks); });
+  const std::vector<KeyUnit> units = key_units(p);
+  const int64_t count = (int64_t)units.size();
+  const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // taking turns needs one order
+  if (status == kOk)
+    status = run_units(shares, k.key_scratch(p), threads,
+                       [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
+  if (status == kOk && *p.out_of_range) return kOutOfRange;
+  if (status == kOk && g.dq && !p.whole_heads)
+    status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
+                       [&](int64_t i, char*) { k.finish_rows(p, i / row_blocks, i % row_blocks); });
+  return status == kOk && *p.non_finite && has_documents(a) ? kNonFinite : status;
+}
+
+int64_t cost_of(const Document& d) { return d.pairs + kRowCost * d.a.q_len; }
+
+// One head of a document.
+struct DocumentHead {
+  const Kernels* k;
+  const Backward* p;
+  KeyUnit unit;
+  int64_t cost;
+};
+
+// Consecutive heads of equal total cost, one share per thread, each sorted by falling cost: a share is one range of
+// memory, and the threads end at about the same time.
+Shares distribute(std::vector<DocumentHead>& heads, int64_t threads) {
+  int64_t total = 0, previous = 0;
+  for (const DocumentHead& head : heads) total += head.cost;
+  Shares starts = {0};
+  for (size_t i = 0; i < heads.size(); i++) {
+    previous += heads[i].cost;
+    if (previous * threads >= total * (int64_t)starts.size()) starts.push_back((int64_t)i + 1);
+  }
+  for (size_t i = 1; i < starts.size(); i++)
+    std::stable_sort(heads.begin() + starts[i - 1], heads.begin() + starts[i],
+                     [](const DocumentHead& x, const DocumentHead& y) { return x.cost > y.cost; });
+  return starts;
+}
+
+// Runs packed documents as separate problems, which keeps the arrays of their rows in one thread's caches and scratch.
+// A document that is large for this number of threads is shared by all of them. The order of sums is the same either
+// way.
+int run_documents(const Attention& pack, const std::vector<Document>& documents) {
+  const int64_t threads = threads_for(pack);
+  int64_t total = 0, scratch = 0, out_of_range = 0, non_finite = 0;
+  for (const Document& d : documents) total += cost_of(d) * d.a.kv_heads;
+  std::vector<Backward> problems;
+  problems.reserve(documents.size());
+  std::vector<DocumentHead> heads;
+  for (const Document& d : documents) {
+    const Kernels& k = *kernels().gradients(d.a, d.g);
+    const UnitSizes sizes = unit_sizes(pack, k);
+    Backward p = make_backward(d.a, d.g, k, sizes);
+    p.whole_heads = true, p.out_of_range = &out_of_range, p.non_finite = &non_finite;
+    const bool small = threads == 1 || kDocumentRounds * threads * cost_of(d) <= total;
+    const int64_t bytes = k.key_scratch(p);
+    if (bytes > kMaxHeadBytes || !(small || p.key_unit_count == 1)) {
+      if (const int status = run_problem(d.a, d.g, k, sizes); status != kOk) return status;
+      continue;
+    }
+    scratch = std::max(scratch, bytes);
+    problems.push_back(p);
+    for (const KeyUnit& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
+  }
+  if (heads.empty()) return kOk;
+  const Shares shares = distribute(heads, threads);
+  const int status = run_units(shares, scratch, threads, [&](int64_t i, char* own) {
+    const DocumentHead& head = heads[(size_t)i];
+    head.k->key_unit(*head.p, head.unit, own);
+  });
+  if (status == kOk && out_of_range) return kOutOfRange;
+  // documents are separate already, but a document may itself consist of disjoint parts, such as chunks
+  const auto has_parts = [](const Document& d) { return has_documents(d.a); };
+  return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite
+                                                                                                   : status;
+}
+
+}  // namespace
+
+int run_backward(const Attention& a, const Gradients& g) {
+  const Kernels& k = *kernels().gradients(a, g);
+  if (g.attempt == kPairwise) return run_pairwise(k, make_backward(a, g, k, unit_sizes(a, k)));
+  std::vector<int32_t> ranges;
+  const std::vector<Document> documents = find_documents(a, g, ranges);
+  if (!documents.empty()) return run_documents(a, documents);
+  return run_problem(a, g, k, unit_sizes(a, k));
+}
+
+}  // namespace undivided

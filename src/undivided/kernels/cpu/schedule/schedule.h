@@ -1,0 +1,48 @@
+// Cuts a problem into units of work and runs them: one file each for prefill, decoding and gradients.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "abi/level.h"
+#include "abi/tuning.h"
+#include "schedule/thread_team.h"
+
+namespace undivided {
+
+using namespace tuning;
+
+// Each returns a Status.
+int run_blocks(const Attention& a);  // any problem
+bool is_decoding(const Attention& a);
+int run_chunks(const Attention& a);  // only if is_decoding
+int run_backward(const Attention& a, const Gradients& g);
+
+// How many threads a problem is worth.
+inline int64_t threads_for(const Attention& a) {
+  const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
+  return work < kMinParallelWork ? 1 : a.threads;
+}
+
+// Floats of a row's partial result: Dv sums, the largest score, the sum of the weights, rounded up to 16.
+inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
+
+// From the first to the last key that some row of a sequence sees.
+struct KeyExtent {
+  int64_t start, stop;
+};
+inline KeyExtent key_extent(const Attention& a, int64_t batch) {
+  if (a.band) return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
+  if (!a.ranges) return {0, a.kv_len};
+  KeyExtent extent = {a.kv_len, 0};
+  for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {
+    const int32_t* range = a.ranges + batch * a.ranges_b + i;
+    if (range[0] >= range[1]) continue;
+    extent.start = std::min(extent.start, (int64_t)range[0]);
+    extent.stop = std::max(extent.stop, (int64_t)range[1]);
+  }
+  return extent;
+}
+
+}  // namespace undivided

@@ -1,0 +1,390 @@
+"""The functions that build masks, one per description of a set of pairs. ``undivided.masks`` exports them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
+from undivided.errors import InputError
+from undivided.masks._alignment import Align
+from undivided.masks._mask import Mask
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
+from undivided.masks._predicate import PredicateFunction, register_predicate
+
+Ints = Tensor | Sequence[int]
+
+FULL = Mask()
+"""Every pair: the meaning of ``mask=None``."""
+
+
+def causal(align: Align | None = None) -> Mask:
+    """The pairs of a query and a key at or before the query's own key: ``j' <= i' + d``.
+
+    Args:
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len). None, the default, requires that both agree.
+
+    Returns:
+        The pairs on and below the diagonal that ``align`` places.
+
+    Raises:
+        InputError: ``align`` is another value.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), self-attention of the decoder.
+
+    >>> causal(align="bottom_right").intervals(2, 3).tolist()
+    [[[0, 2], [0, 3]]]
+    """
+    return Mask(_checked_align(align), None, 0)
+
+
+def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
+    """The pairs of a query and a key near the query's own key: ``i' + d - left <= j' <= i' + d + right``.
+
+    Args:
+        left, right: number of keys before and after the query's own key, int; None (or -1) means unbounded.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len). None, the default, requires that both agree.
+
+    Returns:
+        The pairs in a band around the diagonal that ``align`` places.
+
+    Raises:
+        InputError: a side is not an int or is below -1, or ``align`` is another value.
+
+    Source: Beltagy et al. 2020 (arXiv:2004.05150, Longformer), sliding window attention.
+
+    >>> window(1, 0).intervals(4, 4).tolist()
+    [[[0, 1], [0, 2], [1, 3], [2, 4]]]
+    """
+    return Mask(_checked_align(align), _side("left", left), _side("right", right))
+
+
+def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
+    """The pairs of real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
+
+    ``i' = i - q_start[b]`` and ``j' = j - kv_start[b]``.
+
+    Args:
+        kv: number of real keys of each batch element, any integer dtype ``[B]`` or a list.
+        q: number of real queries, same kind as kv. None: every row is real. A padded self-attention batch is
+            ``lengths(n, n)``.
+        kv_start, q_start: index of the first real token (left padding), same kind as kv. None: 0.
+
+    Returns:
+        The pairs of a real query and a real key.
+
+    Raises:
+        InputError: the values are not integers, shapes differ, a value is negative, or ``q_start`` is given without
+            ``q``.
+
+    >>> lengths([1, 2], kv_start=[2, 0]).intervals(1, 3, batch=2).tolist()
+    [[[2, 3]], [[0, 2]]]
+    """
+    keys = as_vector("kv", kv)
+    queries = keys if q is kv else _optional_vector("q", q)
+    key_start = _optional_vector("kv_start", kv_start)
+    query_start = key_start if q_start is kv_start else _optional_vector("q_start", q_start)
+    for argument, value in (("q", queries), ("kv_start", key_start), ("q_start", query_start)):
+        if value is not None and value.shape != keys.shape:
+            raise InputError(argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries")
+    if query_start is not None and queries is None:
+        raise InputError("q", "be given with q_start", None, "q is the number of real rows from q_start on")
+    return _mask_of(Lengths(keys, queries, key_start, query_start))
+
+
+def documents(
+    cu_seqlens_q: Ints,
+    cu_seqlens_kv: Ints | None = None,
+    padded_q: Ints | None = None,
+    padded_kv: Ints | None = None,
+    max_q: int | None = None,
+    max_kv: int | None = None,
+    total_q: int | None = None,
+    total_kv: int | None = None,
+) -> Mask:
+    """The pairs of a query and a key of the same document, for documents packed one after another (varlen).
+
+    ``document(i) == document(j)``. Document n starts at token ``padded[n]`` and has
+    ``cu_seqlens[n + 1] - cu_seqlens[n]`` tokens. Tokens that belong to no document (in a gap, or after the last
+    document) are padding: their rows give 0, and no query sees them.
+
+    The last offset must equal the number of tokens in the tensors, so that a forgotten document is an error and not
+    a block of zero rows. If a buffer of fixed size holds fewer tokens than its size, pass its size as ``total_q`` and
+    ``total_kv``. Offsets on a GPU are not read: there, tokens after the last offset are always padding.
+
+    Args:
+        cu_seqlens_q: cumulative real lengths of the queries ``[0, l_0, l_0 + l_1, ...]``, any integer dtype
+            ``[N + 1]`` or a list.
+        cu_seqlens_kv: cumulative real lengths of the keys. None: the same as those of the queries.
+        padded_q, padded_kv: index of the first token of each document, then the total, if there are gaps between
+            documents; same kind as cu_seqlens_q. None: no gaps. ``padded_kv`` defaults to ``padded_q`` if
+            ``cu_seqlens_kv`` is None too.
+        max_q, max_kv: number of tokens of the longest document, int, for kernels that need it on the host. None: read
+            from offsets on the CPU.
+        total_q, total_kv: number of tokens in the tensors of queries and of keys, int, if the documents may end
+            before the last token. ``total_kv`` defaults to ``total_q`` if ``cu_seqlens_kv`` is None too. None: the
+            last offset is the number of tokens.
+
+    Returns:
+        The pairs of a query and a key of one document.
+
+    Raises:
+        InputError: the offsets are not integers, do not start at 0 or decrease, the numbers of documents differ, a
+            gap is too small, or a ``max_`` is below the longest document. At the call: the last offset, or
+            ``total_``, is not the number of tokens.
+
+    Source: ``cu_seqlens_q`` and ``cu_seqlens_k`` of flash-attn's ``flash_attn_varlen_func``.
+
+    >>> documents([0, 2, 3]).intervals(3, 3).tolist()
+    [[[0, 2], [0, 2], [2, 3]]]
+    >>> documents([0, 1, 3], padded_q=[0, 2, 4]).intervals(4, 4).tolist()
+    [[[0, 1], [0, 0], [2, 4], [2, 4]]]
+    >>> documents([0, 2, 3], total_q=5).intervals(5, 5).tolist()
+    [[[0, 2], [0, 2], [2, 3], [0, 0], [0, 0]]]
+    """
+    same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
+    real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
+    real_kv = real_q if cu_seqlens_kv is None or same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
+    slots_q = _optional_vector("padded_q", padded_q)
+    shared = padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None)
+    slots_kv = slots_q if shared else _optional_vector("padded_kv", padded_kv)
+    if real_q.shape[0] < 1:
+        raise InputError("cu_seqlens_q", "hold N + 1 offsets for N documents", "none", "no documents are [0]")
+    for argument, value in (("cu_seqlens_kv", real_kv), ("padded_q", slots_q), ("padded_kv", slots_kv)):
+        if value is not None and value.shape != real_q.shape:
+            must = f"have as many entries as cu_seqlens_q ({real_q.shape[0]})"
+            raise InputError(argument, must, f"{value.shape[0]} entries")
+    longest_q, room_q = _optional_count("max_q", max_q), _optional_count("total_q", total_q)
+    longest_kv = longest_q if same and max_kv is None else _optional_count("max_kv", max_kv)
+    room_kv = room_q if same and total_kv is None else _optional_count("total_kv", total_kv)
+    return _mask_of(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
+
+
+def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
+    """The pairs of a query and a key with the same id: ``ids_q[b, i] == ids_kv[b, j] >= 0``.
+
+    Positions stay those of the rows: unlike ``documents``, ids start no new sequence.
+
+    Args:
+        ids_q: ids of the queries, any integer dtype ``[B, Sq]``, or ``[1, Sq]``, ``[Sq]`` or a list for every batch
+            element. A negative id marks padding.
+        ids_kv: ids of the keys, the same with Sk. None: the same as those of the queries.
+
+    Returns:
+        The pairs with equal ids that are not padding.
+
+    Raises:
+        InputError: the ids are not integers, have another number of dimensions, or two different batch sizes.
+
+    >>> document_ids([7, 7, -1, 3]).intervals(4, 4).tolist()
+    [[[0, 2], [0, 2], [0, 0], [3, 4]]]
+    """
+    queries = _ids("ids_q", ids_q)
+    keys = queries if ids_kv is None or ids_kv is ids_q else _ids("ids_kv", ids_kv)
+    if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
+        raise InputError("ids_kv", f"have the batch size of ids_q ({queries.shape[0]})", keys.shape[0])
+    return _mask_of(DocumentIds(queries, keys))
+
+
+def prefix(n: int | Ints) -> Mask:
+    """The pairs of any query and one of the first n keys of its sequence: ``j' < n``. ``causal() | prefix(n)`` is
+    prefix-LM.
+
+    A prefix is not causal: in ``causal() | prefix(n)`` and ``window(left, 0) | prefix(n)`` the first n - 1 queries
+    see keys after their own. To keep the first keys beside a streaming window without looking ahead, use
+    ``sinks(n)``.
+
+    Args:
+        n: number of keys, an int, or one number per batch element (packed: per document), any integer dtype ``[B]``
+            or a list.
+
+    Returns:
+        The pairs of any query and one of the first n keys.
+
+    Raises:
+        InputError: ``n`` is not an integer, or is negative.
+
+    Source: Raffel et al. 2020 (arXiv:1910.10683), prefix LM.
+
+    >>> (causal() | prefix(2)).intervals(4, 4).tolist()
+    [[[0, 2], [0, 2], [0, 3], [0, 4]]]
+    """
+    return _mask_of(Prefix(_size("n", n, 0)))
+
+
+def sinks(n: int | Ints, align: Align | None = None) -> Mask:
+    """The causal pairs of a query and one of the first n keys: ``j' < n`` and ``j' <= i' + d``. Used as
+    ``window(left, 0) | sinks(n)``.
+
+    ``window(left, 0) | sinks(n)`` is a streaming window: each query sees its last left + 1 keys and the first n keys,
+    and never a later key, so that tokens may arrive one at a time, in chunks or all at once.
+
+    Args:
+        n: number of keys, an int, or one number per batch element (packed: per document), any integer dtype ``[B]``
+            or a list.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len). None, the default, requires that both agree.
+
+    Returns:
+        The mask ``causal(align) & prefix(n)``.
+
+    Raises:
+        InputError: ``n`` is not an integer or is negative, or ``align`` is another value.
+
+    Source: Xiao et al. 2023 (arXiv:2309.17453), attention sinks of StreamingLLM.
+
+    >>> (window(1, 0) | sinks(2)).intervals(5, 5).tolist()
+    [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 4, 0, 0], [0, 2, 3, 5]]]
+    """
+    return causal(align) & prefix(n)
+
+
+def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
+    """The pairs of a query and a key in the same chunk: ``floor(p_q / size) == floor(p_k / size)``.
+
+    ``p_q = i' + offset`` and ``p_k = j' - d + offset`` are absolute positions.
+
+    Args:
+        size: number of tokens per chunk, int.
+        align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len). None, the default, requires that both agree.
+        offset: position of the first query in its sequence, an int, any integer dtype ``[B]`` or a list. None: the
+            first key is the start of the sequence, so the first query has position d.
+
+    Returns:
+        The pairs of a query and a key of one chunk, keys after the query included.
+
+    Raises:
+        InputError: ``size`` is not a positive integer, ``offset`` is not an integer, or ``align`` is another value.
+
+    >>> chunks(2).intervals(3, 3).tolist()
+    [[[0, 2], [0, 2], [2, 3]]]
+    >>> chunks(2, align="bottom_right").intervals(1, 4).tolist()
+    [[[2, 4]]]
+    """
+    first = None if offset is None else _size("offset", offset)
+    return _mask_of(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), _checked_align(align))
+
+
+def dense(tensor: Tensor) -> Mask:
+    """The pairs that are True in a boolean tensor: ``tensor[b, h, i, j]``.
+
+    Args:
+        tensor: bool ``[Sq, Sk]``, or four dimensions that broadcast to ``[B, H, Sq, Sk]``; True = attend.
+
+    Returns:
+        The pairs whose entry is True.
+
+    Raises:
+        InputError: the tensor is not boolean (scores to add are ``bias=``), or has another number of dimensions.
+
+    Source: the boolean ``attn_mask`` of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    >>> dense(torch.tensor([[True, False, True]])).intervals(1, 3).tolist()
+    [[[0, 3]]]
+    """
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InputError("tensor", "be boolean, True = attend", got, "scores to add to q . k go to bias=")
+    check_tensor("tensor", tensor)
+    if tensor.dim() not in (2, 4):
+        raise InputError(
+            "tensor",
+            "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]",
+            f"shape {list(tensor.shape)}",
+            "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
+        )
+    return _mask_of(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
+
+
+def predicate(fn: PredicateFunction) -> Mask:
+    """The pairs for which a function of the indices is True: ``fn(b, h, i, j)``, evaluated block by block.
+
+    Args:
+        fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It receives
+            int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and ``[1, 1, 1, k]``:
+            raw indices into the tensors (packed: b = 0). It must be a pure function; tensors that it captures may
+            change in place between calls. It is evaluated for every real query with every real key, including pairs
+            that other parts of the mask hide, and never for padding described by ``lengths`` or ``documents``: the
+            tensors that it captures need not cover padding.
+
+    Returns:
+        The pairs for which ``fn`` is True.
+
+    Raises:
+        InputError: ``fn`` cannot be called with four arguments, or the predicate is built inside torch.compile.
+
+    Source: ``mask_mod`` in PyTorch's documentation of ``torch.nn.attention.flex_attention``.
+
+    >>> predicate(lambda b, h, q, k: (q + k) % 2 == 0).intervals(2, 4).tolist()
+    [[[0, 3], [1, 4]]]
+    """
+    if not callable(fn):
+        raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
+    if torch.compiler.is_compiling():
+        raise InputError(
+            "mask",
+            "be built outside of torch.compile if it holds a predicate",
+            "masks.predicate(fn)",
+            "build the mask before the compiled function and pass it in",
+        )
+    _check_signature(fn)
+    return _mask_of(register_predicate(fn))
+
+
+def _check_signature(fn: PredicateFunction) -> None:
+    try:  # follow_wrapped=False: a decorated function is called with the parameters of its wrapper
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # no readable signature; NameError: an annotation (Python 3.14)
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError as error:
+        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
+
+
+def _mask_of(part: Part, align: Align | None = None) -> Mask:
+    part.validate()
+    return Mask(align, None, None, (part,))
+
+
+def _checked_align(align: object) -> Align | None:
+    if align is None or align == "top_left" or align == "bottom_right":
+        return align
+    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
+
+
+def _optional_count(argument: str, value: int | None) -> int | None:
+    return None if value is None else as_integer(argument, value, 0)
+
+
+def _optional_vector(argument: str, value: Ints | None) -> Tensor | None:
+    return None if value is None else as_vector(argument, value)
+
+
+def _side(argument: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    side = as_integer(argument, value)
+    if side < -1:
+        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side)
+    return None if side == -1 else min(side, INT32_MAX)
+
+
+def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size:
+    if isinstance(value, Tensor | list | tuple):
+        return as_vector(argument, value, f"{argument} is an int, or one int per sequence")
+    number = as_integer(argument, value, at_least)
+    if abs(number) > INT32_MAX:
+        raise InputError(argument, f"be at most {INT32_MAX}", number)
+    return number
+
+
+def _ids(argument: str, value: Tensor | Sequence[int]) -> Tensor:
+    ids = value if isinstance(value, Tensor) else as_vector(argument, value)
+    check_tensor(argument, ids)
+    check_int_dtype(argument, ids)
+    if ids.dim() not in (1, 2):
+        raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))
+    return ids if ids.dim() == 2 else ids[None]

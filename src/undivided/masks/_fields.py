@@ -1,0 +1,153 @@
+"""``MaskFields``: the fields of a mask, the values that follow from them alone, and the cache of other results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided._tensors import is_captured, is_traced, versions
+from undivided.masks._alignment import Align
+from undivided.masks._memory import DerivedValues, TensorIdentities
+from undivided.masks._parts import Documents, Part
+from undivided.masks._predicate import Predicate
+from undivided.masks._structure import Structure, detail_of, kinds_of
+
+T = TypeVar("T")
+
+RESULTS_PER_MASK = 16  # sizes differ by kind of layer and by step, rarely by more
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MaskFields(DerivedValues):
+    """The alignment, band and parts of a mask."""
+
+    align: Align | None = None
+    left: int | None = None
+    right: int | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """``(left, right)`` of the band, which is the intersection of all causal and window masks; None: unbounded."""
+        return self.left, self.right
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
+        return self.is_band and self.left is None and self.right is None
+
+    @property
+    def is_band(self) -> bool:
+        """Whether the mask is only a band: causal, a window or every pair."""
+        return len(self.parts) == 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the mask once, in the order of ``flatten``."""
+        known = self.__dict__.get("_tensors")
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        found: list[Tensor] = []
+        for part in self.parts:
+            for tensor in part.tensors:
+                if not any(tensor is other for other in found):
+                    found.append(tensor)
+        if not torch.compiler.is_compiling():
+            self.__dict__["_tensors"] = tuple(found)
+        return tuple(found)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The names of what the mask contains.
+
+        ``causal`` or ``window`` for the band, the constructors' names for the parts, ``global`` for a window joined to
+        a prefix or sinks, and ``q_lengths``, ``starts`` and ``padded`` if lengths or documents hold these.
+        """
+        return kinds_of(self.band, self.parts)
+
+    @property
+    def structure(self) -> Structure:
+        """The mask without its tensors; kernels are selected by it."""
+        found = self.__dict__.get("_structure")
+        if found is None:
+            detail = tuple(detail_of(part) for part in self.parts)
+            found = Structure(self.align, self.left, self.right, self.kinds, detail)
+            self.__dict__["_structure"] = found
+        return found
+
+    @property
+    def document_sizes(self) -> tuple[int, int | None, int | None] | None:
+        """``(documents, longest query, longest key)``; a length is None if only a GPU knows it. None: no documents."""
+        for part in self.parts:
+            if isinstance(part, Documents):
+                return part.cu_seqlens_q.shape[0] - 1, part.longest("q"), part.longest("kv")
+        return None
+
+    def state(self) -> object:
+        """A value that changes whenever a tensor of the mask, or one that its predicates capture, changes in place.
+
+        Returns:
+            A value to compare by ``==``; None if changes cannot be observed (inference tensors).
+
+        >>> from undivided import masks
+        >>> kv = torch.tensor([2, 3])
+        >>> mask = masks.lengths(kv)
+        >>> before = mask.state()
+        >>> kv[0] = 1
+        >>> mask.state() == before
+        False
+        """
+        watched = self.__dict__.get("_watched")
+        if watched is not None:
+            return versions(watched)
+        if "predicate" not in self.structure.kinds:
+            self.__dict__["_watched"] = self.tensors
+            return versions(self.tensors)
+        captured = [tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()]
+        now = versions((*self.tensors, *captured))
+        return None if now is None else (now, TensorIdentities(captured))
+
+    def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
+        """The result of ``build(*arguments)``, cached under ``key`` until a tensor of the mask changes.
+
+        Nothing is cached while a call is traced. In a CUDA graph, tensors on the GPU are read again at every replay,
+        so that lengths may change between replays. CPU tensors cannot be read there, and results from before the
+        capture are used.
+
+        Args:
+            key: a hashable key.
+            build: a function of ``arguments``.
+            arguments: passed to ``build``; they are not part of the key.
+
+        Returns:
+            The new or the cached result.
+
+        >>> from undivided import masks
+        >>> mask = masks.causal()
+        >>> mask.remembered("key", list) is mask.remembered("key", list)
+        True
+        """
+        if is_traced() and not (is_captured() and self._is_on_host()):
+            return build(*arguments)
+        now: object = ()
+        if self.parts:
+            now = self.state()
+            if now is None:
+                return build(*arguments)
+        memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
+        found = memory.get(key)
+        if found is not None and found[0] == now:
+            return found[1]
+        result = build(*arguments)
+        memory[key] = (now, result)
+        if len(memory) > RESULTS_PER_MASK:
+            memory.pop(next(iter(list(memory))), None)
+        return result
+
+    def _is_on_host(self) -> bool:
+        """Whether the mask has tensors and all are on the CPU."""
+        return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)

@@ -1,0 +1,57 @@
+"""Operations on bounds of ranges, int ``[B|1, Sq, 2|4]``: normalise, intersect, and count per cell of a grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tidy(bounds: Tensor) -> Tensor:
+    """The bounds in order, int32: touching ranges joined, empty ranges ``[0, 0)`` and last."""
+    start, stop = bounds[..., 0], bounds[..., 1]
+    used = stop > start
+    if bounds.shape[-1] == 2:
+        return (bounds * used[..., None]).to(torch.int32)
+    next_start, next_stop = bounds[..., 2], bounds[..., 3]
+    next_used = next_stop > next_start
+    joined = used & next_used & (stop == next_start)
+    stop = torch.where(joined | ~used, next_stop, stop)
+    start = torch.where(used, start, next_start)
+    both = used & next_used & ~joined
+    first = torch.stack((start, stop), -1) * (used | next_used)[..., None]
+    return torch.cat((first, bounds[..., 2:] * both[..., None]), -1).to(torch.int32)
+
+
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """The intersection of two ranges ``[B|1, Sq, 2]``."""
+    start = torch.maximum(a[..., 0], b[..., 0])
+    return torch.stack((start, torch.minimum(a[..., 1], b[..., 1]).clamp(min=start)), -1)
+
+
+def count_in_cells(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Tensor:
+    """Pairs of ranges in each cell of a grid, int64 ``[B|1, cells, len(cuts)-1]``.
+
+    A range [s, e) covers F(e) - F(s) of a column, F(x) = clamp(x - left, 0, width): the full width of every column
+    left of x, and x - left of the column that contains x. So each end needs one histogram entry and one remainder.
+
+    Args:
+        ranges: ``[B|1, Sq, 2|4]``.
+        cell: the row of cells that each query row belongs to, int64 ``[Sq]``.
+        cells: number of rows of cells.
+        cuts: ascending edges of the columns, int64 ``[columns + 1]``.
+    """
+    batch, columns = ranges.shape[0], cuts.numel() - 1
+    if columns < 1 or not ranges.shape[1]:
+        return torch.zeros(batch, cells, max(columns, 0), dtype=torch.int64, device=ranges.device)
+    left_of = torch.zeros(batch, cells * (columns + 1), dtype=torch.int64, device=ranges.device)
+    remainder = torch.zeros_like(left_of)
+    for side in range(ranges.shape[-1]):
+        end = ranges[..., side].to(torch.int64)
+        column = torch.searchsorted(cuts, end, right=True) - 1
+        sign = 1 if side % 2 else -1
+        where = cell * (columns + 1) + column
+        left_of.scatter_add_(1, where, torch.full_like(where, sign))
+        remainder.scatter_add_(1, where, (end - cuts[column]) * sign)
+    left_of = left_of.view(batch, cells, columns + 1)
+    beyond = left_of.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    return beyond * cuts.diff() + remainder.view(batch, cells, columns + 1)[..., :-1]

@@ -1,0 +1,102 @@
+"""``PredicatePairs``: the pairs of a mask that was passed as a function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided._tensors import readable
+from undivided.errors import InputError
+from undivided.masks._predicate import PredicateFunction
+from undivided.masks.normal_form.pairs import Index, index_tensor
+from undivided.masks.normal_form.positions import Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class PredicatePairs:
+    """The pairs of a function, evaluated only for real queries and real keys.
+
+    The ranges of the mask exclude padding. Here the index of a padding token is replaced by that of a real token, so
+    that the function may index tensors that cover the real tokens only.
+
+    Args:
+        fn: the function.
+        device: device of the index tensors.
+        rows, keys: the raw index at which each row and key is evaluated, int64 ``[B|1, Sq]`` and ``[B|1, Sk]``; -1 if
+            its batch element has no real token. None: all tokens are real.
+    """
+
+    fn: PredicateFunction
+    device: torch.device
+    rows: Tensor | None = None
+    keys: Tensor | None = None
+
+    @staticmethod
+    def of_call(fn: PredicateFunction, geometry: Geometry) -> PredicatePairs:
+        """The pairs of a function for a call with this geometry."""
+        if not geometry.batch:
+            return PredicatePairs(fn, geometry.device)
+        rows, keys = _evaluated_indices(geometry.real_rows), _evaluated_indices(geometry.real_keys)
+        return PredicatePairs(fn, geometry.device, rows, keys)
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        """Allowed pairs, bool ``[b|1, h|1, r|1, k|1]``."""
+        q_idx, kv_idx = (index_tensor(index, self.device) for index in (rows, keys))
+        if all(at is None or at.shape[0] == 1 for at in (self.rows, self.keys)):
+            return self._block(batch, heads, _index_at(self.rows, 0, q_idx), _index_at(self.keys, 0, kv_idx))
+        if batch.start >= batch.stop:
+            return torch.zeros((0, 1, 1, 1), dtype=torch.bool, device=self.device)
+        blocks = (  # one call per batch element: fn expects one index per row and key
+            self._block(slice(n, n + 1), heads, _index_at(self.rows, n, q_idx), _index_at(self.keys, n, kv_idx))
+            for n in range(batch.start, batch.stop)
+        )
+        return torch.cat(torch.broadcast_tensors(*blocks))
+
+    def _block(self, batch: slice, heads: slice, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if any(bool((at[:1] < 0).any()) for at in (q_idx, kv_idx) if readable(at)):  # no real token
+            return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        b, h = (index_tensor(index, self.device) for index in (batch, heads))
+        b, h, q_idx = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None]
+        kv_idx = kv_idx[None, None, None, :]
+        sizes = (b.numel(), h.numel(), q_idx.numel(), kv_idx.numel())
+        try:
+            allowed = self.fn(b, h, q_idx, kv_idx)
+        except IndexError as error:
+            raise InputError(
+                "fn",
+                f"be defined for every real query and key ({_largest_indices(q_idx, kv_idx)})",
+                f"IndexError: {error}",
+                "padding that the mask describes is not evaluated: masks.lengths(kv, q) & masks.predicate(fn)",
+            ) from error
+        if isinstance(allowed, bool):
+            allowed = torch.full((1, 1, 1, 1), allowed, device=self.device)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+            raise InputError("fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool")
+        shape = (1,) * (4 - allowed.dim()) + tuple(allowed.shape)
+        if len(shape) != 4 or any(have not in (1, size) for have, size in zip(shape, sizes, strict=True)):
+            raise InputError("fn", f"return a tensor broadcastable to {list(sizes)}", list(allowed.shape))
+        return allowed.reshape(shape)
+
+
+def _evaluated_indices(real: Tensor | None) -> Tensor | None:
+    """Per token its own index if it is real, otherwise the first real index or -1, int64 ``[B|1, S]``; None if all are
+    real."""
+    if real is None or (readable(real) and bool(real.all())):
+        return None
+    index = torch.arange(real.shape[1], device=real.device)
+    first = torch.where(real, index, real.shape[1]).amin(1, keepdim=True)
+    found = torch.where(real, index, torch.where(first < real.shape[1], first, -1))
+    same = readable(found) and bool((found == found[:1]).all())
+    return found[:1] if same else found
+
+
+def _index_at(table: Tensor | None, n: int, index: Tensor) -> Tensor:
+    return index if table is None else table[n if table.shape[0] > 1 else 0][index]
+
+
+def _largest_indices(q_idx: Tensor, kv_idx: Tensor) -> str:
+    found = [f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()]
+    return ", ".join(found)

@@ -1,0 +1,219 @@
+"""``build``: the normal form of a mask from its parts. This module alone defines which keys a part allows.
+
+Ranges are computed in positions j' within a sequence, where a bound is an int, one number per sequence or one per row,
+and are converted to raw keys at the end. Temporaries take O(S) memory, and nothing waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from undivided._tensors import readable
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size
+from undivided.masks._predicate import Predicate
+from undivided.masks.normal_form.bounds import tidy
+from undivided.masks.normal_form.intervals import NormalForm
+from undivided.masks.normal_form.pairs import DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
+from undivided.masks.normal_form.positions import Geometry, private_copy
+from undivided.masks.normal_form.predicate_pairs import PredicatePairs
+
+# Forms of masks without tensors, shared by all equal masks: each layer of a model may build its own masks.causal().
+# 64 forms of at most 2 x 64 Ki tokens take less than 100 MB, and usually 1 MB.
+SHARED_FORMS = 64
+SHARED_TOKENS = 1 << 17
+_shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
+
+Bound = Size | None
+Range = tuple[Size, Size]
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges(Part):
+    """A part that is a finished normal form: the rest of a mask for some rows and keys. For internal use only, and not
+    in compiled graphs."""
+
+    name: ClassVar[str] = "ranges"
+    form: NormalForm
+
+    def fields(self) -> tuple[Field, ...]:
+        """None: this part cannot be written to a compiled graph."""
+        return ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The ranges of the form."""
+        return (self.form.ranges,)
+
+
+def shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
+    """The form of a mask without tensors, from the bounded cache of all such masks."""
+    form = _shared_forms.get(key)
+    if form is None:
+        form = build()
+        if type(form.ranges) is not Tensor:  # a fake tensor is useless to the next call
+            return form
+        _shared_forms[key] = form
+        if len(_shared_forms) > SHARED_FORMS:
+            _shared_forms.popitem(last=False)
+    return form
+
+
+def build(
+    parts: Sequence[Part],
+    band: tuple[int | None, int | None],
+    bottom_right: bool,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+) -> NormalForm:
+    """The normal form of an intersection of parts and a band, for sizes ``(batch, heads, q_len, kv_len)``."""
+    batch, heads, q_len, kv_len = sizes
+    for part in parts:
+        if isinstance(part, Ranges):
+            return part.form
+    geometry = Geometry.of_parts(parts, bottom_right, batch, q_len, kv_len, device)
+    keys: Range = (0, geometry.per_row(geometry.kv_size))
+    base = _within(keys, *_band(geometry, *band))
+    extras: list[Extra] = []
+    for part in parts:
+        if isinstance(part, Prefix):
+            base = _within(base, None, geometry.per_row(private_copy(part.length, device)))
+        elif isinstance(part, Chunk):
+            base = _within(base, *_chunk(geometry, part))
+        elif isinstance(part, DocumentIds):
+            found, whole, pairs = _same_ids(part, batch, device)
+            base = _within_raw(geometry, base, found)
+            if not readable(whole) or not bool(whole.all()):
+                extras.append(pairs)
+    unranged = _unranged(parts, geometry)
+    if unranged:
+        base = _within_raw(geometry, base, _row_hull(unranged, geometry, heads))
+    unions = [part for part in parts if isinstance(part, GlobalBand)]
+    for part in unions[1:]:
+        extras.append(RangePairs(_union_ranges(geometry, keys, part)))
+        base = _within(base, None, _union_stop(geometry, part))
+    ranges = _union_ranges(geometry, base, unions[0]) if unions else _pack(geometry, base)
+    return NormalForm(ranges, kv_len, batch, heads, (*extras, *unranged), geometry)
+
+
+def _within(keys: Range, start: Bound, stop: Bound) -> Range:
+    """The intersection with another range; None is unbounded."""
+    return _max(keys[0], start), _min(keys[1], stop)
+
+
+def _within_raw(geometry: Geometry, keys: Range, raw: Range) -> Range:
+    """The intersection with a range of raw keys."""
+    origin = geometry.per_row(geometry.kv_start)
+    return _within(keys, raw[0] - origin, raw[1] - origin)
+
+
+def _max(a: Size, b: Bound) -> Size:
+    if b is None:
+        return a
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def _min(a: Size, b: Bound) -> Size:
+    if b is None:
+        return a
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def _band(geometry: Geometry, left: int | None, right: int | None) -> tuple[Bound, Bound]:
+    start = None if left is None else geometry.anchor - left
+    return start, None if right is None else geometry.anchor + (right + 1)
+
+
+def _chunk(geometry: Geometry, part: Chunk) -> Range:
+    shift = geometry.per_row(geometry.shift)
+    offset = shift if part.offset is None else geometry.per_row(private_copy(part.offset, geometry.device))
+    start = (geometry.q_position + offset).div(part.size, rounding_mode="floor") * part.size + (shift - offset)
+    return start, start + part.size
+
+
+def _union_ranges(geometry: Geometry, keys: Range, part: GlobalBand) -> Tensor:
+    """Packed ranges of ``keys & (band | prefix)``: one if the band is unbounded on the left, otherwise two."""
+    prefix = geometry.per_row(private_copy(part.prefix, geometry.device))
+    start, stop = _band(geometry, part.left, part.right)
+    if start is None:
+        return _pack(geometry, _within(keys, None, _union_stop(geometry, part)))
+    return _pack(geometry, _within(keys, None, prefix), _within(keys, _max(start, prefix), stop))
+
+
+def _union_stop(geometry: Geometry, part: GlobalBand) -> Bound:
+    """One past the last key of ``band | prefix``; None: unbounded."""
+    stop = _band(geometry, None, part.right)[1]
+    return None if stop is None else _max(stop, geometry.per_row(private_copy(part.prefix, geometry.device)))
+
+
+def _pack(geometry: Geometry, *keys: Range) -> Tensor:
+    """Ranges of positions j' as ranges of raw keys, int32 ``[B|1, Sq, 2 * len(keys)]``; empty for padding rows."""
+    origin = geometry.per_row(geometry.kv_start)
+    raw = [bound + origin if isinstance(origin, Tensor) else bound for pair in keys for bound in pair]
+    real = geometry.real_rows
+    batch = max((value.shape[0] for value in (*raw, real) if isinstance(value, Tensor)), default=1)
+    if geometry.batch == 0:
+        batch = 0
+    if len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0:  # the common case, with half the operators
+        ranges = torch.zeros(batch, geometry.q_len, 2, dtype=torch.int32, device=geometry.device)
+        stop = _min(_max(raw[1], 0), geometry.kv_len)
+        ranges[..., 1] = stop if real is None else real * stop
+        return ranges
+    bounds = torch.empty(batch, geometry.q_len, len(raw), dtype=torch.int64, device=geometry.device)
+    for column, value in enumerate(raw):
+        bounds[..., column] = value
+    bounds.clamp_(0, geometry.kv_len)
+    return tidy(bounds if real is None else bounds * real[..., None])
+
+
+def _same_ids(part: DocumentIds, batch: int, device: torch.device) -> tuple[Range, Tensor, IdPairs]:
+    """Per row the keys ``[first, last + 1)`` with its id, whether all keys in between have it, and the pairs."""
+    ids_q, ids_kv = (ids.to(device=device, dtype=torch.int64, copy=True) for ids in (part.ids_q, part.ids_kv))
+    pairs = IdPairs(ids_q, ids_kv)
+    if ids_q.shape[0] != ids_kv.shape[0]:
+        ids_q, ids_kv = (ids.expand(batch, -1).contiguous() for ids in (ids_q, ids_kv))
+    if not ids_kv.shape[1]:
+        return (0, 0), torch.ones_like(ids_q, dtype=torch.bool), pairs
+    ids, order = ids_kv.sort(dim=1, stable=True)
+    low, high = torch.searchsorted(ids, ids_q), torch.searchsorted(ids, ids_q, right=True)
+    found = (high > low) & (ids_q >= 0)
+    first = order.gather(1, low.clamp(max=ids.shape[1] - 1))
+    last = order.gather(1, (high - 1).clamp(min=0)) + 1
+    start, stop = torch.where(found, first, 0), torch.where(found, last, 0)
+    return (start, stop), ~found | (stop - start == high - low), pairs
+
+
+def _unranged(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
+    """The parts whose ranges are unknown until they are evaluated."""
+    found: list[Extra] = []
+    for part in parts:
+        if isinstance(part, Dense):
+            found.append(DensePairs(part.tensor.to(geometry.device)))
+        elif isinstance(part, Predicate):
+            found.append(PredicatePairs.of_call(part.fn, geometry))
+    return found
+
+
+def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
+    """Per row the keys ``[first, last + 1)`` that any head may see, evaluated one block of rows at a time."""
+    batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
+    if not geometry.q_len or not geometry.kv_len:
+        return 0, 0
+    probe = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1))
+    index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
+    starts, stops = [], []
+    for rows in row_blocks(geometry.q_len, probe.numel() * geometry.kv_len):
+        allowed = all_pairs(extras, batch, all_heads, rows, keys).any(1)
+        allowed = allowed.expand(-1, rows.stop - rows.start, geometry.kv_len)
+        starts.append(torch.where(allowed, index, geometry.kv_len).amin(-1))
+        stops.append(torch.where(allowed, index + 1, 0).amax(-1))
+    return torch.cat(starts, 1).to(torch.int64), torch.cat(stops, 1).to(torch.int64)

@@ -1,0 +1,1 @@
+"""The arguments of the modules: which values are accepted, and what they mean as masks, biases and formats."""

@@ -1,0 +1,100 @@
+"""Checks of single arguments: choices, numbers, flags, head counts and head sizes."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from undivided._arguments import as_integer
+from undivided.errors import InputError
+from undivided.nn.arguments.formats import Heads
+from undivided.nn.arguments.refused import shortened
+
+
+def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> str:
+    """The value; InputError unless it is one of the choices."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
+
+
+def checked_integer(argument: str, value: object, at_least: int) -> int:
+    """The value as an int; InputError unless it is an int of at least ``at_least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
+        raise InputError(argument, "be an int", shortened(value), hint=hint)
+    return as_integer(argument, int(value), at_least)
+
+
+def checked_number(argument: str, value: object, least: float, most: float, words: str) -> float:
+    """The value as a finite float; InputError, with `words`, unless it lies in [least, most]."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
+        raise InputError(argument, f"be {words}", shortened(value))
+    assert isinstance(value, numbers.Real)
+    if not least <= float(value) <= most:
+        raise InputError(argument, f"be {words}", repr(value))
+    return float(value)
+
+
+def checked_flag(argument: str, value: object) -> bool:
+    """The value; InputError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise InputError(argument, "be True or False", repr(value))
+    return value
+
+
+def checked_heads(num_attention_heads: object, num_gqa_groups: object) -> tuple[int, int]:
+    """(query heads, key/value heads)."""
+    heads = checked_integer("num_attention_heads", num_attention_heads, 1)
+    if num_gqa_groups is None:
+        return heads, heads
+    groups = checked_integer("num_gqa_groups", num_gqa_groups, 1)
+    if heads % groups:
+        raise InputError("num_gqa_groups", f"divide num_attention_heads ({heads})", groups)
+    return heads, groups
+
+
+def checked_channels(kv_channels: Any) -> tuple[int, int]:
+    """(head size of queries and keys, head size of values)."""
+    if isinstance(kv_channels, tuple | list):
+        if len(kv_channels) != 2:
+            raise InputError("kv_channels", "be an int or a pair (queries and keys, values)", repr(kv_channels))
+        qk, v = kv_channels
+        return checked_integer("kv_channels[0]", qk, 1), checked_integer("kv_channels[1]", v, 1)
+    size = checked_integer("kv_channels", kv_channels, 1)
+    return size, size
+
+
+def checked_optional_flag(argument: str, value: bool | None) -> bool | None:
+    """The value; InputError unless it is a bool or None."""
+    return None if value is None else checked_flag(argument, value)
+
+
+def checked_sizes(hidden_size: int, num_attention_heads: object, num_gqa_groups: object, kv_channels: Any) -> Heads:
+    """The heads of a layer; their size is hidden_size / num_attention_heads by default."""
+    heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
+    if kv_channels is None:
+        if hidden_size % heads:
+            hint = "set the head size with kv_channels=..."
+            raise InputError("hidden_size", f"be divisible by num_attention_heads ({heads})", hidden_size, hint=hint)
+        kv_channels = hidden_size // heads
+    return Heads(heads, groups, *checked_channels(kv_channels))
+
+
+def check_layer_hints(seq_length: object, micro_batch_size: object) -> None:
+    """Raise InputError unless the hints of a layer are positive ints or None."""
+    for name, value in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+        if value is not None:
+            checked_integer(name, value, 1)
+
+
+def check_call_hints(checkpoint_core_attention: object, fast_zero_fill: object, num_splits: object) -> None:
+    """Raise InputError unless the hints of a call have their types."""
+    checked_flag("checkpoint_core_attention", checkpoint_core_attention)
+    checked_flag("fast_zero_fill", fast_zero_fill)
+    if num_splits is not None:
+        checked_integer("num_splits", num_splits, 0)

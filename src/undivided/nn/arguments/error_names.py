@@ -1,0 +1,57 @@
+"""Errors with the argument names of the module that the caller used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from undivided.errors import InputError, _rebuild_input_error
+
+_MODULE_NAMES = {
+    "q": "query_layer",
+    "k": "key_layer",
+    "v": "value_layer",
+    "layout": "qkv_format",
+    "bias": "core_attention_bias",
+    "sinks": "softmax_offset",
+    "tensor": "attention_mask",
+    "max_q": "max_seqlen_q",
+    "max_kv": "max_seqlen_kv",
+    "padded_q": "cu_seqlens_q_padded",
+    "padded_kv": "cu_seqlens_kv_padded",
+    "scale": "softmax_scale",
+    "dropout_p": "attention_dropout",
+    "new_k": "key_layer",
+    "new_v": "value_layer",
+}
+
+
+# The module's argument, by the word in the message of a mask.
+_NAMES_BY_MASK_WORD = {
+    "padded_q[": "cu_seqlens_q_padded",
+    "padded_kv[": "cu_seqlens_kv_padded",
+    "cu_seqlens_q[": "cu_seqlens_q",
+    "cu_seqlens_kv[": "cu_seqlens_kv",
+    "lengths": "cu_seqlens",
+    "dense": "attention_mask",
+}
+
+
+def with_module_names(error: InputError) -> InputError:
+    """An error of `undivided.attention` or of a mask, with the argument names of `DotProductAttention`."""
+    name = _MODULE_NAMES.get(error.argument)
+    if error.argument == "mask":
+        name = next((name for word, name in _NAMES_BY_MASK_WORD.items() if word in str(error)), None)
+    if name is None:
+        return error
+    message = name + str(error).removeprefix(error.argument)
+    return _rebuild_input_error(message, name, error.hint)
+
+
+def renamed(error: InputError, names: Mapping[str, str]) -> InputError:
+    """The error with the argument names of an outer module, in the argument and in the text."""
+    message = str(error)
+    for inner, outer in names.items():
+        message = re.sub(rf"\b{inner}\b", outer, message)
+    argument = names.get(error.argument, error.argument)
+    return _rebuild_input_error(message, argument, message.partition("\n  HINT: ")[2] or None)

@@ -1,0 +1,234 @@
+"""Formats: q, k and v from the arguments of a call, checked against the format and the sizes of the module.
+
+    sbhd  [s, b, h, d]    bshd  [b, s, h, d]    thd  [t, h, d], packed sequences
+
+A format is always given and never guessed. If the sizes contradict it, the error names the format that they fit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import _layout
+from undivided._arguments import check_tensor
+from undivided._layout import Layout
+from undivided.errors import InputError
+
+FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")
+_OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
+_WHICH = (
+    "'sbhd' is [seq, batch, heads, head_dim] (Megatron's order, and TransformerEngine's default), "
+    "'bshd' is [batch, seq, heads, head_dim], 'thd' is [tokens, heads, head_dim] of packed sequences"
+)
+
+
+class Heads(NamedTuple):
+    """Query heads, key/value heads, and head sizes of a module."""
+
+    q: int
+    kv: int
+    qk_dim: int
+    v_dim: int
+
+
+class Inputs(NamedTuple):
+    """Query, key and value of a call, and their format; `cached` is the longest sequence of a cache, in tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    format: Layout
+    cached: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.format == "thd"
+
+    @property
+    def batch(self) -> int:
+        """Batch size; 1 if packed."""
+        return _layout.sizes(self.q.shape, self.format)[0]
+
+    @property
+    def q_len(self) -> int:
+        """Number of query rows."""
+        return _layout.sizes(self.q.shape, self.format)[1]
+
+    @property
+    def kv_len(self) -> int:
+        """Number of keys, cached ones included."""
+        return _layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
+
+    def fits_other_format(self, batch: int) -> str:
+        """A hint if the other dense format would give `batch` sequences; otherwise ""."""
+        other = _OTHER.get(self.format)
+        if other is None or batch == self.batch or _layout.sizes(self.q.shape, other)[0] != batch:
+            return ""
+        return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
+
+
+def checked_format(
+    value: object, q: object = None, argument: str = "qkv_format", tensor: str = "query_layer"
+) -> Layout:
+    """The format; InputError unless it was given at construction or at the call."""
+    for name in FORMATS:
+        if value == name:
+            return name
+    if value is not None:
+        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _WHICH
+        raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
+    hint = _WHICH
+    if isinstance(q, Tensor) and q.dim() == 4:
+        a, b = q.shape[:2]
+        hint += f". {tensor} is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
+    elif isinstance(q, Tensor) and q.dim() == 3:
+        hint += f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] before the split into heads"
+    where = "be given at construction or at the call" if argument == "qkv_format" else "be given"
+    raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
+
+
+def unpacked(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    qkv: Tensor | None,
+    kv: Tensor | None,
+    interleave_dim: int,
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
+    if interleave_dim not in (-3, -2):
+        raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
+    separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
+    if qkv is not None:
+        _check_none(separate, "qkv_layer")
+        q, k, v = _split("qkv_layer", qkv, 3, interleave_dim, rank)
+        return q, k, v
+    if kv is not None:
+        _check_none({name: separate[name] for name in ("key_layer", "value_layer")}, "kv_layer")
+        key, value = _split("kv_layer", kv, 2, interleave_dim, rank)
+    for name, tensor in (("query_layer", query), ("key_layer", key), ("value_layer", value)):
+        if not isinstance(tensor, Tensor):
+            got = None if tensor is None else type(tensor).__name__
+            hint = "pass query_layer with key_layer and value_layer or with kv_layer, or qkv_layer alone"
+            raise InputError(name, "be a torch.Tensor", got, hint=hint if tensor is None else None)
+    assert query is not None and key is not None and value is not None
+    return query, key, value
+
+
+def _check_none(tensors: dict[str, Tensor | None], packed: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            raise InputError(
+                name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=f"{packed} contains it"
+            )
+
+
+def _split(name: str, packed: Tensor, parts: int, dim: int, rank: int) -> tuple[Tensor, ...]:
+    axes = f"[.., {parts}, h, d]" if dim == -3 else f"[.., h, {parts}, d]"
+    if not isinstance(packed, Tensor):
+        raise InputError(name, "be a torch.Tensor", type(packed).__name__)
+    if packed.dim() != rank + 1 or packed.shape[dim] != parts:
+        hint = None
+        other = -5 - dim
+        if packed.dim() == rank + 1 and packed.shape[other] == parts:
+            hint = f"these sizes would fit qkv_interleave_dim={other}"
+        raise InputError(
+            name, f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}", list(packed.shape), hint=hint
+        )
+    return packed.unbind(dim)
+
+
+def check(inputs: Inputs, heads: Heads) -> None:
+    """Raise InputError if axes, heads, head sizes, batch, lengths, dtypes or devices are wrong."""
+    named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
+    for name, tensor in named:
+        check_tensor(name, tensor)
+        _check_rank(name, tensor, inputs.format, heads)
+    for (name, tensor), count, argument in zip(
+        named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True
+    ):
+        if tensor.shape[-2] != count:
+            raise InputError(
+                name,
+                f"have {count} heads ({argument}) at axis {tensor.dim() - 2}",
+                f"{tensor.shape[-2]} in {list(tensor.shape)}",
+                hint=_heads_hint(tensor, count, argument),
+            )
+    for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
+        if tensor.shape[-1] != size:
+            hint = "for another head size of values, kv_channels=(queries and keys, values)" if name[0] == "v" else None
+            raise InputError(
+                name, f"have head size {size} (kv_channels)", f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint
+            )
+    _check_lengths(inputs)
+    _check_dtypes_and_devices(inputs)
+
+
+def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
+    rank = _layout.rank(format)
+    if tensor.dim() == rank:
+        return
+    hint = None
+    if tensor.dim() == 3 and tuple(tensor.shape[1:]) in ((heads.q, heads.qk_dim), (heads.kv, heads.qk_dim)):
+        hint = "[tokens, heads, head_dim] is qkv_format='thd', with cu_seqlens_q and a padding mask type"
+    elif tensor.dim() == 3 and rank == 4:
+        hint = (
+            "split the heads of a [batch, seq, hidden] tensor: "
+            f"x.unflatten(-1, ({heads.q}, {heads.qk_dim})), then qkv_format='bshd' ('sbhd' for [seq, batch, hidden])"
+        )
+    elif tensor.dim() == 4:
+        hint = "thd has no batch axis; a padded batch is 'bshd' or 'sbhd' with a padding mask type"
+    raise InputError(
+        name,
+        f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}",
+        f"{tensor.dim()} axes {list(tensor.shape)}",
+        hint=hint,
+    )
+
+
+def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
+    if tensor.dim() == 4 and tensor.shape[1] == count:
+        return "[batch, heads, seq, head_dim] is 'bhsd': x.transpose(1, 2) is 'bshd', without a copy"
+    if argument == "num_gqa_groups":
+        return f"set the number of key and value heads with num_gqa_groups={tensor.shape[-2]} at construction"
+    return None
+
+
+def _check_lengths(inputs: Inputs) -> None:
+    q, k, v, format = inputs[:4]
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(
+            "value_layer", f"have the axes {list(k.shape[:-1])} of key_layer before its head size", list(v.shape)
+        )
+    batch = _layout.sizes(k.shape, format)[0]
+    if batch != inputs.batch:
+        other = _OTHER[format]
+        hint = None
+        if _layout.sizes(k.shape, other)[0] == _layout.sizes(q.shape, other)[0]:
+            hint = f"these shapes would fit qkv_format={other!r}"
+        raise InputError(
+            "key_layer",
+            f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}",
+            f"{batch} in {list(k.shape)}",
+            hint=hint,
+        )
+
+
+def _check_dtypes_and_devices(inputs: Inputs) -> None:
+    q = inputs.q
+    cast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+    for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
+        if tensor.dtype != q.dtype and not cast:
+            raise InputError(
+                name,
+                f"have query_layer's dtype ({q.dtype})",
+                tensor.dtype,
+                hint=f"{name}.to(query_layer.dtype), or autocast",
+            )
+        if tensor.device != q.device:
+            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device)

@@ -1,0 +1,197 @@
+"""Hidden states of the layers: their format, checked against all other arguments of a call.
+
+    sbhd  [s, b, hidden]    bshd  [b, s, hidden]    thd  [t, hidden], packed sequences
+
+The format is always given and never guessed. A [b, s, hidden] tensor that is called "sbhd" has legal shapes throughout
+a layer. So every argument that implies a number of sequences or a length is compared with the format: cu_seqlens,
+masks, a cache, the output of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided._arguments import check_tensor
+from undivided._layout import Layout
+from undivided.cache import InferenceParams
+from undivided.errors import InputError
+from undivided.nn.arguments.formats import FORMATS
+from undivided.nn.arguments.sequences import differ
+
+_AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
+_OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
+
+
+class Sizes(NamedTuple):
+    """Batch size and length of hidden states in one format."""
+
+    batch: int
+    length: int
+
+
+class Evidence(NamedTuple):
+    """The number of sequences and the length that an argument implies; None if it implies none."""
+
+    name: str
+    batch: int | None = None
+    length: int | None = None
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether these sizes agree with the evidence."""
+        return self.batch in (None, sizes.batch) and self.length in (None, sizes.length)
+
+    def __str__(self) -> str:
+        parts = ((self.batch, "sequences"), (self.length, "tokens each"))
+        return f"{self.name} ({', '.join(f'{n} {what}' for n, what in parts if n is not None)})"
+
+
+def checked_format(argument: str, value: object) -> Layout:
+    """The format of a layer; InputError unless it was given."""
+    for name in FORMATS:
+        if value == name:
+            return name
+    choices = ", ".join(map(repr, FORMATS))
+    if value is not None:
+        raise InputError(argument, f"be one of {choices}", repr(value), hint=_format_hint())
+    raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_format_hint())
+
+
+def _format_hint() -> str:
+    return (
+        "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first "
+        "(PyTorch's batch_first); "
+        "'sbhd' if it is [seq, batch, hidden] (Megatron's order, and TransformerEngine's default); "
+        "'thd' if it is [tokens, hidden], packed sequences, with cu_seqlens_q"
+    )
+
+
+def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor | None) -> None:
+    """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer, if known."""
+    if not isinstance(x, Tensor):
+        raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
+    check_tensor(name, x)
+    axes = 2 if format == "thd" else 3
+    if x.dim() != axes:
+        raise InputError(
+            name, f"have {axes} axes {_AXES[format]} in {argument}={format!r}", list(x.shape), hint=_other_rank(x)
+        )
+    if x.shape[-1] != hidden_size:
+        raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
+    if not x.is_floating_point():
+        raise InputError(name, "be a floating-point tensor", x.dtype)
+    if like is None:
+        return
+    if x.device != like.device:
+        hint = f"{name}.to({str(like.device)!r}), or the layer.to({str(x.device)!r})"
+        raise InputError(name, f"be on the parameters' device ({like.device})", x.device, hint=hint)
+    if x.dtype != like.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+        hint = f"{name}.to({like.dtype}), the layer.to({x.dtype}), or torch.autocast"
+        raise InputError(name, f"have the parameters' dtype ({like.dtype})", x.dtype, hint=hint)
+
+
+def _other_rank(x: Tensor) -> str | None:
+    if x.dim() == 3:
+        return (
+            f"a batch of one is packed as x.squeeze(), {'[tokens, hidden]'}"
+            if 1 in x.shape[:2]
+            else ("a padded batch is 'bshd' or 'sbhd' with a padding mask type")
+        )
+    if x.dim() == 2:
+        return "packed sequences are 'thd', with cu_seqlens_q; one sequence alone is x[None] in 'bshd'"
+    return None
+
+
+def sizes(x: Tensor, format: Layout) -> Sizes:
+    """Batch size and length of hidden states that are not packed."""
+    return Sizes(x.shape[1], x.shape[0]) if format == "sbhd" else Sizes(x.shape[0], x.shape[1])
+
+
+def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
+    """The number of sequences."""
+    if format != "thd":
+        return sizes(x, format).batch
+    assert cu_seqlens is not None
+    return cu_seqlens.shape[0] - 1
+
+
+def check_evidence(x: Tensor, format: Layout, argument: str, found: Iterator[Evidence]) -> None:
+    """Raise InputError if an argument contradicts the format and fits the other one.
+
+    Other checks report what fits neither format.
+    """
+    if format == "thd" or x.shape[0] == x.shape[1]:
+        return
+    here, there = sizes(x, format), sizes(x, _OTHER[format])
+    for evidence in found:
+        if not evidence.fits(here) and evidence.fits(there):
+            raise _swapped(x, format, argument, str(evidence))
+
+
+def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> None:
+    """Raise InputError unless hidden states and encoder output have the same number of sequences."""
+    if format == "thd" or sizes(x, format).batch == sizes(encoder, format).batch:
+        return
+    other = _OTHER[format]
+    if sizes(x, other).batch == sizes(encoder, other).batch:
+        raise _swapped(x, format, argument, f"encoder_output {list(encoder.shape)}")
+    batch = sizes(x, format).batch
+    hint = "encoder_output.transpose(0, 1)" if encoder.shape[0 if format == "sbhd" else 1] == batch else None
+    raise InputError(
+        "encoder_output",
+        f"have the batch size of hidden_states ({batch}) in {argument}={format!r}",
+        list(encoder.shape),
+        hint=hint,
+    )
+
+
+def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+    """Raise InputError for arguments of a cross-attention, which an encoder does not have."""
+    hint = "layer_type='decoder' at construction has cross-attention"
+    for name, value in (("encoder_output", encoder), ("enc_dec_attn_mask", mask)):
+        if value is not None:
+            raise InputError(name, "be None with layer_type='encoder'", type(value).__name__, hint=hint)
+    if cu_seqlens_kv is not None and (cu_seqlens_q is None or differ(cu_seqlens_q, cu_seqlens_kv)):
+        must = "be cu_seqlens_q or None with layer_type='encoder'"
+        raise InputError("cu_seqlens_kv", must, f"a tensor {list(cu_seqlens_kv.shape)}", hint=hint)
+
+
+def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:
+    batch, length = sizes(x, format)
+    other = _OTHER[format]
+    return InputError(
+        argument,
+        f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",
+        repr(format),
+        hint=f"{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
+    )
+
+
+def evidence(
+    mask: object,
+    padding: bool,
+    bias: object,
+    cu_seqlens_q: object,
+    cu_seqlens_kv: object,
+    params: InferenceParams | None,
+) -> Iterator[Evidence]:
+    """The evidence of the arguments of a call."""
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        # one entry more than sequences; with a cache, one more than its largest batch
+        if params is None and isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.numel():
+            yield Evidence(name, offsets.shape[0] - 1)
+    if isinstance(mask, tuple | list) and mask:
+        mask = mask[0]
+    if (
+        isinstance(mask, Tensor) and not mask.is_nested and mask.dim() == 4
+    ):  # [b, 1, 1, s], or of pairs [b | 1, h | 1, sq | 1, skv]
+        batch, _, queries, keys = (n if n != 1 else None for n in mask.shape)
+        yield Evidence("attention_mask", batch, keys if padding else queries)
+    if isinstance(bias, Tensor) and not bias.is_nested and bias.dim() == 4:  # [b | 1, h | 1, sq | 1, skv]
+        batch, _, queries, _ = (n if n != 1 else None for n in bias.shape)
+        yield Evidence("core_attention_bias", batch, queries)
+    if params is not None and params.batch_size:
+        yield Evidence("inference_params", params.batch_size)

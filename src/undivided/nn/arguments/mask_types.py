@@ -1,0 +1,115 @@
+"""Masks from TransformerEngine's arguments: the mask type, the window, the diagonal.
+
+mask type                      pairs
+no_mask                        all
+padding                        both real
+causal                         j <= i                                 top-left, whatever the lengths
+causal_bottom_right            j <= i + kv_len - q_len
+padding_causal                 both real, j <= i                      top-left in each sequence
+padding_causal_bottom_right    both real, j <= i + kv_len - q_len     with the real lengths of each sequence
+arbitrary                      attention_mask is False
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Literal, NamedTuple
+
+import torch
+
+from undivided import masks
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.nn.arguments.checks import checked_integer
+
+
+class MaskType(NamedTuple):
+    """A mask type. `bottom_right` is None if the type does not define the diagonal."""
+
+    name: str
+    padding: bool = False
+    causal: bool = False
+    bottom_right: bool | None = None
+
+
+MASK_TYPES: dict[str, MaskType] = {
+    kind.name: kind
+    for kind in (
+        MaskType("no_mask"),
+        MaskType("padding", padding=True),
+        MaskType("causal", causal=True, bottom_right=False),
+        MaskType("causal_bottom_right", causal=True, bottom_right=True),
+        MaskType("padding_causal", padding=True, causal=True, bottom_right=False),
+        MaskType("padding_causal_bottom_right", padding=True, causal=True, bottom_right=True),
+        MaskType("arbitrary"),
+    )
+}
+_ALIASES = dict.fromkeys(("padding,causal", "causal,padding", "causal_padding"), "padding_causal")
+
+Window = tuple[int, int]
+
+
+def checked_mask_type(value: object) -> MaskType:
+    """The mask type with this name."""
+    kind = MASK_TYPES.get(_ALIASES.get(value, value)) if isinstance(value, str) else None
+    if kind is None:
+        raise InputError("attn_mask_type", f"be one of {', '.join(map(repr, MASK_TYPES))}", repr(value))
+    return kind
+
+
+def checked_window(value: object) -> Window | None:
+    """A pair of ints of at least -1 (-1 is unbounded), or None."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        hint = f"({value}, 0) allows {value} earlier keys" if isinstance(value, int) else None
+        raise InputError("window_size", "be a pair (left, right)", repr(value), hint=hint)
+    left, right = (checked_integer(f"window_size[{n}]", side, -1) for n, side in enumerate(value))
+    return left, right
+
+
+def normalised_window(kind: MaskType, window: Window | None) -> Window:
+    """The window for a mask type. It is changed, with a warning, in the same cases as in TransformerEngine."""
+    if window is None:
+        return (-1, 0) if kind.causal else (-1, -1)
+    left, right = window
+    if kind.causal and right != 0:
+        _warn(f"window_size {window} becomes {(left, 0)}: attn_mask_type={kind.name!r} allows no later key")
+        return left, 0
+    if not kind.causal and window == (-1, 0):
+        _warn(
+            f"window_size (-1, 0) becomes (-1, -1): attn_mask_type={kind.name!r} is not causal; "
+            "use a causal attn_mask_type to mask later keys"
+        )
+        return -1, -1
+    return window
+
+
+def is_bottom_right(kind: MaskType, requested: bool | None) -> bool:
+    """Whether the diagonal ends in the bottom right corner: decided by the mask type, or else by the caller."""
+    if kind.bottom_right is None:
+        return requested is not False
+    if requested is not None and requested is not kind.bottom_right:
+        _warn(f"bottom_right_diagonal={requested} has no effect: attn_mask_type={kind.name!r} defines the diagonal")
+    return kind.bottom_right
+
+
+def band(kind: MaskType, window: Window | None, bottom_right_diagonal: bool | None) -> Mask:
+    """The mask of the causal diagonal and the window. Its alignment is always set, because ALiBi uses it too."""
+    left, right = normalised_window(kind, window)
+    align: Literal["top_left", "bottom_right"] = (
+        "bottom_right" if is_bottom_right(kind, bottom_right_diagonal) else "top_left"
+    )
+    return masks.window(left, right, align) if torch.compiler.is_compiling() else _band(left, right, align)
+
+
+# Cached, so that the results that a mask caches live from call to call.
+@functools.lru_cache(maxsize=64)
+def _band(left: int, right: int, align: Literal["top_left", "bottom_right"]) -> Mask:
+    return masks.window(left, right, align)
+
+
+def _warn(text: str) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(text, UserWarning, stacklevel=2)

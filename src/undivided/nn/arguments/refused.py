@@ -1,0 +1,95 @@
+"""Arguments of TransformerEngine that are accepted at one value only, with the reasons.
+
+TransformerEngine's signatures have arguments for FP8, tensor parallelism and communication overlap. They are kept, so
+that calls need no change. A value that requests an unsupported feature is an error and is never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from undivided.errors import InputError
+
+
+class Refused(NamedTuple):
+    """An argument with a single legal value, and the reason."""
+
+    default: object
+    reason: str
+
+
+_TENSOR_PARALLEL = (
+    "pass the heads of this rank at construction: num_attention_heads // tp_size and num_gqa_groups // tp_size"
+)
+_FP8 = "FP8 attention is not supported: inputs are float16, bfloat16, float32 or float64"
+_SCORE_MOD = (
+    "score functions for cuDNN are not supported; for a condition on positions, masks.predicate(fn) in "
+    "undivided.attention"
+)
+
+AT_CONSTRUCTION: dict[str, Refused] = {
+    "sequence_parallel": Refused(False, _TENSOR_PARALLEL),
+    "tp_size": Refused(1, _TENSOR_PARALLEL),
+    "tp_group": Refused(None, _TENSOR_PARALLEL),
+    "get_rng_state_tracker": Refused(
+        None, "dropout uses torch's generator: seed it differently on ranks that hold different heads"
+    ),
+}
+AT_CALL: dict[str, Refused] = {
+    "fp8_output": Refused(False, _FP8),
+    "bf16_backward": Refused(False, _FP8),
+    "score_mod": Refused(None, _SCORE_MOD),
+    "score_mod_bprop": Refused(None, _SCORE_MOD),
+    "score_mod_tensors": Refused(None, _SCORE_MOD),
+    "score_mod_bprop_tensors": Refused(None, _SCORE_MOD),
+}
+
+_LAYER_TENSOR_PARALLEL = (
+    "every rank holds whole parameters; use FSDP to shard them, or DotProductAttention to divide heads by hand"
+)
+_OVERLAP = "there is no tensor-parallel communication to overlap"
+_WGRAD = "gradients are in .grad; main_grad is not supported"
+LAYERS_AT_CONSTRUCTION: dict[str, Refused] = {
+    "tp_group": Refused(None, _LAYER_TENSOR_PARALLEL),
+    "tp_size": Refused(1, _LAYER_TENSOR_PARALLEL),
+    "sequence_parallel": Refused(False, _LAYER_TENSOR_PARALLEL),
+    "set_parallel_mode": Refused(False, _LAYER_TENSOR_PARALLEL),
+    "get_rng_state_tracker": AT_CONSTRUCTION["get_rng_state_tracker"],
+    "fuse_wgrad_accumulation": Refused(False, _WGRAD),
+}
+ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
+    name: Refused(False, _OVERLAP)
+    for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+}
+TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
+    name: Refused(default, _OVERLAP)
+    for name, default in (
+        ("ub_tp_comm_overlap", False),
+        ("ub_overlap_ag", True),
+        ("ub_overlap_rs", True),
+        ("ub_overlap_rs_dgrad", False),
+        ("ub_bulk_dgrad", True),
+        ("ub_bulk_wgrad", True),
+    )
+}
+LAYERS_AT_CALL: dict[str, Refused] = {
+    "is_first_microbatch": Refused(
+        None, "there are no FP8 weights to cache between microbatches, and gradients accumulate as usual"
+    )
+}
+
+
+def check_refused(table: Mapping[str, Refused], given: Mapping[str, object]) -> None:
+    """Raise InputError for an argument that does not have its single legal value."""
+    for name, (default, reason) in table.items():
+        value = given[name]
+        if value is default or (isinstance(value, int | str) and value == default):
+            continue
+        raise InputError(name, f"be {default!r}", shortened(value), hint=reason)
+
+
+def shortened(value: object) -> str:
+    """The repr of a value for an error, or the name of its type if the repr is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else type(value).__name__

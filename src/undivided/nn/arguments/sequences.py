@@ -1,0 +1,360 @@
+"""Masks of real tokens and sequences, from attention_mask or cu_seqlens.
+
+In thd, cu_seqlens are the offsets of packed sequences; in sbhd and bshd, the cumulative lengths of the batch elements.
+In attention_mask, True means masked out, the opposite of `masks.dense`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided._arguments import check_tensor
+from undivided._tensors import readable
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.nn.arguments.checks import checked_flag, checked_integer
+from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.mask_types import MaskType
+
+
+class SequenceArguments(NamedTuple):
+    """The arguments of a call that describe sequences. pad_between_seqs None: cu_seqlens_*_padded decide."""
+
+    attention_mask: Tensor | tuple[Tensor, Tensor] | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    pad_between_seqs: bool | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments."""
+        masked = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
+        return tuple(t for t in (*masked, *self[1:5]) if isinstance(t, Tensor))
+
+    @property
+    def offsets(self) -> dict[str, Tensor]:
+        """The cu_seqlens arguments that are not None, by name."""
+        return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
+
+
+def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
+    """Raise InputError if the mask type and the format do not use an argument, or lack one."""
+    if inputs.packed and not kind.padding:
+        padded = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
+        raise InputError(
+            "attn_mask_type",
+            "be a padding type with qkv_format='thd'",
+            repr(kind.name),
+            hint=f"attn_mask_type={padded!r} keeps packed sequences apart; without padding it equals {kind.name!r}",
+        )
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        if (value := getattr(arguments, name)) is not None:
+            checked_integer(name, value, 0)
+    if arguments.pad_between_seqs is not None:
+        checked_flag("pad_between_seqs", arguments.pad_between_seqs)
+    for name, offsets in arguments.offsets.items():
+        check_offsets(name, offsets)
+    if kind.name != "arbitrary" and not kind.padding and arguments.attention_mask is not None:
+        must = f"be None with attn_mask_type={kind.name!r}, which does not use it"
+        raise InputError(
+            "attention_mask",
+            must,
+            _describe(arguments.attention_mask),
+            hint="attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it",
+        )
+    _check_padding_of_offsets(arguments, inputs)
+    if inputs.packed:
+        _check_packed(arguments, inputs, attention_type)
+    elif arguments.offsets and not kind.padding:
+        _refuse_offsets(arguments, kind, inputs)
+
+
+def check_offsets(name: str, offsets: object) -> None:
+    """Raise InputError unless cumulative lengths have the right type and shape."""
+    if not isinstance(offsets, Tensor):
+        raise InputError(
+            name, "be an int32 or int64 tensor", type(offsets).__name__, hint="torch.tensor([...], dtype=torch.int32)"
+        )
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise InputError(name, "be int32 or int64", offsets.dtype, hint=f"{name}.to(torch.int32)")
+    if offsets.dim() != 1 or not offsets.numel():
+        hint = "sequences of 3 and 2 tokens are [0, 3, 5]"
+        raise InputError(name, "have one axis of (number of sequences + 1) offsets", list(offsets.shape), hint=hint)
+
+
+def _refuse_offsets(arguments: SequenceArguments, kind: MaskType, inputs: Inputs) -> None:
+    """Raise InputError for offsets that the mask type does not use, as sequences would attend to each other."""
+    name = next(iter(arguments.offsets))
+    masked = f"padding_{kind.name}" if kind.causal else "padding"
+    raise InputError(
+        name,
+        f"be None with attn_mask_type={kind.name!r} in qkv_format={inputs.format!r}, which does not use it",
+        _describe(arguments.offsets[name]),
+        hint=f"for the lengths of the batch elements attn_mask_type={masked!r}; for sequences packed into one row "
+        f"qkv_format='thd' with attn_mask_type={masked!r} and tensors [tokens, heads, head_dim]",
+    )
+
+
+def _check_padding_of_offsets(arguments: SequenceArguments, inputs: Inputs) -> None:
+    padded = {name: offsets for name, offsets in arguments.offsets.items() if name.endswith("_padded")}
+    if padded and not inputs.packed:
+        name = next(iter(padded))
+        hint = "in sbhd and bshd every batch element starts a row; cu_seqlens_q has its length"
+        raise InputError(name, f"be None in qkv_format={inputs.format!r}", _describe(padded[name]), hint=hint)
+    if arguments.pad_between_seqs and inputs.packed and not padded:
+        hint = "cu_seqlens_q_padded are the offsets of sequences in memory; cu_seqlens_q only their lengths"
+        raise InputError("pad_between_seqs", "be given with cu_seqlens_q_padded", True, hint=hint)
+
+
+def _check_packed(arguments: SequenceArguments, inputs: Inputs, attention_type: str) -> None:
+    if arguments.attention_mask is not None:
+        hint = "cu_seqlens_q defines the sequences; for other conditions, undivided.attention(mask=)"
+        raise InputError(
+            "attention_mask", "be None in qkv_format='thd'", _describe(arguments.attention_mask), hint=hint
+        )
+    hint = "cumulative lengths: three sequences of 300, 800 and 1248 tokens are [0, 300, 1100, 2348], int32"
+    if arguments.cu_seqlens_q is None:
+        raise InputError("cu_seqlens_q", "be given in qkv_format='thd'", None, hint=hint)
+    if arguments.cu_seqlens_kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+        raise InputError("cu_seqlens_kv", "be given if keys are not packed as the queries", None, hint=hint)
+    if arguments.pad_between_seqs is False:
+        for side in ("q", "kv"):
+            real, padded = getattr(arguments, f"cu_seqlens_{side}"), getattr(arguments, f"cu_seqlens_{side}_padded")
+            if differ(real, padded):
+                raise InputError(
+                    "pad_between_seqs",
+                    f"not be False if cu_seqlens_{side}_padded differs from cu_seqlens_{side}",
+                    False,
+                    hint="omit it: the offsets decide",
+                )
+
+
+def differ(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether the values are known to differ, without waiting for a device."""
+    if a is None or b is None or a is b or torch.compiler.is_compiling():
+        return False
+    return a.device.type == b.device.type == "cpu" and not torch.equal(a.long(), b.long())
+
+
+# All layers of a model receive the same tensors, so the masks of the last few calls are cached. An entry holds its
+# tensors, so that no other tensor can have their ids; versions detect changes in place.
+_recent: dict[object, tuple[tuple[Tensor, ...], Mask]] = {}
+_MAX_RECENT = 8
+
+
+def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str, diagonal: Mask) -> Mask:
+    """`diagonal`, restricted to the real tokens of each sequence if the mask type has padding."""
+    tensors = arguments.tensors
+    if torch.compiler.is_compiling() or not kind.padding or any(t.is_inference() for t in tensors):
+        sequences = _sequence_mask(arguments, kind, inputs, attention_type)
+        return diagonal if sequences is None else diagonal & sequences
+    key = (
+        tuple((id(t), t._version) for t in tensors),
+        tuple(t is not None for t in arguments),
+        arguments[5:],
+        kind.name,
+        attention_type,
+        inputs.format,
+        inputs.q.shape,
+        inputs.k.shape,
+        diagonal.align,
+        diagonal.band,
+    )
+    known = _recent.get(key)
+    if known is None:
+        sequences = _sequence_mask(arguments, kind, inputs, attention_type)
+        assert sequences is not None
+        if len(_recent) >= _MAX_RECENT:
+            _recent.clear()
+        known = _recent[key] = (tensors, diagonal & sequences)
+    return known[1]
+
+
+def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
+    """The mask of real tokens and sequences; None if the mask type has neither."""
+    if inputs.packed:
+        return _packed_mask(arguments)
+    if kind.name == "arbitrary":
+        return arbitrary_mask(arguments.attention_mask, inputs)
+    if not kind.padding:
+        return None
+    if arguments.attention_mask is not None and arguments.offsets:
+        raise InputError(
+            "attention_mask",
+            f"be None if {next(iter(arguments.offsets))} is given",
+            _describe(arguments.attention_mask),
+            hint="pass one of the two",
+        )
+    if arguments.offsets:
+        return _lengths_mask(arguments, inputs, attention_type)
+    return _padding_mask(arguments.attention_mask, inputs, kind)
+
+
+def _packed_mask(arguments: SequenceArguments) -> Mask:
+    """The mask of packed documents. Arguments of the queries also serve the keys if those have none."""
+    q, kv = arguments.cu_seqlens_q, arguments.cu_seqlens_kv
+    assert q is not None
+    padded_q, padded_kv = arguments.cu_seqlens_q_padded, arguments.cu_seqlens_kv_padded
+    if kv is None or kv is q:
+        kv, padded_q, padded_kv = (
+            q,
+            padded_q if padded_q is not None else padded_kv,
+            padded_kv if padded_kv is not None else padded_q,
+        )
+    max_kv = arguments.max_seqlen_kv
+    if kv is q and max_kv is None:
+        max_kv = arguments.max_seqlen_q
+    return masks.documents(q, kv, padded_q, padded_kv, arguments.max_seqlen_q, max_kv)
+
+
+def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: str) -> Mask:
+    """The mask of the lengths of batch elements, from their cumulative sums."""
+    q, kv = arguments.cu_seqlens_q, arguments.cu_seqlens_kv
+    if q is None:
+        raise InputError("cu_seqlens_q", "be given with cu_seqlens_kv", None)
+    if kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+        raise InputError("cu_seqlens_kv", "be given if keys and queries differ in length", None)
+    for name, offsets in arguments.offsets.items():
+        if offsets.shape[0] != inputs.batch + 1:
+            count = offsets.shape[0] - 1
+            hint = inputs.fits_other_format(count) or (
+                "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
+                if inputs.batch == 1
+                else None
+            )
+            raise InputError(
+                name,
+                f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
+                offsets.shape[0],
+                hint=hint,
+            )
+        if readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
+            hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
+            raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
+    n = q.diff()
+    return masks.lengths(n if kv is None or kv is q else kv.diff(), n)
+
+
+def _padding_mask(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
+    """The mask of real tokens, from one boolean padding mask or a pair for queries and keys."""
+    if attention_mask is None:
+        raise InputError(
+            "attention_mask",
+            f"be given (or cu_seqlens_q) with attn_mask_type={kind.name!r}",
+            None,
+            hint=f"without padding, use {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}",
+        )
+    if isinstance(attention_mask, tuple | list):
+        if len(attention_mask) != 2:
+            raise InputError(
+                "attention_mask",
+                "be a tensor, or a pair for the queries and the keys",
+                f"{len(attention_mask)} tensors",
+            )
+        q = _real_tokens("attention_mask[0]", attention_mask[0], inputs, inputs.q_len)
+        if attention_mask[1] is attention_mask[0]:
+            return _mask_of_real_tokens(q, q)
+        return _mask_of_real_tokens(q, _real_tokens("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
+    if inputs.q_len != inputs.kv_len:
+        raise InputError(
+            "attention_mask",
+            "be a pair for the queries and the keys if their lengths differ",
+            _describe(attention_mask),
+            hint="attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])",
+        )
+    real = _real_tokens("attention_mask", attention_mask, inputs, inputs.q_len)
+    return _mask_of_real_tokens(real, real)
+
+
+def _real_tokens(name: str, mask: object, inputs: Inputs, length: int) -> Tensor:
+    """Real tokens from a padding mask [b, 1, 1, length], bool [b, length]."""
+    mask = _boolean(name, mask)
+    if tuple(mask.shape) != (inputs.batch, 1, 1, length):
+        hint = inputs.fits_other_format(mask.shape[0]) or None
+        if mask.dim() == 2 and tuple(mask.shape) == (inputs.batch, length):
+            hint = f"{name}[:, None, None, :]"
+        elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
+            hint = "for a mask of pairs, attn_mask_type='arbitrary'"
+        raise InputError(
+            name, f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]", list(mask.shape), hint=hint
+        )
+    return ~mask[:, 0, 0]
+
+
+def _mask_of_real_tokens(q: Tensor, kv: Tensor) -> Mask:
+    """The mask of real queries and keys.
+
+    Positions count from the first real token of a row to the last one; padding in between keeps its place and is
+    masked. Only tensor operations are used, so that nothing waits for a GPU.
+    """
+    q_start, q_length = _span(q)
+    kv_start, kv_length = (q_start, q_length) if kv is q else _span(kv)
+    if readable(q, kv) and not any(_has_holes(real, n) for real, n in ((q, q_length), (kv, kv_length))):
+        if not q_start.any() and not kv_start.any():
+            return masks.lengths(kv_length, q_length)
+        return masks.lengths(kv_length, q_length, kv_start, q_start)
+    ids = -(~q).int()
+    return masks.lengths(kv_length, q_length, kv_start, q_start) & masks.document_ids(
+        ids, ids if kv is q else -(~kv).int()
+    )
+
+
+def _span(real: Tensor) -> tuple[Tensor, Tensor]:
+    """First real token and number of tokens up to the last one of each row, int32 [b]; 0 and 0 if there is none."""
+    if not real.shape[1]:
+        zero = real.new_zeros(real.shape[0], dtype=torch.int32)
+        return zero, zero
+    some = real.any(1)
+    start = real.int().argmax(1).int()
+    stop = (real.shape[1] - real.int().flip(1).argmax(1).int()) * some
+    return start, stop - start
+
+
+def _has_holes(real: Tensor, length: Tensor) -> bool:
+    return not torch.equal(real.sum(1).int(), length)
+
+
+def arbitrary_mask(attention_mask: object, inputs: Inputs) -> Mask:
+    """The mask of an attention_mask that holds pairs."""
+    if attention_mask is None:
+        hint = "bool, True = masked out, broadcastable to [b, h, sq, skv]"
+        raise InputError("attention_mask", "be given with attn_mask_type='arbitrary'", None, hint=hint)
+    if isinstance(attention_mask, tuple | list):
+        hint = "for a pair of padding masks, attn_mask_type='padding'"
+        raise InputError("attention_mask", "be one tensor with attn_mask_type='arbitrary'", "a pair", hint=hint)
+    tensor = _boolean("attention_mask", attention_mask)
+    sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
+    if tensor.dim() not in (2, 4) or any(
+        have not in (1, size) for have, size in zip(tensor.shape[::-1], sizes[::-1], strict=False)
+    ):
+        hint = "attention_mask[:, None] for [b, sq, skv]" if tensor.dim() == 3 else ""
+        must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"
+        hint = hint or inputs.fits_other_format(tensor.shape[0])
+        raise InputError("attention_mask", must, list(tensor.shape), hint=hint or None)
+    return masks.dense(~tensor)
+
+
+def _boolean(name: str, mask: object) -> Tensor:
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        check_tensor(name, mask)
+        return mask
+    if not isinstance(mask, Tensor):
+        raise InputError(name, "be a bool tensor, True = masked out", type(mask).__name__)
+    hint = "integers: mask.bool() if 1 is masked out, ~mask.bool() if 1 is attended to"
+    if mask.is_floating_point():
+        hint = "numbers to add are core_attention_bias, with core_attention_bias_type='post_scale_bias'"
+    raise InputError(name, "be bool, True = masked out", mask.dtype, hint=hint)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor) and not value.is_nested:
+        return f"a tensor {list(value.shape)}"
+    return f"a {type(value).__name__}"

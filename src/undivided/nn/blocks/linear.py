@@ -1,0 +1,117 @@
+"""Linear maps with one weight or one weight per part, alone or after a normalisation.
+
+Parameters have TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...;
+`layer_norm_weight`, `layer_norm_bias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from undivided.nn.blocks.module import Init, Module, initialise
+from undivided.nn.blocks.normalization import Norm
+
+
+class Linear(Module):
+    """``x @ weight^T + bias`` for each part.
+
+    Args:
+        in_features: features of x.
+        parts: features of each part by name; {"": n} is one parameter called `weight`.
+        init: initialises every weight; biases are initialised with 0.
+        bias: whether the parts have biases.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    weight: Parameter  # if there is one weight
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        init: Init,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.init_method = in_features, init
+        self.names = tuple(f"{name}_" if name else "" for name in parts)
+        for name, features in zip(self.names, parts.values(), strict=True):
+            weight = Parameter(torch.empty(features, in_features, device=device, dtype=dtype))
+            self.register_parameter(f"{name}weight", weight)
+            self.register_parameter(
+                f"{name}bias", Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+            )
+        self.reset_parameters()
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of each part."""
+        return [(getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.names]
+
+    def reset_parameters(self) -> None:
+        """Initialise weights by the function, biases with 0."""
+        for weight, bias in self.parts():
+            initialise(weight, self.init_method)
+            initialise(bias, 0.0)
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
+        """One tensor [.., features] per part, and the input of the maps.
+
+        Each part is a matrix product of its own, because joining the weights would copy them.
+        """
+        x = self.normalised(x)
+        return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """The input of the maps: x itself."""
+        return x
+
+    def extra_repr(self) -> str:
+        """Sizes, for `repr`."""
+        parts = ", ".join(
+            f"{name.rstrip('_') or 'out'}={weight.shape[0]}"
+            for name, (weight, _) in zip(self.names, self.parts(), strict=True)
+        )
+        return f"in={self.in_features}, {parts}, bias={self.parts()[0][1] is not None}"
+
+
+class LayerNormLinear(Linear):
+    """A normalisation followed by linear maps."""
+
+    layer_norm_bias: Parameter | None
+
+    def __init__(
+        self,
+        norm: Norm,
+        in_features: int,
+        parts: Mapping[str, int],
+        init: Init,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(in_features, parts, init, bias, device, dtype)
+        self.norm = norm
+        self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
+        self.register_parameter("layer_norm_bias", layer_norm_bias)
+        self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise weights by the function, biases with 0, and the normalisation as the identity."""
+        super().reset_parameters()
+        if hasattr(self, "norm"):  # the constructor of the base class calls this first
+            self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """The input of the maps: x normalised."""
+        return self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and normalisation, for `repr`."""
+        return f"{super().extra_repr()}, normalization={self.norm.kind!r}"

@@ -1,0 +1,57 @@
+"""The base class of the modules, which loads TransformerEngine's checkpoints, and the initialisation of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+
+Init = Callable[[Tensor], object]
+
+
+class Module(torch.nn.Module):
+    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def default_init(weight: Tensor) -> None:
+    """Fill a weight from a normal distribution with standard deviation 0.023, TransformerEngine's default."""
+    torch.nn.init.normal_(weight, 0.0, 0.023)
+
+
+def checked_init(argument: str, value: Init | None) -> Init:
+    """The function that initialises a weight; `default_init` if None."""
+    if value is None:
+        return default_init
+    if not callable(value):
+        hint = "functools.partial(torch.nn.init.normal_, std=0.02)"
+        raise InputError(argument, "be a function of a weight, or None", repr(value), hint=hint)
+    return value
+
+
+def checked_dtype(value: object) -> torch.dtype:
+    """The dtype of parameters; torch's default if None."""
+    if value is None:
+        return torch.get_default_dtype()
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise InputError("params_dtype", "be a floating-point dtype or None", repr(value))
+    return value
+
+
+def initialise(parameter: Tensor | None, init: Init | float) -> None:
+    """Fill a parameter by a function or with a number, except on the meta device."""
+    if parameter is None or parameter.is_meta:
+        return
+    with torch.no_grad():
+        if callable(init):
+            init(parameter)
+        else:
+            parameter.fill_(init)

@@ -1,0 +1,65 @@
+"""The rotation of queries and keys in the attention layers: with caches, packed sequences and context parallelism."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from undivided._layout import Layout
+from undivided.cache import InferenceParams
+from undivided.context_parallel import ContextParallel
+from undivided.context_parallel.sharding import Side
+from undivided.errors import InputError
+from undivided.nn._context_parallel import freqs_of_rank
+from undivided.nn.arguments.error_names import renamed
+from undivided.nn.rotary.rotation import Rotation, rotate, rotation_of
+
+RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
+
+
+def rotate_queries_and_keys(
+    q: Tensor,
+    k: Tensor,
+    freqs: RotaryPosEmb,
+    *,
+    format: Layout,
+    interleaved: bool,
+    offsets_q: Tensor | None,
+    offsets_kv: Tensor | None,
+    params: InferenceParams | None,
+    is_cross: bool,
+    cp: ContextParallel | None,
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated by the angles of their positions. In self-attention both have the same rotation.
+
+    Args:
+        q, k: [.., h, d] and [.., g, d] in `format`.
+        freqs: angles of all positions, or a pair for queries and keys.
+        format: "sbhd", "bshd" or "thd".
+        interleaved: the kind of pairs, see `apply_rotary_pos_emb`.
+        offsets_q, offsets_kv: offsets of packed sequences, int [b + 1]; used in thd only.
+        params: cache, after whose tokens the positions of the queries continue.
+        is_cross: whether keys have positions of their own.
+        cp: context parallelism.
+    """
+    q_freqs, k_freqs = freqs if isinstance(freqs, tuple | list) else (freqs, freqs)
+    starts = None if params is None else params.get_seqlens_pre_step()[: params.batch_size]
+    if format != "thd":  # cu_seqlens are lengths there, and every row starts at its first position
+        offsets_q = offsets_kv = None
+    elif params is not None:
+        offsets_q = params.cu_seqlens_q[: params.batch_size + 1]
+
+    def rotation(t: Tensor, rows: Tensor, start: Tensor | None, offsets: Tensor | None, side: Side = "q") -> Rotation:
+        if cp is not None:
+            rows = freqs_of_rank(rows, t, format, cp, offsets, side)
+            offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
+        return rotation_of(t, rows, format, start, interleaved, offsets)
+
+    try:
+        q_rotation = rotation(q, q_freqs, starts, offsets_q)
+        if is_cross:
+            k_rotation = rotation(k, k_freqs, None, offsets_kv, "kv")
+        else:
+            k_rotation = q_rotation if k_freqs is q_freqs else rotation(k, k_freqs, starts, offsets_q)
+    except InputError as error:
+        raise renamed(error, {"freqs": "rotary_pos_emb"}) from None
+    return rotate(q, q_rotation), rotate(k, k_rotation)

@@ -1,0 +1,159 @@
+"""Longer contexts for rotary embeddings: the frequencies of the pairs under each published method.
+
+A method is a dictionary with the keys of a model's config.json: ``{"rope_type": "llama3", "factor": 8.0, ...}``. An
+unknown key is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
+
+_POSITIVE = "a positive number"
+_LENGTH = "original_max_position_embeddings"
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", _LENGTH),
+    "yarn": ("factor", _LENGTH),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+}
+# Keys of config.json that are constructor arguments.
+_ARGUMENTS = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A method and its checked values."""
+
+    kind: str
+    values: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+
+def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
+    """The method of a dictionary; `pretrained_length` is the default of its original length."""
+    if config is None:
+        return Scaling("default", {})
+    if not isinstance(config, Mapping):
+        hint = "{'rope_type': 'llama3', 'factor': 8.0, ...}, as in a model's config.json"
+        raise InputError("scaling", "be a dictionary or None", repr(config), hint=hint)
+    values = dict(config)
+    kind = checked_choice("scaling['rope_type']", values.pop("rope_type", values.pop("type", None)), tuple(_REQUIRED))
+    if _LENGTH in _REQUIRED[kind] and pretrained_length is not None:
+        values.setdefault(_LENGTH, pretrained_length)
+    known = (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()))
+    for key in values:
+        if key not in known:
+            argument = _ARGUMENTS.get(str(key))
+            hint = f"pass {argument}={values[key]!r} at construction" if argument else f"allowed: {', '.join(known)}"
+            raise InputError("scaling", f"not have {key!r} with rope_type {kind!r}", repr(values[key]), hint=hint)
+    for key in _REQUIRED[kind]:
+        if key not in values:
+            raise InputError("scaling", f"have {key!r} with rope_type {kind!r}", sorted(values))
+    return Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
+
+
+def _checked(key: str, value: object) -> Any:
+    name = f"scaling[{key!r}]"
+    if key == _LENGTH:
+        return checked_integer(name, value, 1)
+    if key == "truncate":
+        return checked_flag(name, value)
+    if key == "factor":
+        return checked_number(name, value, 1.0, 1e30, "a number of at least 1")
+    if value is None and key in _OPTIONAL["yarn"]:
+        return None
+    return checked_number(name, value, 1e-30, 1e30, _POSITIVE)
+
+
+def frequencies(dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
+    """``base^(-2 i / dim)`` for each pair i, fp32 [dim / 2]."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    return 1.0 / (base**exponents)
+
+
+def scaled(scaling: Scaling, dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
+    """The frequencies of a method that are independent of the length of a call, fp32 [dim / 2]."""
+    plain = frequencies(dim, base, device)
+    if scaling.kind == "linear":
+        return plain / float(scaling["factor"])
+    if scaling.kind == "yarn":
+        return _yarn(scaling, plain, dim, base)
+    if scaling.kind == "llama3":
+        return _llama3(scaling, plain)
+    return plain
+
+
+def scaled_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
+    """The frequencies for a call of ``length`` positions: "dynamic" stretches them beyond the original length.
+
+    Source: dynamic NTK-aware scaling, https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/
+    """
+    if scaling.kind != "dynamic" or length <= scaling[_LENGTH] or dim == 2:  # one pair has frequency 1
+        return inv_freq
+    grown = scaling["factor"] * length / scaling[_LENGTH] - (scaling["factor"] - 1)
+    return frequencies(dim, base * grown ** (dim / (dim - 2)), inv_freq.device)
+
+
+def attention_factor(scaling: Scaling) -> float:
+    """The factor of the rotated queries and keys: 1 except for YaRN."""
+    if scaling.kind != "yarn":
+        return 1.0
+    values = scaling.values
+    if values.get("attention_factor") is not None:
+        return float(values["attention_factor"])
+    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _mscale(values["factor"], mscale) / _mscale(values["factor"], mscale_all_dim)
+    return _mscale(values["factor"], 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(scaling: Scaling, plain: Tensor, dim: int, base: float) -> Tensor:
+    """Fast pairs unchanged, slow pairs stretched by the factor, a linear ramp in between.
+
+    Source: Peng et al. 2023, YaRN (arXiv:2309.00071), section 3.2.
+    """
+    values = scaling.values
+
+    def pair_with_rotations(count: float) -> float:
+        return dim * math.log(values[_LENGTH] / (count * 2 * math.pi)) / (2 * math.log(base))
+
+    first = pair_with_rotations(values.get("beta_fast") or 32.0)
+    last = pair_with_rotations(values.get("beta_slow") or 1.0)
+    if values.get("truncate") is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    pair = torch.arange(dim // 2, dtype=torch.float32, device=plain.device)
+    stretched = ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
+    mixed: Tensor = plain / scaling["factor"] * stretched + plain * (1 - stretched)
+    return mixed
+
+
+def _llama3(scaling: Scaling, plain: Tensor) -> Tensor:
+    """Short waves unchanged, long waves stretched by the factor, a blend in between.
+
+    Source: rope_scaling in Meta's Llama 3.1 reference (llama_models, llama3/model.py, apply_scaling).
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = scaling[_LENGTH] * plain / (2 * math.pi)  # rotations of a pair within the original length
+    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    mixed: Tensor = plain / scaling["factor"] * (1 - kept) + plain * kept
+    return mixed

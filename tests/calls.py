@@ -1,0 +1,24 @@
+"""Calls as a backend gets them, from the keywords of `attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from undivided._call import Call
+from undivided._normalise import normalise
+from undivided._problem import Problem
+from undivided._request import Request, Tensors
+
+
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, needs: tuple[bool, ...] | None = None, **options: Any
+) -> tuple[Call, Tensors]:
+    """The checked call and its tensors; `device` replaces theirs."""
+    return normalise(Request.of(q, k, v, **options), device, needs)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Any) -> Problem:
+    """What selection sees of it."""
+    return call_of(q, k, v, device=device, **options)[0].problem
