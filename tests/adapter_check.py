@@ -56,7 +56,7 @@ def tensors(
 def expected(
     call: Call, given: Tensors, grad: Tensor, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out in the call's layout, lse [B, H, S], gradients of the given inputs) by the definition, from the dense mask."""
+    """(out in the call's layout, lse [B, H, S], gradients of the inputs) by the definition, from the dense mask."""
     fresh = [None if t is None else t.detach().clone().requires_grad_() for t in given]
     inputs = Tensors._make(fresh)
     allowed = call.mask.to_dense(call.problem.batch, call.problem.heads, call.problem.q_len, call.problem.kv_len)
@@ -88,7 +88,11 @@ def expected(
     outputs, grads = [out], [_layout.heads_first(grad, call.problem.layout)]
     if grad_lse is not None:
         outputs, grads = [out, finite], [*grads, grad_lse]
-    return _layout.from_heads_first(out, call.problem.layout), lse, list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
+    return (
+        _layout.from_heads_first(out, call.problem.layout),
+        lse,
+        list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True)),
+    )
 
 
 def check(

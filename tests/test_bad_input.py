@@ -905,27 +905,26 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "pages-v-none": (lambda: paged(v=None), "v must be a torch.Tensor, got NoneType", None),
     # explain
-    "explain-no-layout": (
-        lambda: explain(Q, Q, Q),
-        (
-            "explain must be given layout= and only arguments of attention (alibi_slopes, bias, dropout_p, "
-            "dropout_seed, layout, mask, pages, return_lse, scale, sinks, softcap), got no layout"
-        ),
-        None,
+    "explain-layout-none": (
+        lambda: explain(Q, Q, Q, layout=None),
+        "layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', got None",
+        "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
     ),
     "explain-unknown": (
         lambda: explain(Q, Q, Q, layout="bshd", softcapp=1),
         (
-            "explain must be given layout= and only arguments of attention (alibi_slopes, bias, dropout_p, "
-            "dropout_seed, layout, mask, pages, return_lse, scale, sinks, softcap), got ['softcapp']"
+            "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
+            "deterministic, dropout_p, dropout_seed, layout, machine, mask, pages, return_lse, scale, sinks, "
+            "softcap), got ['softcapp']"
         ),
         "softcap=",
     ),
     "explain-foreign-keyword": (
         lambda: explain(Q, Q, Q, layout="bshd", window_size=(3, 0)),
         (
-            "explain must be given layout= and only arguments of attention (alibi_slopes, bias, dropout_p, "
-            "dropout_seed, layout, mask, pages, return_lse, scale, sinks, softcap), got ['window_size']"
+            "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
+            "deterministic, dropout_p, dropout_seed, layout, machine, mask, pages, return_lse, scale, sinks, "
+            "softcap), got ['window_size']"
         ),
         "mask=masks.window(left, right)",
     ),

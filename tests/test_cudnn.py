@@ -13,7 +13,7 @@ import undivided
 from adapter_check import MASKS, check, expected, tensors
 from calls import call_of, problem_of
 from fake_cudnn import FakeCudnn
-from undivided import DotProductAttention, functional, masks
+from undivided import DotProductAttention, _prepare, masks
 from undivided._call import Call
 from undivided._machine import Machine
 from undivided._policy import Policy
@@ -203,7 +203,7 @@ def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.Monk
         seen.append(problem)
         return select(problem, machine, policy)
 
-    monkeypatch.setattr(functional, "select", noted)
+    monkeypatch.setattr(_prepare, "select", noted)
     module = DotProductAttention(4, 8, 2, qkv_format="bshd", attn_mask_type="causal")
     module(*(t.float() for t in tensors(6, 6)), core_attention_bias_type="alibi")
     assert [problem.usual_slopes for problem in seen] == [True]
@@ -289,7 +289,7 @@ def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
 
 def allowed_on_an_h100(case: Case) -> bool:
     """Whether cuDNN may run the case in bf16."""
-    problem, *_ = asked(case)
+    problem = asked(case)[0].problem
     bias = torch.bfloat16 if problem.bias_dtype == torch.float64 else problem.bias_dtype
     return not cudnn.BACKEND.reasons(problem._replace(dtype=torch.bfloat16, bias_dtype=bias), H100)
 
@@ -316,6 +316,6 @@ def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: C
 
 
 def test_the_catalogue_has_cases_of_everything_that_is_new() -> None:
-    problems = [asked(case)[0] for case in CATALOGUE]
+    problems = [asked(case)[0].problem for case in CATALOGUE]
     features = frozenset().union(*(problem.features for problem in problems))
     assert features >= {"bias", "bias_grad", "alibi", "sinks", "sinks_grad", "paged", "gqa", "value_dim"}

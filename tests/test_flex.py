@@ -79,7 +79,7 @@ def test_flex_on_the_cpu_says_what_it_cannot() -> None:
     for piece in ("gradients on the CPU", "log-sum-exp returned on the CPU", "sinks"):
         assert any(piece in reason for reason in reasons), reasons
     assert "backend='flex'" in (flex.BACKEND.only_when_asked(problem, cpu) or "")
-    wide, _ = call_of(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
+    wide = problem_of(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
     assert any("float64" in reason for reason in flex.BACKEND.reasons(wide, cpu))
 
 
@@ -109,7 +109,7 @@ def test_flex_block_mask_names_every_tile(
     if causal:
         mask = mask & masks.causal("bottom_right")
     call, given = call_of(*tensors(q_len, kv_len), layout="bshd", mask=mask)
-    block_mask = flex._block_mask(call, given.normal_form(call.problem))
+    block_mask = flex._block_mask(call.problem, call.normal_form(given.q.device))
     dense = mask.to_dense(2, 1, q_len, kv_len)
     listed = torch.zeros(2, -(-q_len // 4), -(-kv_len // 4), dtype=torch.int)
     for worth, (count, which) in enumerate(

@@ -144,8 +144,8 @@ def test_pytorchs_kernels(name: str) -> None:
     for backend in ("torch_flash", "torch_efficient"):  # torch_cudnn's operator has no meta function
         # the meta function of the efficient backward (torch 2.13) does not take its own operator's arguments
         call, given = _asked(name, backend != "torch_efficient", kv_heads=4)
-        problem = call.problem._replace(device="cuda")
-        if not get(backend).reasons(problem, h100):
+        call = call.with_problem(call.problem._replace(device="cuda"))
+        if not get(backend).reasons(call.problem, h100):
             ran.append(backend)
             assert _waits(get(backend), call, given) == [], backend
     assert ran

@@ -172,7 +172,7 @@ MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100"
 
 def allowed(case: Case) -> bool:
     """Whether the kernel may run the case on one of the machines, in fp32."""
-    problem, *_ = asked(case)
+    problem = asked(case)[0].problem
     problem = problem._replace(dtype=torch.float32, bias_dtype=None if problem.bias_dtype is None else torch.float32)
     return any(not torch_efficient.BACKEND.reasons(problem, machine) for machine in MACHINES.values())
 

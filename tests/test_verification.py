@@ -56,7 +56,7 @@ def test_every_mask_layout_and_way_to_lie_in_memory_is_in_the_catalogue() -> Non
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=str)
 def test_case_makes_a_problem_of_its_sizes(case: Case) -> None:
-    call, given, _ = _request(case, case.dtypes[0])
+    call, _, _ = _request(case, case.dtypes[0])
     assert case.name == case.name.lower()
     assert case.sizes == (
         call.problem.batch,
