@@ -28,7 +28,7 @@ from undivided.benchmarking.suites import begun
 from undivided.benchmarking.tasks import OTHERS, Task, settings, timed, warmed
 from undivided.verification import workers
 
-PATIENCE = 240.0
+TASK_SECONDS = 240.0
 """Seconds that one problem may take, compiling included, before its process is ended."""
 
 
@@ -65,7 +65,7 @@ def main() -> int:
     ]
     if given.warm:
         _warm(tasks, given.warm, until - time.monotonic())
-    for done in workers.work(tasks, timed, patience=PATIENCE, seconds=max(until - time.monotonic(), 0.0)):
+    for done in workers.work(tasks, timed, task_seconds=TASK_SECONDS, seconds=max(until - time.monotonic(), 0.0)):
         task = done.task
         if done.value is None:
             report["failed"][f"{task.suite}/{task.name}"] = done.failure
@@ -89,7 +89,7 @@ def main() -> int:
 def _warm(tasks: list[Task], jobs: int, seconds: float) -> None:
     """Compile for at most half of the time that is left."""
     start, count = time.monotonic(), 0
-    for _ in workers.work(tasks, warmed, jobs=jobs, patience=PATIENCE, seconds=seconds / 2):
+    for _ in workers.work(tasks, warmed, jobs=jobs, task_seconds=TASK_SECONDS, seconds=seconds / 2):
         count += 1
     took = time.monotonic() - start
     print(f"compiled for {count} of {len(tasks)} problems in {took:.0f} s", file=sys.stderr, flush=True)
