@@ -94,7 +94,7 @@ class TestDemo:
         monkeypatch.setattr("undivided.cli.commands.demo._budget", lambda plain, dtype: dict.fromkeys(plain, 0.0))
         done = run(*QUICK, "--rounds", "1")
         assert done.exit_code == 1
-        assert "did NOT give the same answer" in " ".join(done.stdout.split())
+        assert "did NOT return the same result" in " ".join(done.stdout.split())
         assert "How long" not in done.stdout
 
     @pytest.mark.parametrize("columns", ["80", "120"])
@@ -358,7 +358,7 @@ class TestTables:
         assert max(map(len, out.splitlines())) <= 80
         for word in (
             "backend alone",
-            "above it",
+            "overhead",
             "torch SDPA",
             "8 tokens, recording for the backward",
             "1234.5",
@@ -438,7 +438,7 @@ def somewhere(tmp_path: Path) -> Path:
 
 WRONG = {
     "demo-file": (("demo", "--quick", "--out", "file"), "--out must be a folder, got the file"),
-    "demo-below-a-file": (("demo", "--quick", "--out", "file/x"), "--out must be a folder that can be made"),
+    "demo-below-a-file": (("demo", "--quick", "--out", "file/x"), "--out must be a folder that can be created"),
     "demo-checkpoint": (("demo", "--train", "--checkpoint", "folder"), "--checkpoint must be a file, got the folder"),
     "mask-format": (("mask", "causal", "--out", "x.nope"), "--out must end in "),
     "mask-no-format": (("mask", "causal", "--out", "picture"), "--out must end in "),
@@ -446,10 +446,10 @@ WRONG = {
     "mask-below-a-file": (("mask", "causal", "--out", "file/x.png"), "the folder of --out must be a folder"),
     "bench-folder": (("bench", "--quick", "--json", "folder"), "--json must be a file, got the folder"),
     "bench-ranks": (("bench", "--quick", "--ranks", "folder"), "--ranks must be a file, got the folder"),
-    "bench-markdown": (("bench", "--markdown", "file"), "--markdown must be a report written by --json"),
-    "bench-not-there": (("bench", "--markdown", "none"), "--markdown must be a report written by --json"),
+    "bench-markdown": (("bench", "--markdown", "file"), "--markdown must be a report that --json wrote"),
+    "bench-not-there": (("bench", "--markdown", "none"), "--markdown must be a report that --json wrote"),
     "ranks-into": (("ranks", "report.json", "--into", "folder"), "--into must be a file, got the folder"),
-    "ranks-report": (("ranks", "folder"), "REPORT must be written by"),
+    "ranks-report": (("ranks", "folder"), "REPORT must be a report of"),
 }
 
 
@@ -483,10 +483,10 @@ class TestPaths:
 
 
 IGNORED = {
-    "steps": (("demo", "--quick", "--steps", "5"), "--steps must come with --train"),
-    "checkpoint": (("demo", "--checkpoint", "x"), "--checkpoint must come with --train"),
-    "kv-documents": (("explain", "--kv-documents", "1,2"), "--kv-documents must come with --documents"),
-    "q-lengths": (("explain", "--q-lengths", "3,4"), "--q-lengths must come with --lengths"),
+    "steps": (("demo", "--quick", "--steps", "5"), "--steps must be given together with --train"),
+    "checkpoint": (("demo", "--checkpoint", "x"), "--checkpoint must be given together with --train"),
+    "kv-documents": (("explain", "--kv-documents", "1,2"), "--kv-documents must be given together with --documents"),
+    "q-lengths": (("explain", "--q-lengths", "3,4"), "--q-lengths must be given together with --lengths"),
     "kv-heads": (("explain", "--kv", "2x256x8x64", "--kv-heads", "2"), "--kv-heads must be given without --kv"),
     "cudnn-of-a-cpu": (("explain", "--device", "cpu", "--cudnn", "9.1"), "--cudnn must describe a GPU"),
     "markdown": (("bench", "--markdown", "x", "--quick", "--dtype", "fp32"), "got --dtype, --quick"),

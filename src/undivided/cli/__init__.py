@@ -1,1 +1,1 @@
-"""The command line: ``undivided demo``, ``doctor``, ``explain``, ``verify``, ``mask``."""
+"""The command line ``undivided``; `undivided.cli.commands` has one file per command."""

@@ -1,6 +1,6 @@
 """The commands, and the one place where errors become messages and exit codes.
 
-Exit codes: 0 fine; 1 the answer is no (no backend, a red verification); 2 the request is wrong.
+Exit codes: 0 success; 1 a negative result (no backend, a failed verification); 2 a wrong request.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from undivided.errors import InputError, NoBackendError
 
 
 class _Group(TyperGroup):
-    """Prints InputError, NoBackendError and what the operating system refuses without a traceback; everything else is a
-    defect and keeps its own."""
+    """A group that prints InputError, NoBackendError and OSError without a traceback; any other exception is a bug."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,14 +39,14 @@ class _Group(TyperGroup):
             complain(str(error))
             raise typer.Exit(1) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever reads the output has gone: typer ends quietly
+            if error.errno == errno.EPIPE:  # the reader of the output has ended: typer exits silently
                 raise
             complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
             raise typer.Exit(2) from None
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"undivided {__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""Pictures of the demo, with matplotlib."""
+"""Charts of the demo, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ OURS, THEIRS, LIGHT = "#1f5fa8", "#9aa3ad", 0.5
 
 
 def require(flag: str, path: Path | None = None) -> None:
-    """Refuse early if pictures are asked for and cannot be drawn.
+    """Check that pictures can be drawn.
 
     Args:
-        flag: the one that asks for them.
-        path: of the picture; None for pictures that the command names itself.
+        flag: the flag that requests pictures.
+        path: the path of the picture; None if the command chooses the name.
 
     Raises:
-        InputError: matplotlib is not installed, or writes no such format.
+        InputError: matplotlib is not installed, or cannot write this format.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(flag, "have matplotlib to draw with", "none", hint="pip install 'undivided[plot]'")
+        raise InputError(flag, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
     if path is not None:
         check_format(flag, path)
 
 
 def draw(folder: Path, batch: Batch, report: dict[str, Any]) -> list[Path]:
-    """Save the packed mask and the bars; return where."""
+    """The paths of the pictures after they were saved: the packed mask, and the bars."""
     mask, bars = folder / "mask.png", folder / "demo.png"
     batch.packed_mask().plot(batch.tokens, batch.tokens, mask)
     _bars(report, bars)
@@ -55,19 +55,19 @@ def _bars(report: dict[str, Any], path: Path) -> None:
 
 
 def _counts(axes: Axes, report: dict[str, Any]) -> None:
-    """Packed as a share of padded."""
+    """Bars of the packed counts relative to the padded ones."""
     labels = {"tokens": "tokens", "bytes": "bytes of q, k, v, output", "pairs": "query-key pairs"}
     shares = [100 * report[key]["packed"] / report[key]["padded"] for key in labels]
     axes.barh(list(labels.values()), [100] * 3, color=THEIRS, alpha=LIGHT)
     drawn = axes.barh(list(labels.values()), shares, color=OURS)
     axes.bar_label(drawn, [f"{share:.1f} %" for share in shares], padding=4)
-    axes.set(title="What packing (blue) computes and stores, of what padding does", xlim=(0, 100))
+    axes.set(title="Work and memory of packing (blue) relative to padding", xlim=(0, 100))
     axes.xaxis.set_major_formatter("{x:.0f} %")
     _plain(axes)
 
 
 def _times(axes: Axes, times: list[dict[str, Any]]) -> None:
-    """Forward and backward, stacked."""
+    """Stacked bars of the times, forward and backward."""
     names = [row["name"] for row in times]
     forward = [1e3 * row["forward_seconds"] for row in times]
     backward = [1e3 * row["backward_seconds"] for row in times]

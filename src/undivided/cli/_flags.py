@@ -1,4 +1,4 @@
-"""Flags that are declared once and shared by several commands: a dataclass of them, and a decorator that adds them."""
+"""Flags that several commands share: declared once in a dataclass, added to a command by a decorator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 
 
 def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of dataclasses as its flags; each parameter named here gets an instance.
+    """A decorator that adds the fields of dataclasses to a command as flags; each named parameter gets an instance.
 
-    The fields are annotated as typer wants parameters: ``Annotated[type, typer.Option(...)]`` with a default.
+    The fields are annotated as typer expects: ``Annotated[type, typer.Option(...)]`` with a default.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -24,11 +24,11 @@ def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def with_flags(**values: Any) -> None:
-            made = {
+            instances = {
                 name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
                 for name, group in groups.items()
             }
-            command(**made, **values)
+            command(**instances, **values)
 
         with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -1,4 +1,4 @@
-"""Masks written as text: ``causal() & window(256, 0)``, the calls of `undivided.masks` and nothing else."""
+"""Masks as text, such as ``causal() & window(256, 0)``: calls of `undivided.masks` and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALLS = ("causal", "window", "lengths", "documents", "document_ids", "prefix", "
 
 
 def parse(text: str) -> masks.Mask:
-    """The mask that the text says. Names, numbers, lists, ``None``, calls, ``&`` and ``|`` are read; nothing is
+    """The mask that the text describes. Names, numbers, lists, ``None``, calls, ``&`` and ``|`` are parsed, never
     executed.
 
     >>> parse("window(3, 0, align='bottom_right') | prefix(2)")
@@ -43,7 +43,7 @@ def _call(name: str, arguments: list[Any], named: dict[str, Any], text: str) -> 
     try:
         mask: masks.Mask = getattr(masks, name)(*arguments, **named)
     except TypeError as error:
-        raise InputError("mask", f"call {name} as it is defined ({error})", repr(text)) from None
+        raise InputError("mask", f"call {name} with its own arguments ({error})", repr(text)) from None
     return mask
 
 

@@ -1,4 +1,4 @@
-"""What a problem, a mask and a machine are on the command line."""
+"""The flags that describe a problem, a mask and a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGN = Literal["top_left", "bottom_right"]
 
 
 class Dtype(StrEnum):
-    """Dtypes by their short names."""
+    """The dtypes by their short names."""
 
     fp16 = "fp16"
     bf16 = "bf16"
@@ -45,33 +45,43 @@ MASK, SHAPE, EXTRA = "Mask", "Shapes", "Attention"
 
 @dataclass(frozen=True)
 class MaskFlags:
-    """A mask: an expression, flags, or both (their intersection)."""
+    """The flags of a mask: an expression, parts, or both (their intersection)."""
 
     mask: Annotated[
-        str | None, typer.Option(help="As in Python: 'causal() & window(256, 0)'.", rich_help_panel=MASK)
+        str | None, typer.Option(help="Expression as in Python: 'causal() & window(256, 0)'.", rich_help_panel=MASK)
     ] = None
     align: Annotated[
-        str | None, typer.Option(help="top_left or bottom_right, for every part of the mask.", rich_help_panel=MASK)
+        str | None, typer.Option(help="top_left or bottom_right, for all parts of the mask.", rich_help_panel=MASK)
     ] = None
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)] = None
-    documents: Annotated[str | None, typer.Option(help="Lengths of packed documents.", rich_help_panel=MASK)] = None
+    window: Annotated[
+        str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)
+    ] = None
+    documents: Annotated[
+        str | None, typer.Option(help="Lengths of packed documents, such as 3,7,20.", rich_help_panel=MASK)
+    ] = None
     kv_documents: Annotated[
-        str | None, typer.Option(help="Lengths of their keys, where they differ.", rich_help_panel=MASK)
+        str | None, typer.Option(help="Lengths of their keys, if they differ.", rich_help_panel=MASK)
     ] = None
-    lengths: Annotated[str | None, typer.Option(help="Real keys of each batch element.", rich_help_panel=MASK)] = None
+    lengths: Annotated[
+        str | None, typer.Option(help="Number of real keys of each batch element.", rich_help_panel=MASK)
+    ] = None
     q_lengths: Annotated[
         str | None,
-        typer.Option(help="Real queries; as --lengths where q and kv are equally long.", rich_help_panel=MASK),
+        typer.Option(
+            help="Number of real queries; default: --lengths if q and kv are equally long.", rich_help_panel=MASK
+        ),
     ] = None
-    prefix: Annotated[int | None, typer.Option(help="Only the first N keys.", rich_help_panel=MASK)] = None
-    chunks: Annotated[int | None, typer.Option(help="Chunks of N tokens.", rich_help_panel=MASK)] = None
+    prefix: Annotated[int | None, typer.Option(help="Allow the first N keys.", rich_help_panel=MASK)] = None
+    chunks: Annotated[int | None, typer.Option(help="Attention within chunks of N tokens.", rich_help_panel=MASK)] = (
+        None
+    )
 
     def build(self, q_len: int, kv_len: int) -> masks.Mask | None:
-        """The intersection of everything given; None if nothing was."""
+        """The intersection of all parts; None without parts."""
         for flag, needed in (("kv_documents", "documents"), ("q_lengths", "lengths")):
             if getattr(self, flag) is not None and getattr(self, needed) is None:
                 names = (f"--{name.replace('_', '-')}" for name in (flag, needed))
-                raise InputError(next(names), f"come with {next(names)}", repr(getattr(self, flag)))
+                raise InputError(next(names), f"be given together with {next(names)}", repr(getattr(self, flag)))
         parts = [parse(self.mask)] if self.mask and self.mask != "none" else []
         if self.window is not None:
             left, *rest = integers("--window", self.window)
@@ -107,41 +117,46 @@ class MaskFlags:
 
 @dataclass(frozen=True)
 class ProblemFlags(MaskFlags):
-    """Shapes and options of one attention call."""
+    """The flags of one attention call: shapes and options."""
 
     q: Annotated[
         str,
-        typer.Option("--q", help="Sizes of the query in the order of --layout: 2x1024x8x64.", rich_help_panel=SHAPE),
+        typer.Option(
+            "--q", help="Sizes of the query in the order of --layout, such as 2x1024x8x64.", rich_help_panel=SHAPE
+        ),
     ] = "2x256x8x64"
     kv: Annotated[
-        str | None, typer.Option("--kv", help="Sizes of key and value; else as --q.", rich_help_panel=SHAPE)
+        str | None, typer.Option("--kv", help="Sizes of key and value; default: those of --q.", rich_help_panel=SHAPE)
     ] = None
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads, if fewer (GQA); not beside --kv.", rich_help_panel=SHAPE)
+        int | None,
+        typer.Option(min=1, help="Number of key/value heads (GQA); not together with --kv.", rich_help_panel=SHAPE),
     ] = None
     v_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head size of the value, if another.", rich_help_panel=SHAPE)
+        int | None, typer.Option(min=1, help="Head size of the value; default: that of the key.", rich_help_panel=SHAPE)
     ] = None
     layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = LayoutName.bshd
-    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.", rich_help_panel=SHAPE)] = Dtype.fp32
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of queries, keys and values.", rich_help_panel=SHAPE)] = Dtype.fp32
     bias: Annotated[
-        str | None, typer.Option(help="Axes of an additive bias, 1 where broadcast: 1hqk, ...", rich_help_panel=EXTRA)
+        str | None, typer.Option(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...", rich_help_panel=EXTRA)
     ] = None
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=EXTRA)] = False
-    sinks: Annotated[bool, typer.Option("--sinks", help="One sink a head.", rich_help_panel=EXTRA)] = False
-    softcap: Annotated[float | None, typer.Option(help="c of c * tanh(score / c).", rich_help_panel=EXTRA)] = None
+    alibi: Annotated[bool, typer.Option("--alibi", help="Use ALiBi slopes.", rich_help_panel=EXTRA)] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="Use one sink per head.", rich_help_panel=EXTRA)] = False
+    softcap: Annotated[float | None, typer.Option(help="Softcap c: c * tanh(score / c).", rich_help_panel=EXTRA)] = None
     scale: Annotated[
-        float | None, typer.Option(help="Of the scores; else 1/sqrt(head size).", rich_help_panel=EXTRA)
+        float | None, typer.Option(help="Factor of the scores; default: 1/sqrt(head size).", rich_help_panel=EXTRA)
     ] = None
-    dropout: Annotated[float, typer.Option(help="Probability.", rich_help_panel=EXTRA)] = 0.0
-    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp too.", rich_help_panel=EXTRA)] = False
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit for bit.", rich_help_panel=EXTRA)] = False
-    backend: Annotated[str | None, typer.Option(help="A backend or family that must run.", rich_help_panel=EXTRA)] = (
+    dropout: Annotated[float, typer.Option(help="Dropout probability.", rich_help_panel=EXTRA)] = 0.0
+    lse: Annotated[bool, typer.Option("--lse", help="Also return the log-sum-exp.", rich_help_panel=EXTRA)] = False
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Require results that repeat bit for bit.", rich_help_panel=EXTRA)
+    ] = False
+    backend: Annotated[str | None, typer.Option(help="The backend or family that must run.", rich_help_panel=EXTRA)] = (
         None
     )
 
     def arguments(self, device: str, grad: bool) -> dict[str, Any]:
-        """What `undivided.attention` is to be called with. On the meta device nothing is allocated."""
+        """The arguments for `undivided.attention`. On the meta device nothing is allocated."""
         q_shape, k_shape, v_shape = self._shapes()
         batch, q_len, heads, _ = sizes(torch.Size(q_shape), _layout(self.layout))
         kv_len = sizes(torch.Size(k_shape), _layout(self.layout))[1]
@@ -151,7 +166,7 @@ class ProblemFlags(MaskFlags):
                 return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
             try:
                 return torch.randn(shape).to(device, dtype).requires_grad_(grad)
-            except RuntimeError as error:  # the allocator's
+            except RuntimeError as error:  # of the allocator
                 size = "x".join(map(str, shape))
                 raise InputError("--q, --kv", "have sizes that fit into memory", size) from error
 
@@ -178,30 +193,35 @@ class ProblemFlags(MaskFlags):
         k = shape("--kv", self.kv, self.layout) if self.kv is not None else list(q)
         if self.kv_heads is not None:
             if self.kv is not None:
-                raise InputError("--kv-heads", "be given without --kv, which has the key heads", self.kv_heads)
+                raise InputError("--kv-heads", "be given without --kv, which contains the key heads", self.kv_heads)
             k[self.layout.index("h")] = self.kv_heads
         return q, k, [*k[:-1], k[-1] if self.v_dim is None else self.v_dim]
 
 
 @dataclass(frozen=True)
 class MachineFlags:
-    """A described machine."""
+    """The flags of a described machine."""
 
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, or a GPU by name: a100, h100, ...; else this machine.", rich_help_panel="Machine"),
+        typer.Option(
+            help="cpu, or the name of a GPU: a100, h100, ...; default: this machine.", rich_help_panel="Machine"
+        ),
     ] = None
-    cudnn: Annotated[str | None, typer.Option(help="cuDNN's version there.", rich_help_panel="Machine")] = None
+    cudnn: Annotated[str | None, typer.Option(help="Version of cuDNN on that machine.", rich_help_panel="Machine")] = (
+        None
+    )
     package: Annotated[
-        list[str] | None, typer.Option(help="NAME=VERSION installed there; may be repeated.", rich_help_panel="Machine")
+        list[str] | None,
+        typer.Option(help="NAME=VERSION of an installed package; may be repeated.", rich_help_panel="Machine"),
     ] = None
 
     def machine(self) -> Machine | None:
-        """The described machine; None for this one."""
+        """The described machine; None is this machine."""
         if self.device is None:
             if self.cudnn is not None or self.package:
                 raise InputError(
-                    "--cudnn, --package", "describe a machine named by --device", "no --device", hint="--device a100"
+                    "--cudnn, --package", "be given together with --device", "no --device", hint="--device a100"
                 )
             return None
         if self.device == "cpu" and self.cudnn is not None:
@@ -210,7 +230,7 @@ class MachineFlags:
 
 
 def shape(flag: str, text: str, layout: str) -> list[int]:
-    """``"48x16534x18x128"`` -> ``[48, 16534, 18, 128]``."""
+    """The sizes in a text: ``"48x16534x18x128"`` is ``[48, 16534, 18, 128]``."""
     parts = text.lower().split("x")
     if len(parts) != len(layout) or not all(part.isdecimal() for part in parts):
         example = "x".join("BSHD"["bshd".index(axis)] if axis in "bshd" else "T" for axis in layout)
@@ -222,7 +242,7 @@ def shape(flag: str, text: str, layout: str) -> list[int]:
 
 
 def integers(flag: str, text: str) -> list[int]:
-    """``"64,512"`` -> ``[64, 512]``."""
+    """The integers in a text: ``"64,512"`` is ``[64, 512]``."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Paths that commands write to, checked before the work begins."""
+"""Checks of paths that commands write to, before the work starts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from undivided.errors import InputError
 
 
 def folder_to_write(flag: str, path: Path) -> Path:
-    """The folder, made if it does not exist.
+    """The folder, created if it does not exist.
 
     Raises:
-        InputError: it is a file, or cannot be made or written to.
+        InputError: it is a file, or cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise InputError(flag, "be a folder", f"the file {path}") from None
     except OSError as error:
-        raise InputError(flag, "be a folder that can be made", f"{path} ({error.strerror})") from None
+        raise InputError(flag, "be a folder that can be created", f"{path} ({error.strerror})") from None
     if not os.access(path, os.W_OK):
         raise InputError(flag, "be a folder that can be written to", str(path))
     return path
 
 
 def file_to_write(flag: str, path: Path) -> Path:
-    """The path of a file, in a folder that was made if it did not exist.
+    """The path of a file, whose folder is created if it does not exist.
 
     Raises:
         InputError: it is a folder, or cannot be written.
@@ -39,15 +39,15 @@ def file_to_write(flag: str, path: Path) -> Path:
     return path
 
 
-def refuse_beside(flag: str, others: dict[str, object]) -> None:
-    """Refuse flags that mean nothing beside another.
+def refuse_together(flag: str, others: dict[str, object]) -> None:
+    """Refuse flags that have no meaning together with another flag.
 
     Args:
-        flag: that other one.
-        others: flag -> its value; one that is empty was not given.
+        flag: that other flag.
+        others: the refused flags and their values; an empty value means that the flag was not given.
 
     Raises:
-        InputError: one of them was given.
+        InputError: one of the others was given.
     """
     given = [name for name, value in others.items() if value not in (None, False, "", [], ())]
     if given:

@@ -1,4 +1,4 @@
-"""What the commands print with: a console, tables of decisions, pictures of masks, JSON."""
+"""Output of the commands: the console, tables, decisions, drawings of masks, JSON."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from undivided.masks import NormalForm
 from undivided.masks._drawing import density
 
 SHADES = " ░▒▓█"
-"""From no allowed pair under a character to all of them."""
+"""Shades for no allowed pair under a character up to all of them."""
 
 IN_ASCII = dict(zip("■·░▒▓█▁▂▃▄▅▆▇✓✗…", "#..:+#_.-~=+*+-.", strict=True))
-"""What is printed instead where stdout cannot encode a character; anything else is a question mark."""
+"""ASCII replacements for characters that stdout cannot encode; all others become a question mark."""
 
 UNBOUNDED = 100_000
-"""Columns of an output that is not a terminal: nothing is wrapped there."""
+"""Width of an output that is not a terminal, where nothing is wrapped."""
 
 
 def console() -> Console:
-    """Where results go, as wide as the terminal. Made at each use, so that a redirected stdout is respected."""
+    """A console on stdout, as wide as the terminal. It is created at each use, because stdout may be redirected."""
     if sys.stdout.isatty():
         return Console(highlight=False)
     width = None if os.environ.get("COLUMNS", "").isdecimal() else UNBOUNDED
@@ -43,7 +43,7 @@ def console() -> Console:
 
 
 class _Trimmed:
-    """A stream without the spaces that fill a table's lines."""
+    """A stream that removes trailing spaces."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -70,19 +70,19 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 def complain(message: str) -> None:
-    """One message on stderr, as plain text."""
+    """Print a message on stderr, as plain text."""
     typer.echo(f"undivided: {message}", err=True)
 
 
 def print_json(answer: Any) -> None:
-    """The whole answer as JSON on stdout."""
+    """Print a value as JSON on stdout."""
     in_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     typer.echo(json.dumps(answer, indent=2, ensure_ascii=not in_unicode))
 
 
 @contextmanager
 def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; what it gives is called with the name of each step as it begins."""
+    """A progress bar on stderr; the function that it yields is called with the name of each step before it starts."""
     bar = Progress(
         SpinnerColumn(),
         BarColumn(bar_width=24),
@@ -94,32 +94,31 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]
     )
     with bar:
         task = bar.add_task("", total=total)
-        begun = 0
+        started = 0
 
         def step(name: str) -> None:
-            nonlocal begun
-            bar.update(task, description=name, completed=begun)
-            begun += 1
+            nonlocal started
+            bar.update(task, description=name, completed=started)
+            started += 1
 
         yield step
 
 
 def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table in the style of all tables here; the columns named in `right` hold numbers. `print_table` prints
-    it."""
-    made = Table(
+    """An empty table in the common style, for `print_table`; the columns named in `right` are right-aligned."""
+    result = Table(
         box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim", title=title, title_justify="left"
     )
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        result.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return result
 
 
 GAP, INDENT = 2, 2
 
 
 def print_table(screen: Console, made: Table, before: int = 0, after: int = 0, indent: int = INDENT) -> None:
-    """Print a table, no word of it broken: its columns narrowed to the terminal, or else a block for each row."""
+    """Print a table without breaking words: with narrower columns if they fit, otherwise as one block per row."""
     cells = [
         [cell if isinstance(cell, Text) else screen.render_str(str(cell)) for cell in column.cells]
         for column in made.columns
@@ -145,8 +144,7 @@ def print_table(screen: Console, made: Table, before: int = 0, after: int = 0, i
 
 
 def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list[int]]:
-    """The gap between columns of cells, and their widths: the widest are narrowed first, none below its longest
-    word."""
+    """(gap between columns, widths): the widest columns are narrowed first, none below its longest word."""
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in texts]
     least = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in texts]
     gaps = len(texts) - 1
@@ -159,21 +157,20 @@ def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list
 
 
 def decision_table(decision: Decision) -> Table:
-    """Every backend in the order it was tried, with what stands against it, and by what those that can run are
-    ordered."""
-    made = table("backend", "family", "verdict")
+    """A table of all backends in the order in which they are tried, with their reasons and their ranks."""
+    result = table("backend", "family", "verdict")
     for verdict in decision.verdicts:
         backend, standing = verdict.backend, decision.standing(verdict)
         style = "bold green" if backend is decision.chosen else "" if verdict.can_run else "dim"
-        words = Text("\n".join(verdict.reasons or (verdict.note or "chosen",)), style)
+        reasons = Text("\n".join(verdict.reasons or (verdict.note or "chosen",)), style)
         if standing:
-            words.append(f"; {standing}", "" if style == "bold green" else style)
-        made.add_row(Text(backend.name, style), Text(backend.family, style), words)
-    return made
+            reasons.append(f"; {standing}", "" if style == "bold green" else style)
+        result.add_row(Text(backend.name, style), Text(backend.family, style), reasons)
+    return result
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
-    """A Decision for programs."""
+    """A Decision as plain values for JSON."""
     return {
         "chosen": decision.chosen.name if decision.chosen else None,
         "problem": str(decision.problem),
@@ -197,7 +194,7 @@ def _estimate_json(estimate: Estimate | None) -> dict[str, Any] | None:
 
 
 def shaded(form: NormalForm, width: int = 48, height: int = 24) -> str:
-    """A mask of any size as characters: the darker, the more of the pairs under it are allowed."""
+    """A mask of any size as characters; darker characters cover more allowed pairs."""
     lines = []
     for row in density(form, height, width).tolist():
         levels = [0 if share == 0 else max(1, round(share * (len(SHADES) - 1))) for share in row]
@@ -206,7 +203,7 @@ def shaded(form: NormalForm, width: int = 48, height: int = 24) -> str:
 
 
 def human(count: float, unit: str = "") -> str:
-    """``human(56623104)`` -> ``'56.6 M'``."""
+    """A count with a metric prefix: ``human(56623104)`` is ``'56.6 M'``."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= size:
             return f"{count / size:.3g} {prefix}{unit}"

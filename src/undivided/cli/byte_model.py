@@ -1,7 +1,7 @@
-"""A small language model of bytes, built from `TransformerLayer`: what ``undivided demo --train`` trains.
+"""A small language model of bytes, built from `TransformerLayer`, which ``undivided demo --train`` trains.
 
-RMSNorm, SwiGLU, rotary positions, fewer key/value than query heads, and a sliding window in every other layer; tokens
-come packed (thd), documents one after the other. Read it as an example of a model built from this library's layers.
+It has RMSNorm, SwiGLU, rotary positions, fewer key/value heads than query heads, and a sliding window in every other
+layer. Tokens are packed (thd). It is an example of a model that is built from the layers of this library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ from undivided.cache import InferenceParams
 from undivided.nn import RotaryPositionEmbedding, TransformerLayer
 
 END = 256
-"""The token that begins and ends a document; 0 to 255 are bytes."""
+"""The token at the start and end of a document; 0 to 255 are bytes."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model: features, layers, query heads, key/value heads, hidden features of the MLP, the window's keys,
-    and the longest document in tokens."""
+    """The sizes of a model.
+
+    Attributes:
+        features, layers: size of the hidden state, number of layers.
+        heads, kv_heads: number of query heads and of key/value heads.
+        hidden: hidden features of the MLP.
+        window: keys of the sliding window.
+        longest: tokens of the longest document.
+
+    >>> Size(heads=8).heads
+    8
+    """
 
     features: int = 128
     layers: int = 4
@@ -36,7 +46,7 @@ class Size:
 
 
 class ByteModel(nn.Module):
-    """Scores of the next byte, for packed documents.
+    """The logits of the next byte, for packed documents.
 
     >>> model = ByteModel(Size(features=32, layers=2, heads=2, kv_heads=1, hidden=48))
     >>> model(torch.tensor([END, 104, 105, END, 72]), torch.tensor([0, 3, 5], dtype=torch.int32)).shape
@@ -70,12 +80,12 @@ class ByteModel(nn.Module):
         self.norm = nn.RMSNorm(size.features)
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams | None = None) -> Tensor:
-        """Scores [t, 257] of what follows each of the tokens [t].
+        """The logits [t, 257] of the token after each token.
 
         Args:
-            tokens: of all documents, one after the other.
-            cu_seqlens: int32 [documents + 1], where each begins.
-            inference_params: the caches to continue from, while generating.
+            tokens: int64 [t], of all documents, packed.
+            cu_seqlens: int32 [documents + 1], the starts of the documents, and the end.
+            inference_params: the caches to continue from during generation.
         """
         x = self.embedding(tokens)
         angles = self.rotary(self.size.longest)
@@ -93,7 +103,7 @@ class ByteModel(nn.Module):
         return functional.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Mean nats a byte, over every token but the first of each document."""
+        """The mean loss in nats per byte, over all tokens but the first of each document."""
         scores = self(tokens, cu_seqlens)
         first = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, cu_seqlens[:-1].long(), True)
         follows = ~first[1:]
@@ -102,9 +112,16 @@ class ByteModel(nn.Module):
 
 @torch.no_grad()
 def generate(model: ByteModel, prompts: Sequence[bytes], count: int, temperature: float, seed: int) -> list[bytes]:
-    """Continue each prompt by up to `count` bytes, all together, keys and values in one pool of pages.
+    """The prompts, each continued by up to `count` bytes; all share one pool of pages for keys and values.
 
-    A document that ends leaves the batch, and its pages serve the others.
+    A document that ends leaves the batch, and its pages become free for the others.
+
+    Args:
+        model: the model.
+        prompts: the starts of the documents.
+        count: largest number of new bytes.
+        temperature: divisor of the logits.
+        seed: of the sampling.
     """
     size, generator = model.size, torch.Generator().manual_seed(seed)
     caches = InferenceParams(

@@ -1,7 +1,7 @@
-"""Training a `ByteModel` on packed documents, with checkpoints that continue bit for bit.
+"""Training of a `ByteModel` on packed documents, with checkpoints that continue bit for bit.
 
-Files of Python's own library are the documents; one in eight is held out. A batch is as many random pieces of files as
-fit into a fixed number of tokens, packed one after the other: no padding, and no piece sees another.
+The documents are files of Python's library; one in eight is held out. A batch packs random pieces of files into a fixed
+number of tokens: no padding, and no attention between pieces.
 """
 
 from __future__ import annotations
@@ -23,8 +23,18 @@ from undivided.errors import InputError
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: optimiser steps, tokens a step, highest learning rate, steps of warm-up, and the seed of
-    everything."""
+    """The hyperparameters of a training run.
+
+    Attributes:
+        steps: optimiser steps.
+        tokens: tokens per step.
+        rate: highest learning rate.
+        warm_up: steps of the warm-up.
+        seed: of the weights and the batches.
+
+    >>> Recipe(steps=10).tokens
+    2048
+    """
 
     steps: int = 1000
     tokens: int = 2048
@@ -35,17 +45,17 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as int64 tokens, each begun and ended by END."""
+    """Documents as int64 tokens, each with END at its start and end: for training, and held out."""
 
     train: list[Tensor]
     held_out: list[Tensor]
 
     @classmethod
     def of_library(cls, least: int = 256) -> Corpus:
-        """Every source file of Python's library of at least so many bytes; every eighth is held out.
+        """All source files of Python's library with at least `least` bytes; every eighth is held out.
 
         Raises:
-            InputError: this Python keeps too few source files.
+            InputError: this Python has too few source files.
         """
         names = sorted(name for name, size in library_files() if size >= least)
         if len(names) < 16:
@@ -61,15 +71,15 @@ def _tokens(text: bytes) -> Tensor:
 
 
 def pack(documents: list[Tensor], longest: int, total: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random pieces of random documents, `total` tokens in all: (tokens [total], cu_seqlens int32)."""
+    """Random pieces of random documents with `total` tokens together: (tokens [total], cu_seqlens int32)."""
     weights = torch.tensor([float(len(document)) for document in documents])
     pieces: list[Tensor] = []
     room = total
     while room > 1:
         document = documents[int(torch.multinomial(weights, 1, generator=generator))]
-        most = min(longest, room, len(document))
-        length = int(torch.randint(min(64, most), most + 1, (), generator=generator))
-        length = length if room - length > 1 else most
+        limit = min(longest, room, len(document))
+        length = int(torch.randint(min(64, limit), limit + 1, (), generator=generator))
+        length = length if room - length > 1 else limit
         start = int(torch.randint(len(document) - length + 1, (), generator=generator))
         pieces.append(document[start : start + length])
         room -= length
@@ -78,7 +88,7 @@ def pack(documents: list[Tensor], longest: int, total: int, generator: torch.Gen
 
 
 def bigram_loss(corpus: Corpus) -> float:
-    """Nats a byte, on the held-out files, of counting which byte follows which (with 1 added to every count)."""
+    """The loss in nats per byte of a bigram model on the held-out files (with 1 added to every count)."""
     counts = torch.ones(END + 1, END + 1, dtype=torch.float64)
     for document in corpus.train:
         pairs = document[:-1] * (END + 1) + document[1:]
@@ -89,7 +99,7 @@ def bigram_loss(corpus: Corpus) -> float:
 
 
 class Training:
-    """A model, its optimiser and its stream of batches: everything that a checkpoint holds.
+    """A model, its optimiser and its stream of batches, which a checkpoint stores.
 
     >>> corpus = Corpus([_tokens(b"abab" * 30)] * 2, [_tokens(b"ab" * 40)])
     >>> small = Size(features=16, layers=2, heads=2, kv_heads=1, hidden=24, window=8, longest=64)
@@ -111,7 +121,7 @@ class Training:
         self.losses: list[float] = []
 
     def step(self) -> float:
-        """One step; its loss in nats a byte."""
+        """The loss in nats per byte of one more step."""
         recipe = self.recipe
         for group in self.optimiser.param_groups:
             group["lr"] = recipe.rate * self._schedule()
@@ -126,7 +136,7 @@ class Training:
         return self.losses[-1]
 
     def _schedule(self) -> float:
-        """A straight rise, then half a cosine down to a tenth."""
+        """The factor of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
         if self.done < self.recipe.warm_up:
             return (self.done + 1) / self.recipe.warm_up
         span = max(self.recipe.steps - self.recipe.warm_up, 1)
@@ -134,7 +144,7 @@ class Training:
 
     @torch.no_grad()
     def held_out_loss(self, pieces: int = 8) -> float:
-        """Nats a byte on the held-out files: always the same pieces of them."""
+        """The loss in nats per byte on the held-out files, always on the same pieces."""
         generator = torch.Generator().manual_seed(1)
         total = 0.0
         for _ in range(pieces):
@@ -143,8 +153,7 @@ class Training:
         return total / pieces
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on; an earlier file is replaced only once the new one is
-        whole."""
+        """Write a checkpoint with everything on which the next step depends; the file is replaced atomically."""
         state: dict[str, Any] = {
             "size": asdict(self.model.size),
             "recipe": asdict(self.recipe),
@@ -160,10 +169,10 @@ class Training:
 
     @classmethod
     def load(cls, path: Path, corpus: Corpus) -> Training:
-        """Continue from a checkpoint: the next steps give the same bits as if it had never stopped.
+        """The training of a checkpoint, which continues bit for bit as if it had not been interrupted.
 
         Raises:
-            InputError: the file is no checkpoint of this training.
+            InputError: the file is not a checkpoint of this training.
         """
         try:
             state = torch.load(path, weights_only=True)
@@ -174,15 +183,15 @@ class Training:
             run.done, run.losses = state["done"], state["losses"]
         except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
             raise InputError("--checkpoint", "be a checkpoint that this training wrote", f"{path} ({error})") from error
-        except Exception as error:  # the unpickler's own
+        except Exception as error:  # of the unpickler
             raise InputError("--checkpoint", "be a checkpoint that this training wrote", str(path)) from error
         return run
 
 
-def train(run: Training, checkpoint: Path | None, every: int, told: Callable[[int, float], None]) -> None:
-    """Steps until the recipe's are done; a checkpoint after every `every` and at the end."""
+def train(run: Training, checkpoint: Path | None, every: int, on_step: Callable[[int, float], None]) -> None:
+    """Run all remaining steps, and write a checkpoint every `every` steps and at the end."""
     while run.done < run.recipe.steps:
         loss = run.step()
-        told(run.done, loss)
+        on_step(run.done, loss)
         if checkpoint is not None and (run.done % every == 0 or run.done == run.recipe.steps):
             run.save(checkpoint)

@@ -1,4 +1,4 @@
-"""The entry point. It needs typer and rich, which are optional, and says so where they are missing."""
+"""The entry point. It needs typer and rich, which are optional, and prints how to install them if they are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``undivided bench``: how fast, next to what else computes the same and to what the machine can do; verified first."""
+"""``undivided bench``: verified speed, compared with other implementations and with the peak of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
-from undivided.cli._paths import file_to_write, refuse_beside
+from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.errors import InputError
 
@@ -29,56 +29,54 @@ TONES = {"good": "green", "bad": "red", "": ""}
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. All of the device's if not given."
-        ),
+        typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. Default: all of the device."),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. All if not given.")
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. Default: all.")
     ] = None,
-    filter: Annotated[str, typer.Option(help="Only what has this in suite/name, such as forward/bf16-d128.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs: about a minute.")] = False,
+    filter: Annotated[
+        str, typer.Option(help="Run only problems whose suite/name contains this text, such as forward/bf16-d128.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs, about a minute.")] = False,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Also time this backend; may be repeated. native if not given, and on a GPU or "
-            "with --ranks all that it has."
-        ),
+        typer.Option(help="Also time this backend; may be repeated. Default: native; on a GPU or with --ranks all."),
     ] = None,
     competitor: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{', '.join(OTHERS)}; may be repeated. All but flex, which compiles for seconds, if not given."
-        ),
+        typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. Default: all but flex, which compiles for seconds."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Of every competitor; PyTorch's if not given.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of threads of every competitor; default: that of PyTorch."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report to this file; - is stdout.")
     ] = None,
     ranks: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Put the rates into this table for selection, see `undivided ranks`; on a GPU "
-            "beside --json if not given.",
+            help="Add the rates to this table for selection, see `undivided ranks`. Default: on a GPU, a file next to "
+            "that of --json.",
         ),
     ] = None,
     as_markdown: Annotated[
         Path | None,
-        typer.Option("--markdown", metavar="FILE", help="Run nothing: print this report's tables as Markdown."),
+        typer.Option(
+            "--markdown", metavar="FILE", help="Print the tables of this report as Markdown, and run nothing."
+        ),
     ] = None,
 ) -> None:
-    """Time attention against PyTorch's, onnxruntime's and the machine's own limits; minutes for all of it.
+    """Time attention and compare it with PyTorch, onnxruntime and the peak of the machine. All suites take minutes.
 
-    Competitors take turns in one run. Every result is held against an fp64 oracle first, and no speed is shown where it
-    is wrong; exit code 1 if one of ours is. Probes of the machine run before and after each problem, which is repeated
-    where they say that something else was running.
+    Competitors alternate in one run. Every result is first compared with an fp64 oracle, and the speed of a wrong
+    result is never shown; the exit code is 1 if one of our results is wrong. Probes of the machine run before and after
+    each problem, which is repeated if they detect other load.
     """
     if as_markdown is not None:
-        refuse_beside(
+        refuse_together(
             "--markdown",
             {
                 "--suite": suite,
@@ -97,13 +95,13 @@ def bench(
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
         raise InputError("--device", f"be {known}", repr(device))
-    for word in backend or ():
-        get(word)  # also where the suites time no backend by name
-    everything = SUITES if device == "cpu" else GPU_SUITES
-    suites = everything if not suite or "all" in suite else tuple(suite)
+    for name in backend or ():
+        get(name)  # raises for an unknown name, even if the suites time no backend by name
+    all_suites = SUITES if device == "cpu" else GPU_SUITES
+    suites = all_suites if not suite or "all" in suite else tuple(suite)
     planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
-    if not planned.single and not planned.small:  # the overhead and the memory have one way to run
-        refuse_beside(
+    if not planned.single and not planned.small:  # overhead and memory take none of these options
+        refuse_together(
             ", ".join(suites),
             {
                 "--dtype": dtype,
@@ -117,17 +115,17 @@ def bench(
     settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
-    kept = None if to_stdout else as_json
-    if ranks is None and kept is not None and device != "cpu":
-        ranks = kept.with_suffix(".ranks.json")
-    for flag, path in (("--json", kept), ("--ranks", ranks)):  # what fails does so before minutes are spent
+    report_path = None if to_stdout else as_json
+    if ranks is None and report_path is not None and device != "cpu":
+        ranks = report_path.with_suffix(".ranks.json")
+    for flag, path in (("--json", report_path), ("--ranks", ranks)):  # fail before minutes are spent
         if path is not None:
             file_to_write(flag, path)
     if ranks is not None:
         read(ranks)
     with progress(planned.steps) as step:
         report = execute(planned, settings, threads, step)
-    _keep(report, kept, ranks)
+    _save(report, report_path, ranks)
     if to_stdout:
         print_json(report)
     else:
@@ -138,18 +136,19 @@ def bench(
         raise typer.Exit(1)
 
 
-def _keep(report: dict[str, Any], kept: Path | None, ranks: Path | None) -> None:
-    if kept is not None:
-        kept.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+def _save(report: dict[str, Any], path: Path | None, ranks: Path | None) -> None:
+    """Write the report, and add its rates to the table."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if ranks is not None:
-        complain(f"{ranks}: {add(report, kept.name if kept else 'a report that was not kept', ranks)}")
+        complain(f"{ranks}: {add(report, path.name if path else 'a report that was not saved', ranks)}")
 
 
-def _others(words: list[str] | None) -> tuple[str, ...]:
-    for word in words or ():
-        if word not in OTHERS:
-            raise InputError("--competitor", f"be one of {', '.join(OTHERS)}", repr(word))
-    return tuple(words) if words else tuple(name for name in OTHERS if name != "flex")
+def _others(names: list[str] | None) -> tuple[str, ...]:
+    for name in names or ():
+        if name not in OTHERS:
+            raise InputError("--competitor", f"be one of {', '.join(OTHERS)}", repr(name))
+    return tuple(names) if names else tuple(name for name in OTHERS if name != "flex")
 
 
 def _as_markdown(path: Path) -> str:
@@ -158,21 +157,21 @@ def _as_markdown(path: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("--markdown", "be a report written by --json", f"{path} ({error})") from None
+        raise InputError("--markdown", "be a report that --json wrote", f"{path} ({error})") from None
 
 
 def _show(report: dict[str, Any]) -> None:
     screen = console()
-    for found in tables(report):
-        made = table(*found.columns, right=found.numbers, title=found.title)
-        for row in found.rows:
-            made.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
-        print_table(screen, made, before=1)
-        for note in found.notes:
+    for suite in tables(report):
+        printed = table(*suite.columns, right=suite.numbers, title=suite.title)
+        for row in suite.rows:
+            printed.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
+        print_table(screen, printed, before=1)
+        for note in suite.notes:
             screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
     screen.print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2), expand=False))
 
 
 def _wrong(report: dict[str, Any]) -> bool:
-    """Whether the library gave a wrong answer anywhere."""
+    """Whether any result of the library is wrong."""
     return any(not entry["ok"] for case in report["cases"] for entry in case["entries"] if entry["name"] not in OTHERS)

@@ -1,4 +1,4 @@
-"""``undivided demo``: the library's main job on real documents, checked, then timed."""
+"""``undivided demo``: attention over real documents, checked, then timed."""
 
 from __future__ import annotations
 
@@ -27,53 +27,56 @@ from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]
 
-USUAL, QUICK = (24, 1024, 3, Recipe.steps), (8, 256, 1, 20)
-"""Documents, tokens of the longest, rounds of timing, steps of training."""
+DEFAULT, QUICK = (24, 1024, 3, Recipe.steps), (8, 256, 1, 20)
+"""(documents, tokens of the longest, rounds of timing, steps of training)."""
 
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the pairs and the times.")
+        Path | None, typer.Option(help="Folder for pictures (PNG) of the mask, the counts and the times.")
     ] = None,
     documents: Annotated[
-        int | None, typer.Option(min=2, max=256, help="How many of the library's files to take; 24 if not given.")
+        int | None, typer.Option(min=2, max=256, help="Number of files of Python's library; default: 24.")
     ] = None,
     longest: Annotated[
-        int | None, typer.Option(min=64, max=16384, help="Tokens (bytes) of the longest document; 1024 if not given.")
+        int | None, typer.Option(min=64, max=16384, help="Tokens (bytes) of the longest document; default: 1024.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; 3 if not given.")
+        int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; default: 3.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of queries, keys and values.")] = Dtype.fp32,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of queries, keys and values.")] = Dtype.fp32,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds: 8 documents, 256, 1 and 20 if not given.")
+        bool,
+        typer.Option(
+            "--quick", help="Smaller defaults, a few seconds: 8 documents of up to 256 tokens, 1 round, 20 steps."
+        ),
     ] = False,
     train: Annotated[
-        bool, typer.Option("--train", help="Then train a byte model on packed files, and generate text.")
+        bool, typer.Option("--train", help="Also train a byte model on packed files, and generate text.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help=f"Steps of --train; {Recipe.steps} if not given.")
+        int | None, typer.Option(min=1, max=100_000, help=f"Steps of --train; default: {Recipe.steps}.")
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="File that --train writes, and continues if it exists.")
+        Path | None, typer.Option(help="Checkpoint file that --train writes, and from which it continues.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Attention over real documents, packed and padded: checked, counted, explained, timed.
+    """Attention over real documents, packed and padded: checked, counted, explained and timed.
 
-    The documents are files of Python's own library, of very different lengths. About half a minute on two cores.
+    The documents are files of Python's library, of very different lengths. It takes about half a minute on two cores.
     """
-    usual = QUICK if quick else USUAL
+    defaults = QUICK if quick else DEFAULT
     sizes = (documents, longest, rounds, steps)
     documents, longest, rounds, recipe_steps = (
-        given if given is not None else size for given, size in zip(sizes, usual, strict=True)
+        given if given is not None else size for given, size in zip(sizes, defaults, strict=True)
     )
     for flag, given in (("--checkpoint", checkpoint), ("--steps", steps)):
         if given is not None and not train:
-            raise InputError(flag, "come with --train", given)
+            raise InputError(flag, "be given together with --train", given)
     if checkpoint is not None:
         file_to_write("--checkpoint", checkpoint)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     if out is not None:
         _charts.require("--out")
         folder_to_write("--out", out)
@@ -85,7 +88,7 @@ def demo(
     report = _check(batch, chosen, rounds, quiet=as_json)
     if out is not None:
         report["files"] = [str(path) for path in _charts.draw(out, batch, report)]
-    report["seconds"] = round(time.perf_counter() - begun, 1)
+    report["seconds"] = round(time.perf_counter() - start, 1)
     if screen:
         text.show(screen, report, _decide(batch))
     if train:
@@ -99,12 +102,12 @@ def demo(
 
 
 def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
-    """Every way against the oracle, then, if all agree, against the clock."""
+    """The report of the comparison: errors of every way, and its times if all are right."""
     ours, torchs = comparison.our_ways(batch), comparison.torch_ways(batch)
     raced = [*ours[:2], *torchs]
     steps = 2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced) + len(FORMATS)
     with progress(steps, quiet) as step:
-        truth = comparison.oracle(batch, torch.float64, lambda: step("fp64 oracle, a document at a time"))
+        truth = comparison.oracle(batch, torch.float64, lambda: step("fp64 oracle, one document at a time"))
         plain = comparison.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
         budget = _budget(comparison.errors(plain, truth), batch.q.dtype)
         runs, identical = _runs([*ours, *torchs], batch, truth, budget, step)
@@ -123,7 +126,7 @@ def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Re
 
 
 def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Twice the error of plain arithmetic in the same precision, plus one rounding."""
+    """The error budget: twice the error of plain arithmetic in the same precision, plus one rounding."""
     return {name: FACTOR * error + torch.finfo(dtype).eps for name, error in plain.items()}
 
 
@@ -134,7 +137,7 @@ def _runs(
     budget: dict[str, float],
     step: Callable[[str], None],
 ) -> tuple[list[Report], bool]:
-    """The verdict on every way, and whether all of ours gave the same bits."""
+    """The verdicts on all ways, and whether all of ours returned the same bits."""
     verdicts, first, identical = [], None, True
     for way in ways:
         step(f"checking: {way.name}")
@@ -146,12 +149,12 @@ def _runs(
     return verdicts, identical
 
 
-def _verdict(way: comparison.Way, is_clean: bool, found: dict[str, float], budget: dict[str, float]) -> Report:
-    within = all(found[name] <= budget[name] for name in found)
+def _verdict(way: comparison.Way, is_clean: bool, errors: dict[str, float], budget: dict[str, float]) -> Report:
+    within = all(errors[name] <= budget[name] for name in errors)
     return {
         "name": way.name,
         "ours": way.is_ours,
-        "errors": found,
+        "errors": errors,
         "padding_is_zero": is_clean,
         "padding_held_nan": way.poison != 0,
         "ok": within and (is_clean or not way.is_ours),
@@ -159,7 +162,7 @@ def _verdict(way: comparison.Way, is_clean: bool, found: dict[str, float], budge
 
 
 def _facts(batch: Batch, chosen: list[Document]) -> Report:
-    """Exact counts: what packing saves."""
+    """The exact counts of tokens, pairs and bytes, packed and padded."""
     padded = len(batch.lengths) * batch.longest
     per_token = (2 * batch.q[0].numel() + batch.k[0].numel() + batch.v[0].numel()) * batch.q.element_size()
     allowed = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu").pairs
@@ -182,9 +185,9 @@ def _facts(batch: Batch, chosen: list[Document]) -> Report:
 
 
 def _leaked_pairs(batch: Batch) -> Report:
-    everything = batch.tokens * (batch.tokens + 1) // 2
-    right = sum(length * (length + 1) // 2 for length in batch.lengths)
-    return {"pairs": everything - right, "share_of_pairs": 1 - right / everything}
+    total = batch.tokens * (batch.tokens + 1) // 2
+    within = sum(length * (length + 1) // 2 for length in batch.lengths)
+    return {"pairs": total - within, "share_of_pairs": 1 - within / total}
 
 
 def _decide(batch: Batch) -> Decision:
@@ -193,7 +196,7 @@ def _decide(batch: Batch) -> Decision:
 
 
 def _times(times: dict[str, comparison.Times]) -> list[Report]:
-    """Medians, and each as a multiple of the first way's."""
+    """The median times, and their ratios to those of the first way."""
     rows = []
     base = sum(next(iter(times.values())).medians)
     for name, measured in times.items():

@@ -1,4 +1,4 @@
-"""``undivided diagnose``: look an error up."""
+"""``undivided diagnose``: looks up an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from undivided.cli._paths import refuse_beside
+from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.diagnosis import Diagnosis, Finding
 from undivided.diagnosis import diagnose as look_up
@@ -23,18 +23,18 @@ from undivided.errors import InputError
 
 def diagnose(
     text: Annotated[
-        str | None, typer.Argument(help="The error: its text, or an id of --list; else standard input.")
+        str | None, typer.Argument(help="The text of the error, or an id of --list; default: standard input.")
     ] = None,
-    every: Annotated[bool, typer.Option("--list", help="Print the table of known errors.")] = False,
+    every: Annotated[bool, typer.Option("--list", help="Print all known errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """What an attention error means and how to fix it: any library's. Exit code 1 if it is not known.
+    """Explain an attention error of any library and how to fix it. Exit code 1 if the error is unknown.
 
     Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided
         diagnose
     """
     if every:
-        refuse_beside("--list", {"TEXT": text})
+        refuse_together("--list", {"TEXT": text})
         _list(as_json)
         return
     answer = look_up(_given(text))
@@ -52,7 +52,7 @@ def _given(text: str | None) -> str:
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     if not piped.strip():
         hint = 'undivided diagnose "the error", or python train.py 2>&1 | undivided diagnose'
-        raise InputError("TEXT", "be given, or come on standard input", "neither", hint)
+        raise InputError("TEXT", "be given as an argument or on standard input", "neither", hint)
     return piped
 
 
@@ -74,8 +74,8 @@ def _show(screen: Console, answer: Diagnosis) -> None:
     if answer.known:
         _finding(screen, answer.findings[0])
     else:
-        screen.print(Text("Not an attention error that is known here.", "bold red"))
-        screen.print("What would help somebody to find it:\n")
+        screen.print(Text("This attention error is unknown.", "bold red"))
+        screen.print("This information would help to find the cause:\n")
         print_table(screen, _points(HELPFUL), after=1)
     if answer.findings[1:]:
         rows = table("also in this text", "")
@@ -84,7 +84,7 @@ def _show(screen: Console, answer: Diagnosis) -> None:
         print_table(screen, rows, after=1)
     if answer.observed:
         seen = "; ".join(f"{name} {value}" for name, value in answer.observed)
-        screen.print(Text(f"Read in the text: {seen}", "dim"))
+        screen.print(Text(f"Found in the text: {seen}", "dim"))
 
 
 def _finding(screen: Console, finding: Finding) -> None:

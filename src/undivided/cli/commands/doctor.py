@@ -1,4 +1,4 @@
-"""``undivided doctor``: what this machine is, what can run on it, what is switched, and whether it computes rightly."""
+"""``undivided doctor``: the machine, its backends, the environment variables, and a self-check."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from undivided.verification.budget import FACTOR, relative_error
 VARIABLES = {
     "UNDIVIDED_BACKENDS": "the only backends or families that may run, in this order",
     "UNDIVIDED_LOG": "info prints each new Decision on stderr, debug adds the reasons",
-    "UNDIVIDED_DETERMINISTIC": "1: results repeat bit for bit",
-    "UNDIVIDED_ISA": "the instruction set that the native kernel is held to",
+    "UNDIVIDED_DETERMINISTIC": "1 requires results that repeat bit for bit",
+    "UNDIVIDED_ISA": "the instruction set of the native kernel",
     "UNDIVIDED_TUNED": "the file with tiles that `undivided tune` measured",
-    "UNDIVIDED_RANKS": "the file with your own measurements, by which backends are ordered",
+    "UNDIVIDED_RANKS": "the file with your own measurements, which order the backends",
     "NVTE_FLASH_ATTN": "0 switches the flash family off",
     "NVTE_FUSED_ATTN": "0 switches the fused family off",
     "NVTE_UNFUSED_ATTN": "0 switches the math family off",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: as UNDIVIDED_DETERMINISTIC=1",
-    "NVTE_DEBUG": "1: log as NVTE_DEBUG_LEVEL says",
-    "NVTE_DEBUG_LEVEL": "1: as UNDIVIDED_LOG=info, 2: as debug",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0 is the same as UNDIVIDED_DETERMINISTIC=1",
+    "NVTE_DEBUG": "1 logs at the level of NVTE_DEBUG_LEVEL",
+    "NVTE_DEBUG_LEVEL": "1 is UNDIVIDED_LOG=info, 2 is debug",
 }
-"""What each environment variable does; `undivided._policy` reads most of them."""
+"""The environment variables and their effects; `undivided._policy` reads most of them."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """What this machine has, which backends can run and how to get the others, and a self-check.
+    """Show this machine, the backends that can run, how to install the others, and a self-check.
 
-    Exit code 1 if the self-check fails, 2 if an environment variable cannot be understood.
+    Exit code 1 if the self-check fails, 2 if an environment variable is invalid.
     """
-    policy()  # raises if a variable cannot be understood
+    policy()  # raises if a variable is invalid
     findings: dict[str, Any] = {
         "machine": _machine(),
         "backends": [dataclasses.asdict(row) for row in table_of_backends()],
@@ -64,7 +64,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def _machine() -> dict[str, str]:
-    found = {
+    values = {
         "undivided": __version__,
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
@@ -73,34 +73,34 @@ def _machine() -> dict[str, str]:
         "native kernel": native.status(),
     }
     for index in range(torch.cuda.device_count()):
-        found[f"GPU {index}"] = str(Machine.this(f"cuda:{index}"))
+        values[f"GPU {index}"] = str(Machine.this(f"cuda:{index}"))
     if not torch.cuda.is_available():
-        found["GPU"] = "none that PyTorch can use"
-    return found
+        values["GPU"] = "none that PyTorch can use"
+    return values
 
 
 def _environment() -> list[dict[str, str]]:
-    """The variables that are set and matter; any other of our prefix does nothing, which is worth saying."""
+    """The variables with our prefixes that are set, including those that have no effect."""
     ours = {name for name in os.environ if name.startswith("UNDIVIDED_")}
     nvte = {name for name in os.environ if name.startswith("NVTE_")}
     return [
         {
             "name": name,
             "value": os.environ[name],
-            "meaning": VARIABLES.get(name, "not known to undivided: ignored") + _missing_file(name),
+            "meaning": VARIABLES.get(name, "unknown to undivided, ignored") + _missing_file(name),
         }
         for name in sorted(ours | nvte)
     ]
 
 
 def _missing_file(name: str) -> str:
-    """What to add for a variable that names a file which does not exist."""
+    """A note for a variable that names a file that does not exist."""
     names_file = name in ("UNDIVIDED_RANKS", "UNDIVIDED_TUNED") and os.environ[name]
     return "; this file does not exist" if names_file and not Path(os.environ[name]).is_file() else ""
 
 
 def _self_check() -> dict[str, Any]:
-    """Two packed documents against PyTorch's plain attention in fp64, one document at a time."""
+    """The error of two packed documents, compared with PyTorch's plain attention in fp64, one document at a time."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(10, heads, 64, generator=draw) for heads in (8, 2, 2))
     mask = masks.documents([0, 3, 10]) & masks.causal()
@@ -122,11 +122,11 @@ def _self_check() -> dict[str, Any]:
 
 def _show(screen: Console, findings: dict[str, Any]) -> None:
     _section(screen, "This machine", _pairs(findings["machine"].items()))
-    backends = table("backend", "family", "", "what it is, or why not")
+    backends = table("backend", "family", "", "description, or why it cannot run")
     for row in findings["backends"]:
         mark = Text("✓", "green") if row["available"] else Text("✗", "dim")
         words = f"{row['summary']} ({row['version']})" if row["available"] else row["why_not"]
-        how = f"\nto get it: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
+        how = f"\nto install: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
         backends.add_row(row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim"))
     _section(screen, "Backends", backends)
     if findings["environment"]:

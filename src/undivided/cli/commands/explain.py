@@ -1,4 +1,4 @@
-"""``undivided explain``: which backend would run a problem, on this machine or a described one."""
+"""``undivided explain``: the backend that would run a problem, on this machine or on a described one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from undivided.cli._terminal import console, decision_json, decision_table, prin
 def explain(
     problem: ProblemFlags,
     where: MachineFlags,
-    grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted.", rich_help_panel="Attention")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Also compute gradients.", rich_help_panel="Attention")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Decision as JSON.")] = False,
 ) -> None:
-    """Which backend would run this problem, and why not the others. Runs nothing; exit code 1 if none can.
+    """Show which backend would run this problem, and why not the others. Nothing runs; exit code 1 if none can.
 
     Example: undivided explain --q 48x16534x18x128 --dtype bf16 --device a100 --cudnn 8.9.7
     """

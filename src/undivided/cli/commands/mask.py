@@ -1,4 +1,4 @@
-"""``undivided mask``: draw a mask."""
+"""``undivided mask``: draws a mask."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ from undivided.errors import InputError
 from undivided.masks._drawing import LARGEST_PICTURE, natural_sizes
 
 SIZED = frozenset({"lengths", "documents", "document_ids"})
-"""Parts that say how long the sequences are."""
+"""The parts from which the lengths of the sequences follow."""
 
-MOST_ROWS = 1 << 24
-"""Rows of a mask that is drawn: their ranges take some gigabytes while they are counted."""
+MAX_ROWS = 1 << 24
+"""Most rows of a mask that is drawn: their ranges take some gigabytes."""
 
 
-@flags(said=MaskFlags)
+@flags(mask_flags=MaskFlags)
 def mask(
-    said: MaskFlags,
-    expression: Annotated[str | None, typer.Argument(help="As in Python: 'causal() & documents([0, 3, 10])'.")] = None,
-    q_len: Annotated[int | None, typer.Option(min=1, help="Queries.")] = None,
-    kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; as many as queries if not given.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch elements.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw the first batch element to this PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the ranges of keys of every row as JSON.")] = False,
+    mask_flags: MaskFlags,
+    expression: Annotated[
+        str | None, typer.Argument(help="Expression as in Python: 'causal() & documents([0, 3, 10])'.")
+    ] = None,
+    q_len: Annotated[int | None, typer.Option(min=1, help="Number of queries.")] = None,
+    kv_len: Annotated[int | None, typer.Option(min=1, help="Number of keys; default: that of queries.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Number of batch elements.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a picture (PNG) of the first batch element to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the key ranges of every row as JSON.")] = False,
 ) -> None:
-    """Draw which query may attend to which key: rows are queries, columns are keys.
+    """Draw which queries may attend to which keys: rows are queries, columns are keys.
 
     Example: undivided mask 'window(3, 0) | sinks(1)' --q-len 12
     """
     if out is not None:
         _charts.require("--out", file_to_write("--out", out))
-    built, sizes = _built(said, expression, q_len, kv_len, batch)
+    built, sizes = _build(mask_flags, expression, q_len, kv_len, batch)
     rows, queries, keys = sizes
     if as_json:
         print_json(_facts(built, rows, queries, keys))
@@ -49,7 +53,7 @@ def mask(
     if out is not None:
         built.plot(queries, keys, out, batch=rows)
         if not as_json:
-            console().print(f"drawn to {out}", markup=False, soft_wrap=True)
+            console().print(f"written to {out}", markup=False, soft_wrap=True)
 
 
 def _facts(built: masks.Mask, rows: int, queries: int, keys: int) -> dict[str, Any]:
@@ -76,24 +80,24 @@ def _show(built: masks.Mask, rows: int, queries: int, keys: int) -> None:
     screen.print(Text(picture), soft_wrap=True)
 
 
-def _built(
-    said: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
+def _build(
+    mask_flags: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
 ) -> tuple[masks.Mask, tuple[int, int, int]]:
-    """The mask, and (batch, queries, keys): as given, else what shows it."""
+    """The mask, and (batch, queries, keys): as given, otherwise sizes that show its structure."""
     parts = [MaskFlags(mask=expression).build(0, 0)] if expression else []
-    rest = said.build(0, 0) if q_len is None or kv_len is None else said.build(q_len, kv_len)
+    rest = mask_flags.build(0, 0) if q_len is None or kv_len is None else mask_flags.build(q_len, kv_len)
     parts += [rest] if rest is not None else []
-    found = [part for part in parts if part is not None]
-    if not found:
+    present = [part for part in parts if part is not None]
+    if not present:
         raise InputError(
             "mask", "be given", "none", hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0"
         )
-    built = found[0] if len(found) == 1 else found[0] & found[1]
+    built = present[0] if len(present) == 1 else present[0] & present[1]
     natural = natural_sizes(built)
     has_own = bool(built.kinds & SIZED)
     queries = q_len or (natural[2] if has_own or kv_len is None else kv_len)
     keys = kv_len or (natural[3] if has_own or q_len is None else q_len)
     batch = batch or natural[0]
-    if batch * queries > MOST_ROWS:
-        raise InputError("batch * queries", f"be at most {MOST_ROWS}", batch * queries, hint="--q-len, --batch")
+    if batch * queries > MAX_ROWS:
+        raise InputError("batch * queries", f"be at most {MAX_ROWS}", batch * queries, hint="--q-len, --batch")
     return built, (batch, queries, keys)

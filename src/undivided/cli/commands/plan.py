@@ -13,39 +13,43 @@ from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, Plan, cells
-from undivided.context_parallel.plan import plan as counted
+from undivided.context_parallel.plan import plan as make_plan
 
 
-@flags(said=MaskFlags)
+@flags(mask_flags=MaskFlags)
 def plan(
-    said: MaskFlags,
-    seq_len: Annotated[int, typer.Argument(help="Tokens of the whole sequence.")],
-    world: Annotated[int, typer.Option(help="Ranks.")] = 8,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as query heads if not given.")] = None,
+    mask_flags: MaskFlags,
+    seq_len: Annotated[int, typer.Argument(help="Number of tokens of the whole sequence.")],
+    world: Annotated[int, typer.Option(help="Number of ranks.")] = 8,
+    heads: Annotated[int, typer.Option(help="Number of query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option(help="Number of key heads; default: that of query heads.")] = None,
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(help="Head size of the values, where it differs.")] = None,
-    kv_len: Annotated[int | None, typer.Option(help="Keys, where they are other tokens than the queries.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences side by side.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.bf16,
-    strategy: Annotated[str | None, typer.Option(help="Only ring, all_gather, all_to_all or ring+all_to_all.")] = None,
-    placement: Annotated[str | None, typer.Option(help="Only zigzag, contiguous or balanced.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Head size of the values; default: --head-dim.")] = None,
+    kv_len: Annotated[
+        int | None, typer.Option(help="Number of keys, if they are not the same tokens as the queries.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Number of sequences.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k and v.")] = Dtype.bf16,
+    strategy: Annotated[
+        str | None, typer.Option(help="Count only ring, all_gather, all_to_all or ring+all_to_all.")
+    ] = None,
+    placement: Annotated[str | None, typer.Option(help="Count only zigzag, contiguous or balanced.")] = None,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that attention reaches on a rank.")] = FLOPS / 1e12,
-    gigabytes: Annotated[float, typer.Option(min=0.001, help="GB/s that a rank sends at.")] = BANDWIDTH / 1e9,
+    gigabytes: Annotated[float, typer.Option(min=0.001, help="GB/s that a rank sends.")] = BANDWIDTH / 1e9,
     by_rank: Annotated[
-        bool, typer.Option("--by-rank", help="Pairs and bytes of every rank, of the best option.")
+        bool, typer.Option("--by-rank", help="Also print pairs and bytes of every rank for the best option.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
-    """Bytes sent, work and memory of every rank, for each strategy and placement. Counts, and runs nothing.
+    """Count the bytes sent, the work and the memory of every rank, for each strategy and placement. Nothing runs.
 
     Example: undivided plan 1048576 --mask 'window(4095, 0)' --world 64 --kv-heads 8
     """
-    found = counted(
+    result = make_plan(
         seq_len,
         heads,
         head_dim,
-        said.build(seq_len, kv_len or seq_len),
+        mask_flags.build(seq_len, kv_len or seq_len),
         world,
         strategy,  # type: ignore[arg-type]
         placement,  # type: ignore[arg-type]
@@ -58,38 +62,37 @@ def plan(
         bandwidth=gigabytes * 1e9,
     )
     if as_json:
-        print_json(_facts(found, by_rank))
+        print_json(_facts(result, by_rank))
         return
     screen = console()
-    screen.print(Text(found.title, "bold"))
+    screen.print(Text(result.title, "bold"))
     made = table(*COLUMNS)
-    for option in found.options:
-        made.add_row(*cells(option), style="bold green" if option is found.best else None)
-    print_table(screen, made, indent=0)  # its ten columns fill 80
-    said_of = (
-        f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
-        f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a "
-        f"rank (--tflops, --gigabytes)."
+    for option in result.options:
+        made.add_row(*cells(option), style="bold green" if option is result.best else None)
+    print_table(screen, made, indent=0)  # its columns fill 80 characters
+    note = (
+        f"{LEGEND} memory: peak of one layer's attention, both passes, without scratch memory of kernels. time: an "
+        f"estimate for both passes, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s per rank (--tflops, --gigabytes)."
     )
-    screen.print(Padding(Text(said_of, "dim"), (0, 2), expand=False))
-    screen.print(Padding(Text(f"Recommended: {found.reason}"), (0, 2), expand=False))
+    screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
+    screen.print(Padding(Text(f"Recommended: {result.reason}"), (0, 2), expand=False))
     if by_rank:
-        print_table(screen, _ranks(found), before=1)
+        print_table(screen, _ranks(result), before=1)
 
 
-def _ranks(found: Plan) -> Table:
-    """The best option, rank by rank."""
+def _ranks(result: Plan) -> Table:
+    """A table of the best option with one row per rank."""
     names = ("rank", "pairs", "sent forward", "sent backward", "memory")
     made = table(*names, right=names)
-    best = found.best
+    best = result.best
     for rank, row in enumerate(zip(best.pairs, best.forward, best.backward, best.memory, strict=True)):
         made.add_row(str(rank), *(f"{int(count):,}" for count in row))
     return made
 
 
-def _facts(found: Plan, by_rank: bool) -> dict[str, Any]:
+def _facts(result: Plan, by_rank: bool) -> dict[str, Any]:
     options = []
-    for option in found.options:
+    for option in result.options:
         counts = {
             "pairs": option.pairs,
             "exchanges": option.steps,
@@ -106,4 +109,4 @@ def _facts(found: Plan, by_rank: bool) -> dict[str, Any]:
             "seconds": option.seconds,
         }
         options.append(facts | {name: t.tolist() if by_rank else int(t.max()) for name, t in counts.items()})
-    return {"title": found.title, "reason": found.reason, "options": options}
+    return {"title": result.title, "reason": result.reason, "options": options}

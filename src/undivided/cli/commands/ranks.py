@@ -1,4 +1,4 @@
-"""``undivided ranks``: the measured table by which selection orders backends: show it, or put reports into it."""
+"""``undivided ranks``: shows the measured ranks by which selection orders backends, or adds reports to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from undivided import _measured
 from undivided._measured import Entry, Table
 from undivided.benchmarking.ranks import add
-from undivided.cli._paths import file_to_write, refuse_beside
+from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, human, print_json, print_table
 from undivided.cli._terminal import table as columns
 from undivided.errors import InputError
@@ -22,29 +22,31 @@ from undivided.errors import InputError
 
 def ranks(
     reports: Annotated[
-        list[Path] | None, typer.Argument(metavar="[REPORT]...", help="Written by `undivided bench --json`.")
+        list[Path] | None, typer.Argument(metavar="[REPORT]...", help="Reports of `undivided bench --json`.")
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The table; UNDIVIDED_RANKS or one in your cache folder if not given."),
+        typer.Option(metavar="FILE", help="The table; default: UNDIVIDED_RANKS, or a file in your cache folder."),
     ] = None,
-    filter: Annotated[str, typer.Option(help="Show only kinds with this in them, such as amx/bfloat16/forward.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what is in force as JSON.")] = False,
+    filter: Annotated[
+        str, typer.Option(help="Show only kinds that contain this text, such as amx/bfloat16/forward.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """What backends were measured at, which orders those that can run; with reports, measure by them from now on.
+    """Show the measured rates that order the backends; with reports, add their rates to the table.
 
-    Rates of a report take the place of those that the table has for the same problems. Nothing else ever changes it;
-    delete the file to go back to what the package was measured at.
+    The rates of a report replace those of the same problems in the table. Nothing else changes the table; delete the
+    file to return to the rates of the package.
     """
     path = into or _measured.users_path()
     if reports:
-        refuse_beside("REPORT", {"--filter": filter, "--json": as_json})
+        refuse_together("REPORT", {"--filter": filter, "--json": as_json})
         file_to_write("--into", path)
     for report in reports or ():
         try:
             read = json.loads(report.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError("REPORT", "be written by `undivided bench --json`", f"{report} ({error})") from None
+            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{report} ({error})") from None
         complain(f"{path}: {add(read, report.name, path)}")
     if reports:
         return
@@ -54,7 +56,7 @@ def ranks(
     shown = {kind: places for kind, places in sorted(found.items()) if filter in kind}
     if found and not shown:
         heads = sorted({kind.split("/")[0] for kind in found})
-        raise InputError("--filter", f"be a part of a kind, which begin with {', '.join(heads)}", repr(filter))
+        raise InputError("--filter", f"be contained in a kind; kinds start with {', '.join(heads)}", repr(filter))
     if as_json:
         print_json([row for kind in shown for row in _rows(kind, shown[kind])])
     else:
@@ -65,9 +67,9 @@ def _existing(name: str, path: Path) -> None:
     if not path.exists():
         raise InputError(
             name,
-            "name a file that exists, unless reports are put into it",
+            "be a file that exists, unless reports are added to it",
             str(path),
-            hint=f"undivided ranks REPORT --into {path}, with REPORT of `undivided bench --json REPORT`",
+            hint=f"undivided bench --json REPORT, then undivided ranks REPORT --into {path}",
         )
 
 
@@ -85,20 +87,20 @@ def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, 
 
 
 def _show(shown: Table) -> None:
-    """A table for each kind of problem, and below them the runs that their last column counts."""
+    """Print a table for each kind of problem, and the runs to which their last column refers."""
     screen = console()
     runs = sorted({entry.run for places in shown.values() for entry in places.values()})
     for kind, places in shown.items():
-        made = columns("keys", "work", "per second, the fastest first", "run", right=("keys", "work"))
+        printed = columns("keys", "work", "rate per second, fastest first", "run", right=("keys", "work"))
         for (length, size), entry in sorted(places.items()):
             unit = "B" if "/decode/" in kind else "FLOP"
             order = sorted(entry.rates, key=lambda name: -entry.rates[name])
             rates = ", ".join(f"{name} {human(entry.rates[name], unit)}" for name in order)
-            made.add_row(str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run)))
+            printed.add_row(str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run)))
         screen.print(Text(kind, "bold"), soft_wrap=True)
-        print_table(screen, made, after=1)
+        print_table(screen, printed, after=1)
     for number, run in enumerate(runs, 1):
         words = f"run {number}: {run.when[:10]}, {run.machine}, torch {run.torch}, {run.report}"
         screen.print(Text(words, "dim"), soft_wrap=True)
     if not runs:
-        screen.print("nothing was measured: backends are ordered by their default ranks")
+        screen.print("no measurements: backends are ordered by their default ranks")

@@ -1,4 +1,4 @@
-"""``undivided tune``: the fastest tiles of the Triton kernels on this GPU, measured and remembered."""
+"""``undivided tune``: measures and stores the fastest tiles of the Triton kernels on this GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from undivided.kernels.triton import config
 
 
 def tune(
-    dtype: Annotated[list[Dtype] | None, typer.Option(help="Of queries, keys and values; bf16 if not given.")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of queries, keys and values; default: bf16.")] = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(help="64, 128, 256 or 512; the first three if not given.")
+        list[int] | None, typer.Option(help="Head size, 64, 128, 256 or 512; default: the first three.")
     ] = None,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of the sequence that is measured.")] = 4096,
-    turns: Annotated[int, typer.Option(min=1, help="Timings of each candidate.")] = 5,
-    device: Annotated[str, typer.Option(help="Where to measure.")] = "cuda",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    length: Annotated[int, typer.Option(min=16, help="Number of tokens of the measured sequence.")] = 4096,
+    turns: Annotated[int, typer.Option(min=1, help="Timings per candidate.")] = 5,
+    device: Annotated[str, typer.Option(help="The GPU.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Measure tile sizes of the Triton kernels on this GPU, and use the fastest from now on.
+    """Measure tile sizes of the Triton kernels on this GPU, and use the fastest from then on.
 
-    Written to UNDIVIDED_TUNED, or to a file in your cache folder; delete it to go back. Nothing is ever tuned unasked.
-    Tens of minutes for everything: most of the time Triton compiles.
+    The result is written to UNDIVIDED_TUNED, or to a file in your cache folder; delete the file to return to the
+    default tiles. Tuning never starts by itself. All sizes together take tens of minutes, mostly for Triton to compile.
     """
     widths = head_dim or [64, 128, 256]
     for width in widths:
@@ -47,11 +47,11 @@ def tune(
     dtypes = [DTYPES[one] for one in dtype or [Dtype.bf16]]
     rows: list[dict[str, Any]] = []
     with progress(3 * len(dtypes) * len(widths), as_json) as step:
-        found = list(measure(device, dtypes, widths, length=length, turns=turns, step=step))
+        results = list(measure(device, dtypes, widths, length=length, turns=turns, step=step))
     path = config.remember(
-        architecture(torch.device(device)), {(one.name, one.itemsize, one.width): one.tile for one in found}
+        architecture(torch.device(device)), {(one.name, one.itemsize, one.width): one.tile for one in results}
     )
-    for one in found:
+    for one in results:
         rows.append(
             {
                 "pass": one.name,
@@ -66,7 +66,7 @@ def tune(
     if as_json:
         print_json({"file": str(path), "tiles": rows})
         return
-    made = table(
+    printed = table(
         "pass",
         "bits",
         "head size",
@@ -77,8 +77,8 @@ def tune(
         "before",
         right=("bits", "head size", "warps", "stages", "time", "before"),
     )
-    for one in found:
-        made.add_row(
+    for one in results:
+        printed.add_row(
             one.name,
             str(8 * one.itemsize),
             str(one.width),
@@ -89,16 +89,16 @@ def tune(
             f"{1e6 * one.before:.0f} us",
         )
     screen = console()
-    print_table(screen, made)
+    print_table(screen, printed)
     screen.print(str(path))
 
 
 def _is_here(device: str) -> bool:
     """Whether it is a GPU that PyTorch can use, or the CPU under Triton's interpreter."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         return False
-    if found.type == "cpu":
+    if parsed.type == "cpu":
         return config.is_interpreted()
-    return found.type == "cuda" and (found.index or 0) < torch.cuda.device_count()
+    return parsed.type == "cuda" and (parsed.index or 0) < torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""``undivided verify``: every backend of this machine on one problem, against an fp64 oracle."""
+"""``undivided verify``: compares every backend of this machine with an fp64 oracle on one problem."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from undivided.cli._terminal import complain, console, print_json
 @flags(problem=ProblemFlags)
 def verify(
     problem: ProblemFlags,
-    device: Annotated[str, typer.Option(help="cpu or cuda, of this machine.")] = "cpu",
-    gradients: Annotated[bool, typer.Option(help="Check the gradients too.")] = True,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random tensors.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    gradients: Annotated[bool, typer.Option(help="Also check the gradients.")] = True,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random tensors.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Report as JSON.")] = False,
 ) -> None:
-    """Run every backend that can run this problem here, on random tensors, against an fp64 oracle.
+    """Compare every backend that can run this problem here with an fp64 oracle, on random tensors.
 
-    Exit code 1 if one is outside of its error budget, or if none could run.
+    Exit code 1 if a backend exceeds its error budget, or if none can run.
     """
     from undivided.verification import verify as check
 
@@ -47,7 +47,7 @@ def verify(
 
 
 def _wrapped(line: str, width: int) -> str:
-    """A line of the report in the terminal's width; what runs on stands below where its reason began."""
+    """A line of the report, wrapped to the width of the terminal and indented to the start of its reason."""
     begin = re.match(r" +(\S+ +(refused|not checked): )?", line)
     indent = " " * (len(begin[0]) if begin else 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -16,12 +16,12 @@ from undivided.cli.demo.documents import Document
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 HIDDEN = 256
-"""Size of a byte's embedding, before the projection to the heads."""
+"""Size of the embedding of a byte."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """q [T, H, D], k and v [T, N, D], and the gradient of the output [T, H, D]; one tensor for every arrangement."""
+    """q [T, H, D], k and v [T, N, D], and the gradient of the output [T, H, D], for every arrangement."""
 
     lengths: tuple[int, ...]
     q: Tensor
@@ -31,30 +31,30 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """T, all of them real."""
+        """T, the number of tokens."""
         return sum(self.lengths)
 
     @property
     def longest(self) -> int:
-        """S, what a padded batch pads to."""
+        """S, the length of the padded batch."""
         return max(self.lengths)
 
     @property
     def offsets(self) -> Tensor:
-        """cu_seqlens: where each document begins, and the end."""
+        """cu_seqlens: the starts of the documents, and the end."""
         return torch.tensor([0, *self.lengths]).cumsum(0)
 
     def packed_mask(self) -> masks.Mask:
-        """Causal attention within each document of the packed tokens."""
+        """The mask of the packed tokens: causal within each document."""
         return masks.documents(self.offsets) & masks.causal()
 
     def padded_mask(self) -> masks.Mask:
-        """The same pairs in a padded batch: as many real queries as keys in each row of it."""
+        """The mask of the padded batch, with the same pairs."""
         real = torch.tensor(self.lengths)
         return masks.lengths(real, real) & masks.causal()
 
     def arrange(self, packed: Tensor, layout: str, fill: float = 0.0) -> Tensor:
-        """[T, X, D] as `layout`: itself for "thd", else padded with `fill`, contiguous."""
+        """[T, X, D] in `layout`: a copy for "thd", otherwise padded with `fill`, contiguous."""
         if layout == "thd":
             return packed.clone()
         size = {"b": len(self.lengths), "s": self.longest, "h": packed.shape[1], "d": packed.shape[2]}
@@ -64,14 +64,14 @@ class Batch:
         return padded
 
     def pack(self, tensor: Tensor, layout: str) -> Tensor:
-        """The real tokens of what `arrange` made, [T, X, D]."""
+        """The real tokens of an arranged tensor, [T, X, D]."""
         if layout == "thd":
             return tensor
         packed: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[self._document(), self._position()]
         return packed
 
     def padding(self, tensor: Tensor, layout: str) -> Tensor:
-        """Everything else of it."""
+        """The padding of an arranged tensor."""
         if layout == "thd":
             return tensor[:0]
         is_real = torch.arange(self.longest) < torch.tensor(self.lengths).unsqueeze(-1)
@@ -86,16 +86,16 @@ class Batch:
 
 
 def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> Batch:
-    """The documents' bytes through a seeded random embedding and projection: entries of unit variance."""
+    """The documents after a seeded random embedding and projection, with entries of unit variance."""
     draw = torch.Generator().manual_seed(seed)
     text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8)
     hidden = torch.randn(256, HIDDEN, generator=draw)[text.long()]
 
-    def projected(heads: int) -> Tensor:
+    def project(heads: int) -> Tensor:
         weight = torch.randn(HIDDEN, heads * HEAD_DIM, generator=draw) / HIDDEN**0.5
         tensor: Tensor = (hidden @ weight).unflatten(-1, (heads, HEAD_DIM)).to(dtype)
         return tensor
 
-    q, k, v = projected(HEADS), projected(KV_HEADS), projected(KV_HEADS)
+    q, k, v = project(HEADS), project(KV_HEADS), project(KV_HEADS)
     grad = torch.randn(len(text), HEADS, HEAD_DIM, generator=draw).to(dtype)
     return Batch(tuple(map(len, documents)), q, k, v, grad)

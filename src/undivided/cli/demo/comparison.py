@@ -1,4 +1,4 @@
-"""Ways to compute attention over a batch of documents, checked against an oracle and timed against each other."""
+"""Ways to compute attention over a batch of documents, compared with an oracle and timed alternately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Outcome(NamedTuple):
-    """Output and gradients at the real tokens, packed."""
+    """The output and gradients of the real tokens, packed."""
 
     out: Tensor
     dq: Tensor
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """One way: how its tensors are laid out ("thd" is packed), what stands in the padding, and the call."""
+    """One way to compute a batch: the layout of its tensors ("thd" is packed), the value of the padding, the call."""
 
     name: str
     layout: Layout
@@ -44,19 +44,19 @@ class Way:
 
 @dataclass
 class Times:
-    """Seconds of every round, forward and backward."""
+    """The seconds of every round, forward and backward."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
 
     @property
     def medians(self) -> tuple[float, float]:
-        """(forward, backward)."""
+        """The median seconds (forward, backward)."""
         return statistics.median(self.forward), statistics.median(self.backward)
 
 
 def our_ways(batch: Batch) -> list[Way]:
-    """The library: packed, padded in every layout with NaN for padding, and a document at a time."""
+    """The ways of this library: packed, padded in every layout with NaN in the padding, and one document at a time."""
     packed, padded = batch.packed_mask(), batch.padded_mask()
 
     def with_mask(layout: Layout, mask: masks.Mask) -> Call:
@@ -74,7 +74,7 @@ def our_ways(batch: Batch) -> list[Way]:
 
 
 def torch_ways(batch: Batch) -> list[Way]:
-    """PyTorch's scaled_dot_product_attention on the same batch. Its dense mask is built here, outside of the timing."""
+    """The ways of PyTorch's scaled_dot_product_attention. Its dense mask is built here, before the timing."""
     count, longest = len(batch.lengths), batch.longest
     dense = batch.padded_mask().to_dense(count, 1, longest, longest).contiguous()
 
@@ -87,83 +87,83 @@ def torch_ways(batch: Batch) -> list[Way]:
     return [
         Way("SDPA, padded, dense mask", "bhsd", masked, is_ours=False),
         Way("SDPA, padded, is_causal", "bhsd", causal, is_ours=False),
-        Way("SDPA, one document at a time", "thd", _each_document(batch, _sdpa_of_one), is_ours=False),
+        Way("SDPA, one document at a time", "thd", _each_document(batch, _sdpa_one_document), is_ours=False),
     ]
 
 
-def _sdpa_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[S, H, D] in and out."""
+def _sdpa_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention of one document, [S, H, D] to [S, H, D]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _each_document(batch: Batch, of_one: Call) -> Call:
+def _each_document(batch: Batch, one_document: Call) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([of_one(*part) for part in parts])
+        return torch.cat([one_document(*part) for part in parts])
 
     return call
 
 
 def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Outcome:
-    """A document at a time through PyTorch's plain softmax(q k^T) v in `dtype`: none of our code takes part."""
+    """The outcome of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
     outcomes: list[tuple[Tensor, ...]] = []
     for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
         step()
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.MATH):
-            out = _sdpa_of_one(*leaves)
+            out = _sdpa_one_document(*leaves)
             outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
     out, dq, dk, dv = (torch.cat(parts) for parts in zip(*outcomes, strict=True))
     return Outcome(out, dq, dk, dv)
 
 
 def run(way: Way, batch: Batch) -> tuple[Outcome, bool]:
-    """Forward and backward once; and whether output and gradients are exactly 0 in the padding."""
+    """The outcome of one run, and whether output and gradients are exactly 0 in the padding."""
     leaves = [batch.arrange(x, way.layout, way.poison).requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = way.call(*leaves)
     gradients = torch.autograd.grad(out, leaves, batch.arrange(batch.grad, way.layout))
-    found = (out.detach(), *gradients)
-    is_clean = not any(bool((batch.padding(x, way.layout) != 0).any()) for x in found)
-    out, dq, dk, dv = (batch.pack(x, way.layout) for x in found)
+    results = (out.detach(), *gradients)
+    is_clean = not any(bool((batch.padding(x, way.layout) != 0).any()) for x in results)
+    out, dq, dk, dv = (batch.pack(x, way.layout) for x in results)
     return Outcome(out, dq, dk, dv), is_clean
 
 
 def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
-    """``|x - truth| / |truth|`` of the output and of each gradient, over all of its entries."""
+    """The relative errors ``|x - truth| / |truth|`` of the output and of each gradient."""
     pairs = zip(Outcome._fields, outcome, truth, strict=True)
     return {name: relative_error(x, y) for name, x, y in pairs}
 
 
 def leak(batch: Batch, truth: Outcome) -> float:
-    """The error of the output when the packed documents run as one long causal sequence."""
+    """The relative error of the output if the packed documents run as one long causal sequence."""
     with torch.no_grad():
         q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))
         return relative_error(attention(q, k, v, layout="bshd", mask=masks.causal())[0], truth.out)
 
 
-PATIENCE = 20.0
-"""Seconds after which no new round of timing begins: on a busy machine fewer rounds, never none."""
+MAX_SECONDS = 20.0
+"""Seconds after which no new round starts; there is at least one round."""
 
 
 def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:
-    """Time forward and backward of all ways, one after the other in every round, so that all meet the same machine."""
+    """The times of all ways, which alternate in every round, so that other load affects all of them alike."""
     ready = {}
     for way in ways:
         leaves = [batch.arrange(x, way.layout).requires_grad_() for x in (batch.q, batch.k, batch.v)]
         ready[way.name] = leaves, batch.arrange(batch.grad, way.layout)
     times = {way.name: Times() for way in ways}
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(rounds):
-        if time.perf_counter() - begun > PATIENCE:
+        if time.perf_counter() - start > MAX_SECONDS:
             break
         for way in ways:
             step(f"timing: {way.name}")
             leaves, grad = ready[way.name]
-            begin = time.perf_counter()
+            forward_start = time.perf_counter()
             out = way.call(*leaves)
             middle = time.perf_counter()
             torch.autograd.grad(out, leaves, grad)
-            times[way.name].forward.append(middle - begin)
+            times[way.name].forward.append(middle - forward_start)
             times[way.name].backward.append(time.perf_counter() - middle)
     return times

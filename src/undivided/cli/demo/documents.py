@@ -1,4 +1,4 @@
-"""Real documents of very different lengths: files of Python's own library, which every user has."""
+"""Real documents of very different lengths: files of Python's library, which every user has."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Document:
 
 
 def collect(count: int, shortest: int, longest: int) -> list[Document]:
-    """`count` files whose sizes are spread evenly on a logarithmic scale; the same ones for the same Python.
+    """`count` files with sizes spread evenly on a logarithmic scale; the same files for the same Python.
 
     Raises:
-        InputError: this Python keeps too few source files (an embedded one may keep none).
+        InputError: this Python has too few source files (an embedded one may have none).
     """
     library = Path(sysconfig.get_path("stdlib"))
     sizes = sorted((size, name) for name, size in library_files() if shortest <= size)
@@ -35,17 +35,17 @@ def collect(count: int, shortest: int, longest: int) -> list[Document]:
         raise InputError(
             "documents", f"be found: {count} source files of Python's library", f"{len(sizes)} in {library}"
         )
-    chosen = []
+    names = []
     for index in range(count):
-        wanted = shortest * (longest / shortest) ** (index / max(count - 1, 1))
-        nearest = min(sizes, key=lambda entry: (abs(entry[0] - wanted), entry[1]))
+        target = shortest * (longest / shortest) ** (index / max(count - 1, 1))
+        nearest = min(sizes, key=lambda entry: (abs(entry[0] - target), entry[1]))
         sizes.remove(nearest)
-        chosen.append(nearest[1])
-    return [Document(name, (library / name).read_bytes()[:longest]) for name in chosen]
+        names.append(nearest[1])
+    return [Document(name, (library / name).read_bytes()[:longest]) for name in names]
 
 
 def library_files() -> Iterator[tuple[str, int]]:
-    """(name, bytes) of every source file of Python's library, tests left out."""
+    """(name, size in bytes) of every source file of Python's library, without tests."""
     library = Path(sysconfig.get_path("stdlib"))
     for pattern in ("*.py", "*/*.py"):
         for path in library.glob(pattern):

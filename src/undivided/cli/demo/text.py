@@ -1,4 +1,4 @@
-"""What ``undivided demo`` says."""
+"""The output of ``undivided demo``."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
-    """The documents and the mask: on the screen before the work begins."""
+    """Print the documents and the mask, before the work starts."""
     screen.print(Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold"))
     _title(screen, "The documents")
     bars = "".join(_BARS[min(7, 8 * length // (batch.longest + 1))] for length in batch.lengths)
-    _say(
+    _print(
         screen,
-        f"{len(documents)} files of Python's own library, {min(batch.lengths)} to {batch.longest} "
-        f"bytes, a byte a token:\n"
+        f"{len(documents)} files of Python's library, {min(batch.lengths)} to {batch.longest} bytes, one byte per "
+        f"token:\n"
         f"{bars}  {documents[0].name} to {documents[-1].name}\nembedded as {HEADS} query heads on "
         f"{KV_HEADS} key/value heads "
         f"of {HEAD_DIM}, {str(batch.q.dtype).removeprefix('torch.')}.",
     )
     _title(screen, "The mask, packed")
-    _say(screen, f"Causal within each document, {batch.tokens} tokens in a row. Down: queries. Across: keys.")
+    _print(screen, f"Causal within each document, {batch.tokens} packed tokens. Rows are queries, columns are keys.")
     form = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu")
     screen.print(Padding(Text(shaded(form), "cyan"), (0, 2), expand=False))
 
 
 def show(screen: Console, report: Report, decision: Decision) -> None:
-    """Everything that was found."""
+    """Print all results."""
     _agreement(screen, report)
     _savings(screen, report)
     _decision(screen, decision)
@@ -46,56 +46,55 @@ def show(screen: Console, report: Report, decision: Decision) -> None:
     _training(screen, report)
     if report.get("files"):
         _title(screen, "Pictures")
-        _say(screen, "\n".join(report["files"]))
+        _print(screen, "\n".join(report["files"]))
     _summary(screen, report)
 
 
 def _agreement(screen: Console, report: Report) -> None:
     _title(screen, "Do they agree?")
-    _say(
+    _print(
         screen,
-        "Relative error of the output and of the gradients against an fp64 oracle (PyTorch's plain "
-        "softmax, a document at a "
-        "time). The padding holds NaN; in our outputs and gradients it must be 0.",
+        "Relative error of the output and of the gradients, compared with an fp64 oracle (PyTorch's plain softmax, one "
+        "document at a time). The padding holds NaN; in our outputs and gradients it must be 0.",
     )
     names = ("out", "dq", "dk", "dv")
-    made = table("way", *names, "", right=names)
+    printed = table("way", *names, "", right=names)
     for run in report["runs"]:
         errors = [f"{run['errors'][name]:.1e}" for name in names]
         mark = Text("✓", "green") if run["ok"] else Text("✗", "bold red")
-        made.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
-    made.add_row(
+        printed.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
+    printed.add_row(
         Text("allowed: 2 x plain + 1 rounding", "dim"),
         *(Text(f"{report['budget'][name]:.1e}", "dim") for name in names),
     )
-    print_table(screen, made, before=1)
+    print_table(screen, printed, before=1)
 
 
 def _savings(screen: Console, report: Report) -> None:
     _title(screen, "What packing saves")
-    made = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
+    printed = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
     for label, key, unit in (
         ("tokens", "tokens", ""),
-        ("query-key pairs a head", "pairs", ""),
+        ("query-key pairs per head", "pairs", ""),
         ("q, k, v and output", "bytes", "B"),
     ):
         packed, padded = report[key]["packed"], report[key]["padded"]
         cells = [human(n, unit) if unit else f"{n:,}" for n in (packed, padded)]
-        made.add_row(label, *cells, f"{packed / padded:.1%}")
-    made.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
-    print_table(screen, made)
+        printed.add_row(label, *cells, f"{packed / padded:.1%}")
+    printed.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
+    print_table(screen, printed)
     leak = report["leak"]
     _title(screen, "What goes wrong without document boundaries")
-    _say(
+    _print(
         screen,
         f"The same tokens as one long causal sequence: no error is raised, {leak['share_of_pairs']:.0%} of the pairs "
-        f"({leak['pairs']:,}) join different documents, and the output is off by {leak['error']:.0%}.",
+        f"({leak['pairs']:,}) cross documents, and the relative error of the output is {leak['error']:.0%}.",
     )
 
 
 def _decision(screen: Console, decision: Decision) -> None:
     _title(screen, "Which kernel, and why not the others")
-    _say(screen, f"{decision.problem}\non {decision.machine}")
+    _print(screen, f"{decision.problem}\non {decision.machine}")
     print_table(screen, decision_table(decision), before=1)
 
 
@@ -103,33 +102,33 @@ def _times(screen: Console, report: Report) -> None:
     rounds = report["times"][0]["rounds"]
     machine = report["machine"]
     _title(screen, "How long")
-    _say(
+    _print(
         screen,
-        f"Median of {rounds} round{'s' * (rounds > 1)}, all ways in turn in each, on {machine['threads']} threads "
-        f"({machine['isa']}). SDPA's dense mask is built outside of the timing.",
+        f"Median of {rounds} round{'s' * (rounds > 1)}, in which all ways alternate, on {machine['threads']} threads "
+        f"({machine['isa']}). SDPA's dense mask is built before the timing.",
     )
     right = ("forward", "backward", "x packed")
-    made = table("way", *right, right=right)
+    printed = table("way", *right, right=right)
     for row in report["times"]:
         cells = [_seconds(row["forward_seconds"]), _seconds(row["backward_seconds"]), f"{row['ratio']:.2f}"]
-        made.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
-    print_table(screen, made, before=1)
+        printed.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
+    print_table(screen, printed, before=1)
 
 
 def _training(screen: Console, report: Report) -> None:
     _title(screen, "One training step through DotProductAttention")
-    _say(
+    _print(
         screen,
-        "A small next-byte model on the same documents, TransformerEngine's module and arguments; "
-        "only qkv_format differs.",
+        "A small next-byte model on the same documents, with the module and arguments of TransformerEngine; only "
+        "qkv_format differs.",
     )
     right = ("loss", "after the step", "gradients differ by")
-    made = table("qkv_format", *right, "", right=right)
+    printed = table("qkv_format", *right, "", right=right)
     for row in report["training"]:
         mark = Text("✓", "green") if row["ok"] else Text("✗", "bold red")
         figures = [f"{row['loss']:.6f}", f"{row['loss_after']:.6f}", f"{row['gradient_difference']:.1e}"]
-        made.add_row(row["format"], *figures, mark)
-    print_table(screen, made, before=1)
+        printed.add_row(row["format"], *figures, mark)
+    print_table(screen, printed, before=1)
 
 
 def _summary(screen: Console, report: Report) -> None:
@@ -139,21 +138,20 @@ def _summary(screen: Console, report: Report) -> None:
     pairs, bytes_ = report["pairs"], report["bytes"]
     same = ", bit for bit" if report["identical"] else ""
     verdict = (
-        f"gave the same answer in {len(ours)} arrangements{same} (relative error at most "
-        f"{worst:.1e}, gradients included)"
+        f"returned the same result for {len(ours)} arrangements{same} (relative error at most {worst:.1e}, gradients "
+        f"included)"
         if report["ok"]
-        else "did NOT give the same answer everywhere: see the crosses above, and please report it"
+        else "did NOT return the same result everywhere: see the crosses above, and please report it"
     )
     text = (
-        f"One function, of which only the layout and the mask were changed, {verdict}. Packing computed "
-        f"{pairs['packed'] / pairs['padded']:.1%} of the padded batch's pairs in "
-        f"{bytes_['packed'] / bytes_['padded']:.0%} "
-        "of its memory, without letting documents see each other, and the library names the kernel "
-        "that ran and the reason."
+        f"One function, called with different layouts and masks, {verdict}. Packing computed "
+        f"{pairs['packed'] / pairs['padded']:.1%} of the pairs of the padded batch in "
+        f"{bytes_['packed'] / bytes_['padded']:.0%} of its memory, without attention between documents. The library "
+        "names the kernel that ran, and the reason."
     )
     if report["times"]:
         text += _speed(report["times"])
-    _say(screen, f"{text}\n{report['seconds']} s in all.")
+    _print(screen, f"{text}\nTotal time: {report['seconds']} s.")
 
 
 def _speed(times: list[Report]) -> str:
@@ -161,9 +159,8 @@ def _speed(times: list[Report]) -> str:
     masked, causal = ratio["SDPA, padded, dense mask"], ratio["SDPA, padded, is_causal"]
     alone = ratio["SDPA, one document at a time"]
     return (
-        f" PyTorch's SDPA on the padded batch took {masked:.1f} times as long with its dense mask "
-        f"and {causal:.1f} times with "
-        f"is_causal; called by hand for each document, {alone:.2f} times."
+        f" PyTorch's SDPA on the padded batch took {masked:.1f} times as long with its dense mask and {causal:.1f} "
+        f"times with is_causal; called once per document, {alone:.2f} times."
     )
 
 
@@ -176,5 +173,5 @@ def _title(screen: Console, text: str) -> None:
     screen.print(Text(text, "bold"))
 
 
-def _say(screen: Console, text: str) -> None:
+def _print(screen: Console, text: str) -> None:
     screen.print(Padding(Text(text), (0, 2), expand=False))

@@ -1,4 +1,4 @@
-"""The second part of ``undivided demo``: a model trained on packed documents, then text from its paged caches."""
+"""The second part of ``undivided demo``: trains a model on packed documents, and generates text with paged caches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Report = dict[str, Any]
 PROMPTS = (b"import ", b"def __init__(self", b"class ")
 CHECKPOINT_EVERY = 50
 MARGIN = 0.25
-"""Nats a byte by which the model must beat counting pairs of bytes, for the demo to call it trained."""
+"""Nats per byte by which a trained model must be better than a bigram model."""
 
 
 def train_and_generate(recipe: Recipe, checkpoint: Path | None, out: Path | None, quiet: bool) -> Report:
-    """Train (or go on from the checkpoint), compare with bigrams on held-out files, generate."""
+    """The report of a training run (continued from the checkpoint if it exists), with generated text."""
     corpus = Corpus.of_library()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     if checkpoint is not None and checkpoint.exists():
         run = Training.load(checkpoint, corpus)
     else:
         run = Training(Size(), recipe, corpus)
     resumed = run.done
     with progress(run.recipe.steps - run.done + 2, quiet) as step:
-        step("counting pairs of bytes")
+        step("bigram model")
         bigrams = bigram_loss(corpus)
         train(
             run,
@@ -40,9 +40,9 @@ def train_and_generate(recipe: Recipe, checkpoint: Path | None, out: Path | None
             CHECKPOINT_EVERY,
             lambda done, loss: step(f"step {done} of {run.recipe.steps}: loss {loss:.2f}, bigrams {bigrams:.2f}"),
         )
-        step("the held-out files")
+        step("held-out files")
         held_out = run.held_out_loss()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     texts = generate(run.model, PROMPTS, 160, temperature=0.7, seed=0)
     report: Report = {
         "steps": run.done,
@@ -66,10 +66,10 @@ def _draw(path: Path, losses: list[float], bigrams: float, held_out: float) -> P
 
     figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, color="#1f5fa8", linewidth=1, label="a batch of training files")
+    axes.plot(range(1, len(losses) + 1), losses, color="#1f5fa8", linewidth=1, label="batches of training files")
     axes.axhline(bigrams, color="#9aa3ad", linestyle="--", label=f"bigrams, held-out files: {bigrams:.2f}")
     axes.plot([len(losses)], [held_out], "o", color="#c0392b", label=f"this model, held-out files: {held_out:.2f}")
-    axes.set(title="Loss of a byte model on Python's library", xlabel="step", ylabel="nats a byte", ylim=(0, None))
+    axes.set(title="Loss of a byte model on Python's library", xlabel="step", ylabel="nats per byte", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
@@ -77,30 +77,30 @@ def _draw(path: Path, losses: list[float], bigrams: float, held_out: float) -> P
 
 
 def show(screen: Console, report: Report) -> None:
-    """What was trained, how well, and what it writes."""
+    """Print the model, its losses and its text."""
     loss = report["loss"]
     screen.print()
     screen.print(Text("A model trained on packed documents", "bold"))
-    begun = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
-    _say(
+    resumed = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
+    _print(
         screen,
-        f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 "
-        f"heads on 2, a window of 64 "
-        f"in every other layer); {report['steps']} steps of {report['tokens_per_step']:,} packed bytes of "
-        f"{report['files']['train']} library files{begun}; {report['seconds']:.0f} s on {report['threads']} threads.",
+        f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 query heads on 2 key "
+        f"heads, a window of 64 in every other layer); {report['steps']} steps of {report['tokens_per_step']:,} "
+        f"packed bytes of {report['files']['train']} library files{resumed}; {report['seconds']:.0f} s on "
+        f"{report['threads']} threads.",
     )
-    made = table("nats a byte, held-out files", "loss", "", right=("loss",))
+    printed = table("nats per byte, held-out files", "loss", "", right=("loss",))
     mark = Text("✓", "green") if report["ok"] else Text("✗", "bold red")
-    made.add_row("this model", f"{loss['held_out']:.3f}", mark)
-    made.add_row(Text("counting pairs of bytes", "dim"), f"{loss['bigrams']:.3f}")
-    print_table(screen, made, before=1)
+    printed.add_row("this model", f"{loss['held_out']:.3f}", mark)
+    printed.add_row(Text("bigram model", "dim"), f"{loss['bigrams']:.3f}")
+    print_table(screen, printed, before=1)
     screen.print()
-    screen.print(Text("What it writes, all three together from one pool of pages", "bold"))
+    screen.print(Text("Generated text: three sequences in one pool of pages", "bold"))
     for text in report["texts"]:
         screen.print(Padding(Text(text, "cyan"), (0, 2, 1, 2), expand=False))
     if "picture" in report:
-        _say(screen, report["picture"])
+        _print(screen, report["picture"])
 
 
-def _say(screen: Console, text: str) -> None:
+def _print(screen: Console, text: str) -> None:
     screen.print(Padding(Text(text), (0, 2), expand=False))

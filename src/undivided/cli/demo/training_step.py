@@ -16,14 +16,13 @@ from undivided.verification.budget import relative_error
 FORMATS = ("thd", "sbhd", "bshd")
 LEARNING_RATE = 0.1
 AGREEMENT = 1e-5
-"""Largest relative difference of a gradient between formats: the same fp32 sums in another order, some ten thousand
-terms."""
+"""Largest relative difference of a gradient between formats: fp32 sums of some ten thousand terms in other orders."""
 
 _IGNORED = -100
 
 
 class Model(nn.Module):
-    """Bytes -> embedding -> attention -> logits of the next byte."""
+    """A model of the next byte: embedding, attention, logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class Model(nn.Module):
         self.output = nn.Linear(HEADS * HEAD_DIM, 256)
 
     def forward(self, text: Tensor, qkv_format: str, cu_seqlens: Tensor) -> Tensor:
-        """Logits of the byte that follows each byte; text is [T], [S, B] or [B, S]."""
+        """The logits of the byte that follows each byte; text is [T], [S, B] or [B, S]."""
         heads = self.qkv(self.embedding(text)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=-2)
         mixed = self.attention(q, k, v, qkv_format=qkv_format, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
@@ -44,7 +43,7 @@ class Model(nn.Module):
 def training_steps(
     batch: Batch, documents: list[Document], step: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """The same step in each format: its loss before and after, and how far its gradients are from those of thd."""
+    """The same step in each format: its loss before and after, and how far its gradients differ from those of thd."""
     text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8).long()
     following = torch.cat([text[1:], text[:1]])
     following[batch.offsets[1:] - 1] = _IGNORED  # nothing follows the last byte of a document
@@ -53,8 +52,8 @@ def training_steps(
     first: list[Tensor] = []
     for qkv_format in FORMATS:
         step(f"training step: {qkv_format}")
-        inputs = _arranged(text, batch, qkv_format, 0)
-        targets = _arranged(following, batch, qkv_format, _IGNORED)
+        inputs = _arrange(text, batch, qkv_format, 0)
+        targets = _arrange(following, batch, qkv_format, _IGNORED)
         loss, loss_after, gradients = _step(inputs, targets, qkv_format, cu_seqlens)
         first = first or gradients
         difference = max(relative_error(a, b) for a, b in zip(gradients, first, strict=True))
@@ -70,8 +69,8 @@ def training_steps(
     return rows
 
 
-def _arranged(tokens: Tensor, batch: Batch, qkv_format: str, fill: int) -> Tensor:
-    """[T] as [T], [S, B] or [B, S]."""
+def _arrange(tokens: Tensor, batch: Batch, qkv_format: str, fill: int) -> Tensor:
+    """Tokens [T] as [T], [S, B] or [B, S]."""
     if qkv_format == "thd":
         return tokens
     padded = batch.arrange(tokens[:, None, None], qkv_format, fill)
