@@ -1,7 +1,8 @@
-"""Known attention errors: cause and repair.
+"""Known attention errors: their causes and fixes.
 
-entries  the table, one entry an error      _entry   what an entry is
-_values  what the numbers in a text say     _report  the answer, and how it prints      _page  docs/troubleshooting.md
+entries   the table, one entry per error      _entry    the fields of an entry
+_values   facts from the values in a text     _report   the answer and its output
+_page     docs/troubleshooting.md
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ from undivided.errors import InputError
 
 __all__ = ["Diagnosis", "Entry", "Finding", "diagnose"]
 
-_MOST_READ = 60_000  # characters; of a longer log its beginning and its end, where errors stand
+_MAX_CHARACTERS = 60_000  # of a longer log, only the start and the end are searched
 _NOISE = re.compile(r"\x1b\[[0-9;]*m|^(?:\[rank\d+\]:|\([\w ]+pid=\d+\)|E {3})\s?", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "[^"]*", line \d+|^Traceback \(most recent call last\)', re.MULTILINE)
 
 
 def diagnose(problem: str | BaseException) -> Diagnosis:
-    """The known errors in a text or an exception, the most specific first, each with cause, repair and a call that
-    avoids it.
+    """A `Diagnosis`: the known errors in a text or an exception, with causes, fixes and calls that avoid them.
 
     Args:
-        problem: an exception (its causes and contexts are read too), or any text: a message, a whole traceback or
-            log, a description in your words, or the id of an entry.
+        problem: an exception (its causes and contexts are searched too), or any text: a message, a whole traceback or
+            log, a description in your own words, or the id of an entry.
 
     Returns:
-        A `Diagnosis`: ``print`` it; ``.known`` says whether anything was recognised.
+        A `Diagnosis` with the most specific error first: ``print`` it; ``.known`` is whether an error was recognised.
 
     Raises:
-        InputError: neither a text nor an exception, or an empty one.
+        InputError: the problem is neither a text nor an exception, or it is empty.
 
     Source: each entry names its own (``.entries[0].source``): the code that raises the error, or reports of it.
 
@@ -46,25 +46,25 @@ def diagnose(problem: str | BaseException) -> Diagnosis:
     from undivided.diagnosis.entries import TABLE
 
     text = _NOISE.sub("", _text(problem))
-    named = [entry for entry in TABLE if entry.id == text.strip()]
-    if named:
-        return Diagnosis((Finding(named[0], ()),), ())
-    flat, framed = " ".join(text.split()), bool(_FRAME.search(text))
-    spoken = _spoken(text) if framed else flat
-    found = []
+    by_id = [entry for entry in TABLE if entry.id == text.strip()]
+    if by_id:
+        return Diagnosis((Finding(by_id[0], ()),), ())
+    flat, has_frames = " ".join(text.split()), bool(_FRAME.search(text))
+    messages = _without_frames(text) if has_frames else flat
+    matches = []
     for place, entry in enumerate(TABLE):
-        match = entry.find(spoken if entry.weight == WORDS else flat, framed)
+        match = entry.find(messages if entry.weight == WORDS else flat, has_frames)
         if match is not None:
-            said = tuple(entry.reads(match, flat)) if entry.reads else ()
-            found.append((-entry.weight, -_width(match), place, Finding(entry, said)))
-    found.sort(key=lambda row: row[:3])
-    told = any(-row[0] >= MESSAGE for row in found)  # then guesses from words add nothing
-    findings = tuple(row[3] for row in found if not told or -row[0] >= MESSAGE)
+            facts = tuple(entry.reads(match, flat)) if entry.reads else ()
+            matches.append((-entry.weight, -_match_length(match), place, Finding(entry, facts)))
+    matches.sort(key=lambda row: row[:3])
+    has_message = any(-row[0] >= MESSAGE for row in matches)  # then matches of descriptions are dropped
+    findings = tuple(row[3] for row in matches if not has_message or -row[0] >= MESSAGE)
     return Diagnosis(findings, tuple(observed(flat).items()))
 
 
-def _width(match: re.Match[str]) -> int:
-    """How much was matched; patterns that begin with the text do so to look at all of it, which says nothing."""
+def _match_length(match: re.Match[str]) -> int:
+    """The length of the match; 0 for patterns that are anchored at the start, because they may span the whole text."""
     return 0 if match.re.pattern.startswith(r"\A") else len(match[0])
 
 
@@ -76,13 +76,13 @@ def _text(problem: str | BaseException) -> str:
     else:
         raise InputError("problem", "be a text or an exception", type(problem).__name__, "diagnose(str(x))")
     if not text.strip():
-        raise InputError("problem", "hold the text of an error", "an empty text", "paste the traceback")
-    half = _MOST_READ // 2
-    return text if len(text) <= _MOST_READ else f"{text[:half]}\n{text[-half:]}"
+        raise InputError("problem", "contain the text of an error", "an empty text", "paste the traceback")
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]}\n{text[-half:]}"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The exception and all that led to it, also where ``from None`` hides it."""
+    """The exception and all its causes and contexts, also those that ``from None`` hides, the earliest first."""
     chain: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -93,6 +93,6 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain[::-1]
 
 
-def _spoken(text: str) -> str:
-    """A traceback without its frames: what was said, not the code that stands around it."""
+def _without_frames(text: str) -> str:
+    """A traceback without its stack frames: the messages without the code around them."""
     return " ".join(" ".join(line for line in text.splitlines() if not line[:1].isspace()).split())

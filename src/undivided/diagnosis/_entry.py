@@ -1,4 +1,4 @@
-"""What the table of known errors is made of."""
+"""`Entry`, one known error of the table."""
 
 from __future__ import annotations
 
@@ -9,34 +9,40 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 PRELUDE = "import torch, undivided\nfrom undivided import masks\n"
-"""What every snippet begins with."""
+"""The first lines of every snippet."""
 
 WORDS, MESSAGE, PRECISE = range(3)
-"""How much a match says: a description in somebody's words; the text of an error; that and which of its causes it
-is."""
+"""Weight of a match: a description in free words; the text of an error; a text that also identifies the cause."""
 
 ATTENTION = r"attention|attn|sdpa|\bqkv?\b|flash"
-"""What stands in a traceback that has to do with attention."""
+"""Words in tracebacks that concern attention."""
 
 Reader = Callable[[re.Match[str], str], Sequence[str]]
-"""From a match and the whole text to what the values in it say, in sentences."""
+"""A function from a match and the whole text to sentences about the values in it."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One known error.
 
-    Args:
+    Attributes:
         id: its name, for links and for ``undivided diagnose ID``.
-        title: what it is, in a line.
-        patterns: regular expressions, any of them; case and white space do not matter.
-        example: what it looks like.
-        cause: why it is raised. confirm: how to see that this is it. repair: what to do, where one is.
-        call: the undivided call that avoids it; runs after `PRELUDE`.
-        source: where this is known from.
-        near: what must stand somewhere in a text that has stack frames, so that other code's error is not taken for it.
-        weight: how much a match says; the most decides which entry comes first.
-        reads: what the values in the text say.
+        title: a description in one line.
+        patterns: regular expressions of which one must match; case and white space are ignored.
+        example: the text of the error.
+        cause: why it is raised.
+        confirm: how to check that this is the cause.
+        repair: the fix.
+        call: the undivided call that avoids the error; runs after `PRELUDE`.
+        source: where the error is documented.
+        near: a pattern that a text with stack frames must also contain, so that errors of other code do not match.
+        weight: the weight of a match; entries with a larger weight come first.
+        reads: returns facts from the values in the text.
+
+    >>> import undivided
+    >>> entry = undivided.diagnose("sdpa-no-kernel").entries[0]
+    >>> entry.title
+    'Every kernel that sdpa_kernel(...) left allowed refused the inputs'
     """
 
     id: str
@@ -60,22 +66,25 @@ class Entry:
 
     @property
     def snippet(self) -> str:
-        """The call, with its imports: runs as it stands."""
+        """The call with its imports; it runs unchanged."""
         return f"{PRELUDE}\n{self.call}\n"
 
-    def find(self, text: str, framed: bool) -> re.Match[str] | None:
-        """The longest match of its patterns in a text of one line, `framed` if that text had stack frames."""
-        if framed and self.near and not compiled(self.near).search(text):
+    def find(self, text: str, has_frames: bool) -> re.Match[str] | None:
+        """The longest match of its patterns in a text of one line; None if there is none.
+
+        has_frames: whether the original text had stack frames.
+        """
+        if has_frames and self.near and not compiled(self.near).search(text):
             return None
-        found = [match for pattern in self.patterns if (match := compiled(pattern).search(text))]
-        return max(found, key=lambda match: len(match[0]), default=None)
+        matches = [match for pattern in self.patterns if (match := compiled(pattern).search(text))]
+        return max(matches, key=lambda match: len(match[0]), default=None)
 
     def to_dict(self) -> dict[str, str]:
-        """Its words, by field."""
+        """Its texts, by field."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "str" and f.name != "near"}
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compiled when first needed: importing the library compiles none."""
+    """The compiled pattern; compiled at first use, so that the import of the library compiles none."""
     return re.compile(pattern, re.IGNORECASE)

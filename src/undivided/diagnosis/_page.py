@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md, made from the table: ``python -m undivided.diagnosis > docs/troubleshooting.md``."""
+"""docs/troubleshooting.md, generated from the table: ``python -m undivided.diagnosis > docs/troubleshooting.md``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _WIDTH = 110
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     head = f"""
         # Troubleshooting
 
-        {len(TABLE)} ways in which attention calls are known to fail: what it means, how to confirm it, what to do.
+        {len(TABLE)} known errors of attention calls: the cause, how to confirm it, and the fix.
         `undivided diagnose "the text"`, `python train.py 2>&1 | undivided diagnose` and `undivided.diagnose(exception)`
-        look them up and read the numbers in them. Each snippet runs after
+        look up an error and explain the values in its text. Each snippet runs after
 
         """
     parts = [textwrap.dedent(head).strip(), f"```python\n{PRELUDE}```", _contents()]
     for area, entries in AREAS.items():
         parts += [f"## {area}", *(_section(entry) for entry in entries)]
-    parts += ["## An error that is not here", "What would help somebody to find it:"]
-    parts.append("\n".join(_filled(line, "- ", "  ") for line in HELPFUL))
-    parts.append("*This page is made from the table: `python -m undivided.diagnosis > docs/troubleshooting.md`.*")
+    parts += ["## An error that is not here", "This information would help to find the cause:"]
+    parts.append("\n".join(_fill(line, "- ", "  ") for line in HELPFUL))
+    parts.append("*This page is generated: `python -m undivided.diagnosis > docs/troubleshooting.md`.*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -44,23 +44,23 @@ def _section(entry: Entry) -> str:
             f"### {entry.id}",
             f"**{entry.title}.**",
             f"```text\n{entry.example}\n```",
-            *(_filled(f"*{heading}.* {_escaped(words)}") for heading, words in prose.items()),
+            *(_fill(f"*{heading}.* {_escape(words)}") for heading, words in prose.items()),
             f"```python\n{entry.call}\n```",
-            f"Source: {_linked(entry.source)}",
+            f"Source: {_link(entry.source)}",
         ]
     )
 
 
-def _escaped(prose: str) -> str:
-    """Markdown reads ``*`` and ``_`` before words as emphasis, ``[a, b]`` as a link, ``<`` as HTML."""
+def _escape(prose: str) -> str:
+    """The prose with Markdown's special characters escaped."""
     return re.sub(r"([*<\[\]]|(?<!\w)_)", r"\\\1", prose)
 
 
-def _linked(source: str) -> str:
+def _link(source: str) -> str:
     return _REFERENCE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", source)
 
 
-def _filled(prose: str, first: str = "", rest: str = "") -> str:
+def _fill(prose: str, first: str = "", rest: str = "") -> str:
     return textwrap.fill(
         prose, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

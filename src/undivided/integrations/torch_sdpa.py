@@ -1,8 +1,8 @@
-"""`replace_sdpa`: models that call PyTorch's scaled_dot_product_attention run on ours, unmodified.
+"""`replace_sdpa`: unmodified models that call PyTorch's scaled_dot_product_attention run on this library.
 
-One function, `_replacement`, stands in ``torch.nn.functional`` while any handle is active, whatever the order in which
-handles are restored; the last one puts back what was there. If somebody else replaced the function in the meantime,
-theirs stays, and what they kept of ours passes calls on to PyTorch.
+The function `_replacement` is in ``torch.nn.functional`` while at least one handle is active; the last handle restores
+the previous function, in whatever order handles are restored. If other code has replaced the function in the meantime,
+its function stays, and a reference to `_replacement` that it kept passes calls on to PyTorch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,18 @@ __all__ = ["Replacement", "replace_sdpa"]
 
 
 class Replacement:
-    """A replacement in force. ``calls`` is how many calls ran on Undivided since; ``restore()`` ends it.
+    """An active replacement of PyTorch's function; ``restore()`` ends it.
 
-    A call inside ``torch.compile`` counts while it is traced (once or a few times), not when the compiled graph runs.
+    Attributes:
+        calls: number of calls that ran on Undivided since. A call inside ``torch.compile`` counts when it is traced
+            (once or a few times), not when the compiled graph runs.
+
+    >>> import undivided
+    >>> with undivided.replace_sdpa() as replaced:
+    ...     print(replaced.active)
+    True
+    >>> replaced.active
+    False
     """
 
     def __init__(self) -> None:
@@ -33,11 +42,11 @@ class Replacement:
 
     @property
     def active(self) -> bool:
-        """Whether it is in force."""
+        """Whether the replacement is active."""
         return any(handle is self for handle in _active)
 
     def restore(self) -> None:
-        """End it. Other replacements stay in force; a second call does nothing."""
+        """End the replacement. Others stay active; a second call does nothing."""
         if self.active:
             _remove(self)
 
@@ -54,22 +63,22 @@ class Replacement:
 
 
 def replace_sdpa() -> Replacement:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by `undivided.scaled_dot_product_attention`.
+    """A handle that replaces ``torch.nn.functional.scaled_dot_product_attention`` by ours until it is restored.
 
-    For the process, until ``restore()`` or the end of the ``with``. Whoever looks the function up in
-    ``torch.nn.functional`` at the call gets ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``,
-    ``nn.TransformerEncoderLayer``. A name bound before, by ``from torch.nn.functional import
-    scaled_dot_product_attention``, stays PyTorch's.
+    The replacement is for the whole process, until ``restore()`` or the end of the ``with``. Calls that look up the
+    function in ``torch.nn.functional`` get ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``,
+    ``nn.TransformerEncoderLayer``. Names that were bound before, by ``from torch.nn.functional import
+    scaled_dot_product_attention``, keep PyTorch's function.
 
-    ``nn.MultiheadAttention`` computes the attention itself, without calling the function, where ``need_weights=True``
-    (its default) and in its C++ fast path. The fast path is switched off meanwhile (`torch.backends.mha`);
-    ``need_weights`` is the caller's. Nested tensors are passed on to PyTorch.
+    ``nn.MultiheadAttention`` does not call the function with ``need_weights=True`` (its default) or in its C++ fast
+    path. The fast path is disabled during the replacement (`torch.backends.mha`); ``need_weights`` is the caller's
+    choice. Nested tensors are passed on to PyTorch.
 
     Returns:
-        A handle with ``calls`` and ``restore()``, which is a context manager as well.
+        A `Replacement` with ``calls`` and ``restore()``, which is also a context manager.
 
     Raises:
-        Nothing here. While it is active a wrong call raises `InputError` (a ValueError) where PyTorch raises
+        Nothing here. During the replacement a wrong call raises `InputError` (a ValueError) instead of PyTorch's
         RuntimeError.
 
     Source: the calls that modules make are those of torch.nn.modules.activation and torch.nn.modules.transformer.
@@ -87,8 +96,7 @@ def replace_sdpa() -> Replacement:
 
 _active: list[Replacement] = []
 _pytorchs: Any = functional.scaled_dot_product_attention
-"""Where calls that are not ours go. Found once: whoever replaces it later may call us, and we must not call them
-back."""
+"""PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
 _before: Any = None
 _fast_path_before = True
 
@@ -125,10 +133,10 @@ def _replacement(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, served by Undivided."""
+    """PyTorch's scaled_dot_product_attention, computed by Undivided."""
     if has_torch_function_variadic(query, key, value) and not _are_nested(query, key, value):
-        # torch.fx's proxies put this function into their graph; tensors that have their own idea of it see it as
-        # PyTorch's
+        # proxies of torch.fx put this function into their graph; tensor subclasses that override PyTorch's function get
+        # this one
         return handle_torch_function(
             _replacement,
             (query, key, value),
@@ -153,24 +161,24 @@ _replacement.__name__ = _replacement.__qualname__ = "scaled_dot_product_attentio
 
 
 def _are_nested(*tensors: Tensor) -> bool:
-    """Whether any is nested, asked so that tensors which see every function called with them do not see this."""
+    """Whether a tensor is nested; tensor subclasses that intercept function calls do not see this query."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(getattr(tensor, "is_nested", False) is True for tensor in tensors)
 
 
 def _serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the call is ours, and count it. Nested tensors are not."""
+    """Count the call and return True, unless it has nested tensors or no replacement is active."""
     try:
         if query.is_nested or key.is_nested or value.is_nested:
             return False
-    except AttributeError:  # not tensors: the checks to come say so
+    except AttributeError:  # not tensors: the later checks refuse them
         pass
     return _count()
 
 
 def _count() -> bool:
-    """Whether calls are ours now, and count one. What torch.jit.trace records is not: it must run without this
-    library."""
+    """Whether a replacement is active; counts a call. Never while torch.jit.trace records, because traces must run
+    without this library."""
     if torch._C._is_tracing():
         return False
     for handle in _active:
@@ -178,5 +186,5 @@ def _count() -> bool:
     return bool(_active)
 
 
-# torch.compile calls it while tracing and keeps the answer; counting in the graph would recompile at every call
+# torch.compile calls it while it traces and keeps the result; a count in the graph would recompile at every call
 _count._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The table: one entry an error, by area."""
+"""The table: one entry per error, by area."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ AREAS: dict[str, tuple[Entry, ...]] = {
 """Entries by area, in the order of the page."""
 
 TABLE: tuple[Entry, ...] = tuple(entry for entries in AREAS.values() for entry in entries)
-"""Every entry."""
+"""All entries."""

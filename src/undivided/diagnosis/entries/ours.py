@@ -1,4 +1,4 @@
-"""Undivided's own errors: they carry their reasons, and this says how to read them."""
+"""Errors of this library, which contain their own reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _reasons(match: re.Match[str], text: str) -> list[str]:
 ENTRIES = (
     Entry(
         id="undivided-no-backend",
-        title="No backend that is allowed can run this problem",
+        title="No allowed backend can run this problem",
         patterns=(r"no backend can run this problem", r"undivided\.errors\.NoBackendError"),
         example="""undivided.errors.NoBackendError: no backend can run this problem
               problem: q 1x4x8x16 (BxSxHxD), kv 1x4x8x16; float32 bshd on cpu; mask every pair
@@ -24,7 +24,7 @@ ENTRIES = (
               reference        not asked for: backend='cudnn'
               HINT: an explicit backend='cudnn' never falls back; leave it out to let selection choose""",
         cause="""The reference backend runs everything, so a backend=, a use_backends(...) or UNDIVIDED_BACKENDS (or an
-            NVTE_* variable) has excluded it. Each line under the message is one backend with what stands against it.""",
+            NVTE_* variable) has excluded it. Each line under the message is one backend with the reasons why it was refused.""",
         confirm="error.decision.reasons holds the same by name; undivided doctor shows the variables that are set.",
         repair="Leave backend= out, or put a backend that can run it last in the list.",
         call="""
@@ -46,7 +46,7 @@ ENTRIES = (
         ),
         example="""undivided.errors.InputError: k must have a number of heads that divides q's (8), got 3 in [1, 4, 3, 16]
               HINT: these shapes would fit layout='bhsd'""",
-        cause="""The message has the argument, what it must be, and what it is; nothing was computed or changed.""",
+        cause="""The message names the argument, the rule and the value; nothing was computed or changed.""",
         confirm="error.argument and error.hint hold the two parts.",
         repair="Do what the HINT says.",
         call="""

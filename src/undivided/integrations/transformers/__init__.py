@@ -1,12 +1,12 @@
 """Hugging Face Transformers on Undivided: ``register()``, then ``attn_implementation="undivided"``.
 
-A model asks two functions by that name: one for a mask, once for each kind of layer and forward pass, and one for the
-attention, in every layer. Ours hands a `Mask` from the first to the second, so that causal masks, windows, chunks,
-padding, packed documents and cached lengths stay what they are, and no S x S tensor is made.
+A model calls two functions by that name: one for a mask, once per kind of layer and forward pass, and one for the
+attention, in every layer. Ours passes a `Mask` from the first to the second, so that causal masks, windows, chunks,
+padding, packed documents and cached lengths keep their structure, and no S x S tensor is created.
 
-    _patterns.py    what a mask function of transformers says, read from its closure
-    _masks.py       that, for the sizes and offsets of a call, as a Mask
-    _model_mask.py  the Mask in the place of a tensor; dense as soon as a model computes with it
+    _patterns.py    the pattern of a mask function of transformers, read from its closure
+    _masks.py       the pattern as a Mask, for the sizes and offsets of a call
+    _model_mask.py  the Mask as a stand-in for a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
 """
 
@@ -28,14 +28,14 @@ NAME = "undivided"
 
 
 def register() -> None:
-    """Make ``attn_implementation="undivided"`` known to Hugging Face Transformers. Calling it again changes nothing.
+    """Register ``attn_implementation="undivided"`` with Hugging Face Transformers. Repeated calls change nothing.
 
-    Every model whose attention goes through the library's interface can then be built, loaded or switched with that
-    name; ``model.set_attn_implementation("undivided")`` switches one that is there.
+    All models whose attention uses the interface of that library can then be built or loaded with this name;
+    ``model.set_attn_implementation("undivided")`` switches an existing model.
 
     Raises:
         ImportError: transformers is not installed.
-        InputError: it is older than the interface that is used here (5.23 is what this was tested with).
+        InputError: transformers is too old (tested with 5.23).
 
     Source: "Attention interface" in the documentation of Hugging Face Transformers.
 
@@ -54,8 +54,8 @@ def register() -> None:
         raise ImportError(
             "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
         ) from error
-    asked = set(inspect.signature(masking_utils.sdpa_mask).parameters)
-    if not {"q_length", "q_offset", "kv_length", "kv_offset", "mask_function"} <= asked:
+    parameters = set(inspect.signature(masking_utils.sdpa_mask).parameters)
+    if not {"q_length", "q_offset", "kv_length", "kv_offset", "mask_function"} <= parameters:
         raise InputError(
             "transformers",
             "build masks from lengths and offsets (version 5)",
@@ -64,7 +64,6 @@ def register() -> None:
         )
     learn(masking_utils)
     AttentionInterface.register(NAME, attention)
-    # a compiler cannot look into closures: it leaves its graph once for each kind of mask, and finds a Mask when it
-    # comes back
-    made_outside = torch.compiler.disable(model_mask, reason="masks are read from closures")
-    AttentionMaskInterface.register(NAME, made_outside)
+    # a compiler cannot read closures: it leaves its graph once for each kind of mask
+    uncompiled = torch.compiler.disable(model_mask, reason="masks are read from closures")
+    AttentionMaskInterface.register(NAME, uncompiled)

@@ -1,4 +1,4 @@
-"""The attention of a layer, as transformers calls it: query, key, value ``[B, H, S, D]``, a mask, and keywords."""
+"""The attention of a layer with the signature of transformers: query, key, value [B, H, S, D], a mask, and keywords."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
 
 REFUSED = ("head_mask", "cache")
-"""Keywords of some models that change the result and are not supported: factors of heads, the cache of continuous
-batching."""
+"""Unsupported keywords of some models that change the result: factors of heads, the cache of continuous batching."""
 
 
 def attention(
@@ -44,33 +43,33 @@ def attention(
     output_attentions: bool | None = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that is registered: `undivided.attention` under the names of transformers.
+    """(output, weights) of a layer: the registered function, `undivided.attention` with the names of transformers.
 
     Args:
-        module: the layer; its ``is_causal`` counts where no mask is given.
-        query: ``[B, H, Sq, D]``.
-        key, value: ``[B, N, Sk, D]``, N dividing H, never expanded.
-        attention_mask: what `model_mask` made; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or numbers to
-            add.
-        dropout: probability; the layer gives 0 in evaluation.
-        scaling: of the scores; None: 1/sqrt(D).
-        is_causal: replaces the layer's.
+        module: the layer; its ``is_causal`` applies if there is no mask.
+        query: ``[B, H, Sq, D]``, floating point.
+        key, value: ``[B, N, Sk, D]``, where N divides H; they are never expanded.
+        attention_mask: the result of `model_mask`; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or a
+        bias.
+        dropout: probability; layers pass 0 in evaluation.
+        scaling: factor of the scores; None is 1/sqrt(D).
+        is_causal: overrides that of the layer.
         softcap: ``c * tanh(score / c)``.
         s_aux: sinks, ``[H]``.
-        position_bias: added to the scores, ``[B|1, H, Sq, Sk]``.
+        position_bias: bias of the scores, ``[B|1, H, Sq, Sk]``.
         sinks: sinks of single tokens, ``[B, H, Sq, 1]``.
         indices: the only keys that each query attends to, int ``[B, Sq, n]``.
         block_indices: the only blocks of keys, int ``[B, G, Sq, n]`` for G groups of heads, -1 for none.
         cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of documents packed into a batch of one.
         max_length_q, max_length_k: the longest of them.
         output_attentions: also return the weights, computed by the reference.
-        others: not needed here (positions, windows: the mask has them).
+        others: ignored (positions and windows, which the mask contains).
 
     Returns:
         The output ``[B, Sq, H, D]``, and the weights ``[B, H, Sq, Sk]`` or None.
 
     Raises:
-        InputError: an argument does not fit, or is one that changes the result and is not supported.
+        InputError: an argument does not fit, or is unsupported and changes the result.
     """
     for name in REFUSED:
         if others.get(name) is not None:
@@ -87,8 +86,8 @@ def attention(
             mask = packed_mask(Pattern(right=0 if causal else None), *documents)
         else:
             mask = packed_mask(Pattern(), *documents) & (mask or masks.FULL)
-    for chosen in _chosen(module, indices, block_indices, query.shape[1], key.shape[2]):
-        mask = masks.dense(chosen) if mask is None else mask & masks.dense(chosen)
+    for selected in _selected_keys(module, indices, block_indices, query.shape[1], key.shape[2]):
+        mask = masks.dense(selected) if mask is None else mask & masks.dense(selected)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     options: dict[str, Any] = {
@@ -100,12 +99,12 @@ def attention(
         "sinks": s_aux,
         "dropout_p": dropout,
     }
-    wants_weights = output_attentions or _collects_weights()
-    if dropout and wants_weights:  # the same entries drop out in both
+    needs_weights = output_attentions or _collects_weights()
+    if dropout and needs_weights:  # output and weights must drop the same entries
         options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     out, share = _with_token_sinks(q, k, v, sinks, options)
-    weights = _weights(q, k, options) if wants_weights else None
+    weights = _weights(q, k, options) if needs_weights else None
     return out, weights if weights is None or share is None else weights * share
 
 
@@ -115,7 +114,7 @@ def _mask_and_bias(
     """What a layer was given, as a mask or as numbers to add. Nothing means what it means to PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
-        if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row for all queries, as tensors broadcast
+        if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
             return masks.dense(given.to_dense()), None
         if given.shape[2:] != (q_len, kv_len):
             raise InputError(
@@ -126,12 +125,14 @@ def _mask_and_bias(
         return given.mask, None
     if given is None:
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
-    given = given[..., :kv_len]  # masks made for a whole static cache
+    given = given[..., :kv_len]  # the mask may cover a whole static cache
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
 
 
-def _chosen(module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int) -> list[Tensor]:
-    """The keys that a layer chose for its queries, bool ``[B, 1|H, Sq, Sk]``."""
+def _selected_keys(
+    module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
+) -> list[Tensor]:
+    """The keys that a layer selected for its queries, bool ``[B, 1|H, Sq, Sk]``."""
     found = []
     if indices is not None:
         none = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
@@ -149,7 +150,7 @@ def _chosen(module: nn.Module, indices: Tensor | None, blocks: Tensor | None, he
 def _with_token_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention, and the share of it that sinks of single tokens leave to the keys, ``[B, H, Sq, 1]``."""
+    """The output, and the fraction of the weight that single-token sinks leave to the keys, ``[B, H, Sq, 1]``."""
     if sinks is None:
         out: Tensor = attend(q, k, v, **options)
         return out, None
@@ -159,14 +160,14 @@ def _with_token_sinks(
 
 
 def _collects_weights() -> bool:
-    """Whether attention weights are collected from the layers, who are not always told (``output_attentions``)."""
+    """Whether attention weights are collected from the layers, also without ``output_attentions``."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return collector is not None and any("attentions" in name for name in collector.get() or ())
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """The attention weights ``[B, H, Sq, Sk]``: what attention makes of an identity matrix as its values."""
+    """The attention weights ``[B, H, Sq, Sk]``: the attention over an identity matrix as values."""
     batch, kv_len, kv_heads, _ = k.shape
     q, k, _ = autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]

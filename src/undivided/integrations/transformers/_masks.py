@@ -1,9 +1,9 @@
-"""A model's mask for one call: a pattern, a padding mask, sizes and offsets become an undivided `Mask`.
+"""The mask of a model for one call: a pattern, a padding mask, sizes and offsets as an undivided `Mask`.
 
-A query row i stands at the absolute position ``i + q_offset``, a key row j at ``j + kv_offset`` (a cache that keeps a
-window forgets its first keys). So the diagonal is ``j = i + d`` with ``d = q_offset - kv_offset``. In undivided's masks
-the last real query of a sequence stands on its last real key: real lengths are chosen here so that the two diagonals
-are one.
+Query row i has the absolute position ``i + q_offset``, key row j has ``j + kv_offset`` (a cache that keeps a window
+drops its first keys). So the diagonal is ``j = i + d`` with ``d = q_offset - kv_offset``. In undivided's bottom-right
+masks the last real query of a sequence is aligned with its last real key. The real lengths are chosen here so that the
+two diagonals agree.
 
 Legend: B batch, Sq queries, Sk keys.
 """
@@ -36,22 +36,22 @@ def model_mask(
     config: Any = None,
     **unused: Any,
 ) -> ModelMask:
-    """The mask function that is registered: what a model asks for once for every kind of layer and forward pass.
+    """The mask of a model, once per kind of layer and forward pass: the registered mask function.
 
     Args:
-        batch_size, q_length, kv_length: sizes of the call; the keys are all that the cache gives back.
+        batch_size, q_length, kv_length: sizes of the call; the keys are all that the cache returns.
         q_offset, kv_offset: absolute positions of the first query and of the first key.
         mask_function: of absolute positions; None is every pair.
-        attention_mask: real keys from position 0 on, bool ``[B, S]``; keys beyond S are not real. None: all are real.
-            A mask that was made before (by ``generate``, ahead of the model) is handed back.
-        use_vmap: the function takes single positions and not tensors of them.
+        attention_mask: the real keys from position 0 on, bool ``[B, S]``; keys beyond S are not real. None: all are
+            real. A mask that already exists (``generate`` creates it before the model) is returned.
+        use_vmap: the function takes single positions instead of tensors.
         device: of the model's tensors.
         dtype: of the model's hidden states.
         config: the model's configuration.
-        unused: what other implementations need.
+        unused: arguments of other implementations.
 
     Returns:
-        The mask, to be given to `attention` as its ``attention_mask``.
+        A `ModelMask`, for the ``attention_mask`` of `attention`.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
@@ -66,7 +66,7 @@ def model_mask(
 
 
 def within_documents(given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
-    """A model's pattern inside documents packed into one row, remembered for layers that ask with the same tensors."""
+    """The pattern of a model within packed documents, cached for layers with the same tensors."""
     if given.documents is None or given.documents[0] is not cu_q or given.documents[1] is not cu_kv:
         mask = packed_mask(given.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(given.pattern, given.sizes)
         given.documents = cu_q, cu_kv, mask & _key_map(given.pattern, given.sizes)
@@ -74,23 +74,23 @@ def within_documents(given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int |
 
 
 def takes_booleans(config_class: type) -> bool:
-    """Whether a model of this configuration runs with boolean masks: those of "sdpa" and "flex_attention".
+    """Whether a model of this configuration supports boolean masks, those of "sdpa" and "flex_attention".
 
-    Transformers checks this for its own implementations only. A model for which it is not so (an encoder that computes
-    attention itself inside a larger model, say) computes with the numbers of "eager", if it computes with its mask at
+    Transformers checks this only for its own implementations. Other models (for example an encoder inside a larger
+    model that computes attention itself) compute with the additive masks of "eager", if they compute with their mask at
     all.
     """
     known = _takes_booleans.get(config_class)
     if known is None:
         from transformers import PreTrainedModel
 
-        classes, found = [PreTrainedModel], []
+        classes, supported = [PreTrainedModel], []
         while classes:
             classes += (one := classes.pop()).__subclasses__()
             if one.config_class is config_class:
-                found.append(one._supports_sdpa or one._supports_flex_attn or one._supports_attention_backend)
-        known = any(found)
-        if not found:  # its model is not imported yet
+                supported.append(one._supports_sdpa or one._supports_flex_attn or one._supports_attention_backend)
+        known = any(supported)
+        if not supported:  # its model is not imported yet
             return True
         _takes_booleans[config_class] = known
     return known
@@ -100,7 +100,7 @@ _takes_booleans: dict[type, bool] = {}
 
 
 def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
-    """The pairs of a pattern for these sizes, as structure wherever it is a band, chunks, documents or padding.
+    """The mask of a pattern for these sizes; bands, chunks, documents and padding keep their structure.
 
     >>> mask_of(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
     window(2, None, align='bottom_right') & lengths(kv=[5])
@@ -110,8 +110,8 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     mask = _opaque(pattern, sizes)
     if pattern.packed is not None:
         return mask & _documents(pattern, pattern.packed) & _band(pattern) & _key_map(pattern, sizes)
-    stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query sees no key from there on
-    pattern = _without_idle_limits(pattern, sizes)
+    stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query attends to no key from there on
+    pattern = _without_redundant_limits(pattern, sizes)
     shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
     real = _real_keys(pattern.padding, sizes)
     if real is not None and not bool(real[:, :stop].all()):
@@ -125,7 +125,7 @@ def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
 
 
 def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
-    """A pattern inside documents that lie in one row, from their cumulative lengths, int ``[N + 1]``."""
+    """The mask of a pattern within packed documents, from their cumulative lengths, int ``[N + 1]``."""
     same = cu_q is cu_kv or torch.equal(cu_q, cu_kv)
     documents = masks.documents(cu_q, None if same else cu_kv, max_q=max_q, max_kv=None if same else max_kv)
     for chunk in pattern.chunks:
@@ -134,19 +134,19 @@ def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None
 
 
 def _fits(pattern: Pattern, sizes: Sizes) -> bool:
-    """Whether lengths can put undivided's diagonal where the model's is, or nothing depends on it."""
+    """Whether lengths can align undivided's diagonal with that of the model, or the pattern has no diagonal."""
     if pattern.packed is not None:
         batch, tokens = pattern.packed.ids.shape
-        return sizes == Sizes(batch, tokens, tokens)  # as many queries as keys, and none of either before them
+        return sizes == Sizes(batch, tokens, tokens)  # self-attention without a cache
     if pattern.left is None and pattern.right is None and not pattern.chunks:
         return True
-    if pattern.right == 0:  # keys after the last query are hidden, and need not be among the real ones
+    if pattern.right == 0:  # keys after the last query are hidden, so they need not be real
         return sizes.diagonal >= 0 and sizes.end <= sizes.kv_len
     return sizes.diagonal >= 0 and sizes.end == sizes.kv_len
 
 
-def _without_idle_limits(pattern: Pattern, sizes: Sizes) -> Pattern:
-    """The pattern without limits that cut nothing here, which kernels would otherwise carry along."""
+def _without_redundant_limits(pattern: Pattern, sizes: Sizes) -> Pattern:
+    """The pattern without limits that hide nothing for these sizes, which would only slow kernels down."""
     left, right = pattern.left, pattern.right
     if left is not None and left >= sizes.end - 1:
         left = None
@@ -164,7 +164,7 @@ def _band(pattern: Pattern) -> Mask:
 
 
 def _opaque(pattern: Pattern, sizes: Sizes) -> Mask:
-    """The functions that remain, of the indices of this call."""
+    """The remaining mask functions as predicates of the indices of this call."""
     mask = FULL
     for fn in pattern.rest:
         mask = mask & masks.predicate(_at_offsets(fn, sizes))
@@ -179,7 +179,7 @@ def _at_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:
 
 
 def _over_positions(fn: MaskFunction) -> MaskFunction:
-    """A function of single positions as one of tensors that broadcast, as a predicate gets them."""
+    """A function of single positions as a function of broadcastable tensors of positions."""
 
     def over(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -194,7 +194,7 @@ def _over_positions(fn: MaskFunction) -> MaskFunction:
 
 
 def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
-    """Which keys of the call are real, bool ``[B, Sk]``, from masks that begin at position 0; None: all."""
+    """The real keys of the call, bool ``[B, Sk]``, from masks that start at position 0; None if all are real."""
     real = None
     for given in padding:
         here = given[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
@@ -205,16 +205,16 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
 
 
 def _key_map(pattern: Pattern, sizes: Sizes) -> Mask:
-    """The real keys as a map of keys, for sequences whose lengths documents say."""
+    """The real keys as a dense mask of keys, for sequences whose lengths follow from documents."""
     real = _real_keys(pattern.padding, sizes)
     return FULL if real is None or bool(real.all()) else masks.dense(real[:, None, None, :])
 
 
 def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mask:
-    """The real keys of each sequence before `stop`, from bool ``[B, Sk]``.
+    """The mask of the real keys of each sequence before `stop`, from bool ``[B, Sk]``.
 
-    Where the mask has a diagonal its lengths count padding on the right, for there are queries there that stand on it,
-    and a prefix takes it off the keys. Keys that are not real between those that are stay a map of keys.
+    If the mask has a diagonal, the lengths include padding on the right, because queries there are aligned with it, and
+    a prefix removes the padding from the keys. Padding between real keys becomes a dense mask of keys.
     """
     first, end, count = _span(real[:, :stop])
     last = end.new_full(end.shape, stop) if shaped else end
@@ -230,7 +230,7 @@ def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mas
 
 
 def _span(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First real key, one past the last, and how many there are, of bool ``[B, S]``: one transfer from a GPU."""
+    """(first real key, last + 1, number of real keys) of bool ``[B, S]``, with one transfer from a GPU."""
     index = torch.arange(real.shape[1], device=real.device)
     first = torch.where(real, index, real.shape[1]).amin(1)
     end = torch.where(real, index + 1, 0).amax(1)
@@ -239,7 +239,7 @@ def _span(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _documents(pattern: Pattern, packed: Packed) -> Mask:
-    """Packed documents; those in chunks are so many smaller documents."""
+    """The mask of packed documents; chunks become smaller documents."""
     ids = packed.ids
     for chunk in pattern.chunks:
         index = (packed.positions - chunk.start[:, None]).div(chunk.size, rounding_mode="floor")
