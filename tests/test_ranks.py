@@ -362,8 +362,6 @@ class TestCommands:
         """Really timed, here: `bench` into a table and a report, the report into the user's table, `explain` reads
         it."""
         quiet(monkeypatch)
-        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "users.json"))
-        _measured.tables.cache_clear()
         kept, into = tmp_path / "report.json", tmp_path / "ranks.json"
         done = command(
             "bench",
@@ -384,6 +382,8 @@ class TestCommands:
         assert {"native", "torch_flash"} <= {
             entry["label"] for entry in json.loads(kept.read_text())["cases"][0]["entries"]
         }
+        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "users.json"))  # which `ranks` makes
+        _measured.tables.cache_clear()
         assert command("ranks", str(kept)).exit_code == 0
         assert _measured.read(tmp_path / "users.json") == _measured.read(into)
         _measured.tables.cache_clear()

@@ -392,8 +392,10 @@ def test_gradients_count(decided: list[Problem]) -> None:
 
 def test_policies_and_machines_count(decided: list[Problem]) -> None:
     problem, _ = normalise(*(torch.randn(1, 8, 2, 8) for _ in range(3)), layout="bshd")
-    first = selection.select(problem, MACHINES["cpu"], Policy())
-    assert selection.select(problem, MACHINES["cpu"], Policy()) is first
+    anything = Policy()
+    first = selection.select(problem, MACHINES["cpu"], anything)
+    assert selection.select(problem, MACHINES["cpu"], anything) is first
+    assert selection.select(problem, MACHINES["cpu"], Policy()).backend is first.backend
     assert selection.select(problem, MACHINES["cpu"], Policy(forced="reference")).backend.name == "reference"
     twin = Machine("cpu", torch=TORCH, isa="AVX512")
     assert selection.select(problem, twin, Policy()).machine is twin

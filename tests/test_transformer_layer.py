@@ -10,7 +10,7 @@ from torch import Tensor
 
 import plain_layer
 from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, LENGTHS, OPTIONS, PADDING, cu, laid_out, layer, taken_apart
-from undivided import RotaryPositionEmbedding
+from undivided import InputError, RotaryPositionEmbedding
 from undivided.nn.blocks.mlp import ACTIVATIONS, Activation
 
 
@@ -182,11 +182,16 @@ def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
 
 
 def test_an_empty_document_and_a_tail_without_one() -> None:
-    """Tokens behind the last sequence attend to nothing; what a layer makes of them is finite."""
+    """Tokens behind the last sequence attend to nothing; what a layer makes of them is finite. Padded offsets say that
+    they are there: without them a forgotten sequence would be rows of 0."""
     module = layer("thd", self_attn_mask_type="padding_causal")
     plain_layer.shaken(module)
     x = torch.randn(7, HIDDEN, dtype=torch.float64)
-    out = module(x, cu_seqlens_q=torch.tensor([0, 0, 5]), rotary_pos_emb=RotaryPositionEmbedding(6)(5))
+    freqs = RotaryPositionEmbedding(6)(7)
+    with pytest.raises(InputError, match=r"cu_seqlens_q\[-1\] of 7, the q tokens, got 5"):
+        module(x, cu_seqlens_q=torch.tensor([0, 0, 5]), rotary_pos_emb=freqs)
+    ends = torch.tensor([0, 0, 7])
+    out = module(x, cu_seqlens_q=torch.tensor([0, 0, 5]), cu_seqlens_q_padded=ends, rotary_pos_emb=freqs)
     alone = module(x[:5], cu_seqlens_q=torch.tensor([0, 5]), rotary_pos_emb=RotaryPositionEmbedding(6)(5))
     torch.testing.assert_close(out[:5], alone)
     assert out[5:].isfinite().all()

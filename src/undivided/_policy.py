@@ -186,7 +186,7 @@ Environment = tuple[object, ...]
 def environment() -> Environment:
     """The raw values of the variables that matter, to be compared and hashed."""
     if _inner is not None:
-        return tuple(map(_inner.get, _ENCODED))
+        return () if _inner.keys().isdisjoint(_ENCODED) else tuple(map(_inner.get, _ENCODED))
     return tuple(map(os.environ.get, _VARIABLES))
 
 

@@ -134,10 +134,12 @@ _NOTHING = torch.empty(0)
 class Bound:
     """A mask that was checked against a problem, and its normal form; remembered until a tensor of the mask changes."""
 
-    __slots__ = ("form", "mask", "pages", "problem")
+    __slots__ = ("form", "found", "mask", "pages", "problem")
 
-    def __init__(self, mask: Mask, problem: Problem) -> None:
+    def __init__(self, mask: Mask, problem: Problem, found: object = None) -> None:
         self.mask, self.problem = mask, problem
+        self.found = found
+        """Held, so that nothing else gets its id."""
         self.form: NormalForm | None = None
         self.pages: tuple[Tensor, int, int] | None = None
         """The block table that was checked last, its in-place version, and the pool's pages."""
@@ -298,12 +300,13 @@ def normalise(
     if spans is not None:
         _check_memory(q, k, v, spans)
     if not (bias is sinks is alibi_slopes is pages is None):
-        for name, tensor in zip(_Request._fields[3:7], request[3:7], strict=True):
+        for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("pages", pages)):
             if tensor is not None:
                 check_memory(name, tensor)
     bound = None
     if mask is not None or layout == "thd" or alibi_slopes is not None or pages is not None:
-        bound = checked_mask(mask).remembered(key, _with_mask, known, mask, q.device, alibi_slopes, pages)
+        # `found` stands for its key, whose hash would cost five times as much: the mask holds it, so its id is its own
+        bound = checked_mask(mask).remembered(id(found), _with_mask, found, mask, q.device, alibi_slopes, pages)
         mask, known = bound.mask, bound.problem
         if "dense" in known.mask.kinds:  # kernels read it, and other masks only what was worked out from them
             for tensor in mask.take("dense")[0]:
@@ -419,9 +422,9 @@ def _signature(request: tuple[Any, ...]) -> object:
             q.dtype,
             k.dtype,
             v.dtype,
-            q.device,
-            k.device,
-            v.device,
+            q.is_cpu or q.device,  # a bool is compared at a third of the price of a device
+            k.is_cpu or k.device,
+            v.is_cpu or v.device,
             q.stride(),
             k.stride(),
             v.stride(),
@@ -432,7 +435,8 @@ def _signature(request: tuple[Any, ...]) -> object:
         )
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
             return key
-        check_scalars(softcap, dropout_p, return_lse)  # now, for the key keeps only whether they are there
+        if softcap is not None or dropout_p != 0:  # now, for the key keeps only whether they are there
+            check_scalars(softcap, dropout_p, return_lse)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)
         return (*key, *kinds, usual, softcap is None, bool(dropout_p))
@@ -509,9 +513,10 @@ def _features(request: _Request, grouped: bool) -> frozenset[str]:
 
 
 def _with_mask(
-    problem: Problem, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+    found: tuple[Problem, object], mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
 ) -> Bound:
     """Check the mask against the sizes and put its structure into the problem."""
+    problem = found[0]
     mask = mask or masks.FULL
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
@@ -527,7 +532,7 @@ def _with_mask(
     documents = mask.document_sizes
     if slopes is not None:
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
-    return Bound(mask, problem._replace(mask=mask.structure, align=align, documents=documents))
+    return Bound(mask, problem._replace(mask=mask.structure, align=align, documents=documents), found)
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:

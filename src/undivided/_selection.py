@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from undivided import _logging, _measured
 from undivided._machine import Machine
@@ -136,12 +137,12 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     Raises:
         NoBackendError: nothing may run it; the error carries the Decision.
     """
-    key = (problem, policy, id(machine))
-    decision = _decisions.get(key)
-    if decision is None or decision.machine is not machine:
-        decision = _select_by_class(problem, machine, policy)
-        _remember(_decisions, key, decision)
-    _last.decision = decision
+    key = (id(problem), id(policy), id(machine))  # hashing what they hold would cost as much as the rest
+    known = _decisions.get(key)
+    if known is None:
+        known = problem, policy, machine, _select_by_class(problem, machine, policy)
+        _remember(_decisions, key, known)
+    _last.decision = decision = known[-1]
     return decision
 
 
@@ -209,15 +210,16 @@ def _maybe_class(length: int | None) -> int | None:
     return None if length is None else _length_class(length)
 
 
-_decisions: dict[object, Decision] = {}
+_decisions: dict[object, tuple[Problem, Policy, Machine, Decision]] = {}
+"""By the ids of problem, policy and machine, which are held here so that nothing else gets them."""
 _by_class: dict[object, Decision] = {}
 _MOST_DECISIONS = 4096
 
 
-def _remember(cache: dict[object, Decision], key: object, decision: Decision) -> None:
+def _remember(cache: dict[object, Any], key: object, value: object) -> None:
     if len(cache) >= _MOST_DECISIONS:
         cache.clear()
-    cache[key] = decision
+    cache[key] = value
 
 
 def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Decision:

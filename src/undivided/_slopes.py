@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided._arguments import as_integer
-from undivided._tensors import is_traced, versions
+from undivided._tensors import has_dispatch, is_traced, versions
 
 _made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
 """The slopes of a number of heads on a device, and the in-place version that they were made with."""
@@ -89,7 +89,7 @@ def are_usual(slopes: Tensor) -> bool:
     >>> are_usual(slopes), are_usual(slopes.detach()), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
     (True, True, False, False)
     """
-    if slopes.dim() != 1 or torch.compiler.is_compiling():
+    if slopes.dim() != 1 or torch.compiler.is_compiling() or has_dispatch(slopes):
         return False
     if (own := _own.get(id(slopes))) is not None and own[0]() is slopes:
         return own[1] == versions((slopes,))

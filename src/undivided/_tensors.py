@@ -31,7 +31,7 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
         return torch._C._functorch.peek_interpreter_stack() is None
     if not (type(q) is type(k) is type(v) is Tensor) and any(map(has_dispatch, (q, k, v))):
         return True
-    if mask is not None and any(map(has_dispatch, getattr(mask, "tensors", ()))):
+    if mask is not None and getattr(mask, "parts", ()) and any(map(has_dispatch, mask.tensors)):  # type: ignore[attr-defined, arg-type]
         return True
     for other in others:  # noqa: SIM110  a generator costs more than all before it
         if other is not None and has_dispatch(other):

@@ -118,7 +118,7 @@ def table(*columns: str, right: Sequence[str] = (), title: str | None = None) ->
 GAP, INDENT = 2, 2
 
 
-def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -> None:
+def print_table(screen: Console, made: Table, before: int = 0, after: int = 0, indent: int = INDENT) -> None:
     """Print a table, no word of it broken: its columns narrowed to the terminal, or else a block for each row."""
     cells = [
         [cell if isinstance(cell, Text) else screen.render_str(str(cell)) for cell in column.cells]
@@ -126,13 +126,13 @@ def print_table(screen: Console, made: Table, before: int = 0, after: int = 0) -
     ]
     headers = [str(column.header) if made.show_header else "" for column in made.columns]
     texts = [[header, *(cell.plain for cell in column)] for header, column in zip(headers, cells, strict=True)]
-    room = screen.width - INDENT
+    room = screen.width - indent
     gap, widths = _column_widths(texts, room)
     if sum(widths) + gap * (len(widths) - 1) <= room:
         made.padding = (0, gap, 0, 0)
         for column, width in zip(made.columns, widths, strict=True):
             column.width = width
-        screen.print(Padding(made, (before, 0, after, INDENT), expand=False))
+        screen.print(Padding(made, (before, 0, after, indent), expand=False))
         return
     screen.print("\n" * before + f"{made.title or ''}", style="italic", end="\n" if made.title else "")
     for first, *others in zip(*cells, strict=True):

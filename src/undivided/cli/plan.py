@@ -62,12 +62,10 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in HEAD:
-        made.add_column(name, no_wrap=True)
+    made = table(*HEAD)
     for option in found.options:
         made.add_row(*cells(option), style="bold green" if option is found.best else None)
-    screen.print(made)  # its ten columns fill 80: no room for an indent
+    print_table(screen, made, indent=0)  # its ten columns fill 80
     said_of = (
         f"{LEGEND} memory: of a layer's attention, forward and backward, without kernels' scratch. "
         f"time: an estimate, forward and backward, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s a "
