@@ -378,7 +378,7 @@ AMBIGUOUS = {
 def test_an_alignment_that_matters_and_was_not_said_is_an_error_that_tells_how(name: str) -> None:
     q_len, kv_len, mask, got, hint = AMBIGUOUS[name]
     batch = 1 if "documents" in name else 2
-    with pytest.raises(InputError, match=f"align must be given where .*{got}[^H]*\n  HINT: .*{hint}"):
+    with pytest.raises(InputError, match=f"align must be given if .*{got}[^H]*\n  HINT: .*{hint}"):
         undivided.attention(*qkv(batch, q_len=q_len, kv_len=kv_len), layout="bhsd", mask=mask)
 
 
