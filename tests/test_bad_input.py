@@ -312,7 +312,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have cu_seqlens_q[-1] of 9, the q tokens, got 4",
         (
             "append the missing offsets; if the last 5 tokens are padding, "
-            "give masks.documents total_q=9, or padded offsets that end there"
+            "pass masks.documents total_q=9, or padded offsets that end there"
         ),
     ),
     "documents-kv-too-short": (
@@ -320,7 +320,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have cu_seqlens_kv[-1] of 9, the kv tokens, got 8",
         (
             "append the missing offsets; if the last 1 tokens are padding, "
-            "give masks.documents total_kv=9, or padded offsets that end there"
+            "pass masks.documents total_kv=9, or padded offsets that end there"
         ),
     ),
     "padded-too-short": (
@@ -328,7 +328,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have padded_q[-1] of 9, the q tokens, got 8",
         (
             "append the missing offsets; if the last 1 tokens are padding, "
-            "give masks.documents total_q=9, or padded offsets that end there"
+            "pass masks.documents total_q=9, or padded offsets that end there"
         ),
     ),
     "documents-total-of-another-call": (
@@ -370,7 +370,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "ids-kv-shape": (
         lambda: att(mask=masks.document_ids(torch.zeros(2, 5, dtype=torch.int32))),
         "mask must have document_ids(ids_kv) of shape [2 or 1, 7], got [2, 5]",
-        "give ids_kv as well: queries and keys differ in length",
+        "pass ids_kv too: queries and keys differ in length",
     ),
     "dense-shape": (
         lambda: att(mask=masks.dense(torch.ones(5, 5, dtype=torch.bool))),

@@ -37,7 +37,7 @@ class MaskFields(DerivedValues):
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
+        """Whether nothing is masked: no band and no part. An alignment may remain, for ALiBi."""
         return self.is_band and self.left is None and self.right is None
 
     @property

@@ -190,7 +190,7 @@ class Mask(MaskFields):
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
-            return ranges.shared((self.flatten()[0], bottom_right, sizes, device), build)
+            return ranges.shared_form((self.flatten()[0], bottom_right, sizes, device), build)
         return build()
 
     def intervals(self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:

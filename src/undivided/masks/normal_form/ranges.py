@@ -51,7 +51,7 @@ class Ranges(Part):
         return (self.form.ranges,)
 
 
-def shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
+def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
     """The form of a mask without tensors, from the bounded cache of all such masks."""
     form = _shared_forms.get(key)
     if form is None:

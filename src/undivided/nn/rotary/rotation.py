@@ -45,7 +45,7 @@ def apply_rotary_pos_emb(
     j).
 
     Args:
-        t: [s, b, h, d], [b, s, h, d] or [t, h, d], as `tensor_format` says.
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d], depending on `tensor_format`.
         freqs: fp32 angles of positions 0, 1, ...: [s2, 1, 1, d2] from `RotaryPositionEmbedding`, [s2, b, 1, d2] with
             angles per sequence, or [s2, 1, 1, 2, d2 / 2] from `cos_sin`. s2 covers every position; d2 <= d, and the
             channels from d2 on pass unchanged.
