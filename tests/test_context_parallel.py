@@ -433,7 +433,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
 
     with pytest.raises(ZeroDivisionError):
         simulate(3, rank, timeout=20)
-    assert all("rank 2 died" in told[r] or f"rank {1 - r}" in told[r] for r in (0, 1)), told
+    assert all("rank 2 failed" in told[r] or f"rank {1 - r}" in told[r] for r in (0, 1)), told
 
 
 def test_a_mask_changed_between_forward_and_backward_is_noticed() -> None:
@@ -477,7 +477,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "not-divisible": (
         lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(9), dim=0),
-        "be bound where 2 ranks do not divide 9 tokens",
+        "be bound: 9 tokens are not a multiple of 2 ranks",
     ),
     "axis": (lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(8)), "layout must be given"),
     "of": (

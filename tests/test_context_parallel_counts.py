@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from undivided import masks
 from undivided.context_parallel import Placement
 from undivided.context_parallel._schedule import Ranks
-from undivided.context_parallel.plan.arrivals import _Runs, arriving, stretches
+from undivided.context_parallel.plan.arrivals import OwnerRuns, count_arrivals, disjoint_ranges
 
 
 @settings(max_examples=150, deadline=None)
@@ -31,10 +31,10 @@ def test_ranges_give_what_pairs_give(lengths: list[int], ring: int, members: int
     ranks = Ranks(form, placed, (ring, members), members, members)
     pairs = mask.to_dense(1, members, length, length).any(0).any(0)
     slow = [
-        [int(pairs[rows][:, keys].any(0).sum()) * (a != b) for b, keys in enumerate(ranks.key_lines)]
-        for a, rows in enumerate(ranks.lines)
+        [int(pairs[rows][:, keys].any(0).sum()) * (a != b) for b, keys in enumerate(ranks.group_keys)]
+        for a, rows in enumerate(ranks.group_rows)
     ]
-    assert arriving(form, placed, ranks).tolist() == slow
+    assert count_arrivals(form, placed, ranks).tolist() == slow
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,4 +47,7 @@ def test_stretches_over_runs_are_counted_key_by_key(runs: list[tuple[int, int]],
     used = torch.zeros(owner.numel(), dtype=torch.bool)
     for start, stop in ranges.tolist():
         used[start:stop] = True
-    assert _Runs(owner, 3).counted(*stretches(ranges)).tolist() == torch.bincount(owner[used], minlength=3).tolist()
+    assert (
+        OwnerRuns(owner, 3).count(*disjoint_ranges(ranges)).tolist()
+        == torch.bincount(owner[used], minlength=3).tolist()
+    )

@@ -22,7 +22,7 @@ from context_parallel_check import PLACEMENTS, alone, differences, grid, in_doub
 from gloo_ranks import run_ranks
 from undivided import masks
 from undivided.context_parallel import RankError, plan
-from undivided.context_parallel.exchange.collectives import Counted
+from undivided.context_parallel.exchange.collectives import CountingCommunicator
 from undivided.masks import Mask
 from undivided.verification.cases import CASES, Case
 
@@ -184,7 +184,7 @@ def check_faults(told_by_rank: list[Any]) -> None:
         assert told["placement"].startswith("InputError: placement must be the same on every rank")
         of_shape = "InputError: q must have rank 2's 6 of 24 tokens" if rank == 2 else "RankError: another rank refused"
         assert told["shape"].startswith(of_shape)
-        assert "a rank died, or did not make the same call" in told["death"]
+        assert "a rank ended, or did not make the same call" in told["death"]
         assert float(told["seconds"]) < PATIENCE + 5
 
 
@@ -196,9 +196,9 @@ def order_of_events() -> list[str]:
     group = torch.distributed.new_group([0, 1])
     if torch.distributed.get_rank() > 1:
         return events
-    exchange, forward = Counted.exchange, reference.Reference.forward
+    exchange, forward = CountingCommunicator.exchange, reference.Reference.forward
 
-    def traced_exchange(self: Counted, sends: Any, receives: Any) -> Any:
+    def traced_exchange(self: CountingCommunicator, sends: Any, receives: Any) -> Any:
         wait = exchange(self, sends, receives)
         events.append("post")
 
@@ -215,7 +215,7 @@ def order_of_events() -> list[str]:
     q = torch.randn(1, 8, 2, 4)
     cp = undivided.ContextParallel(group).bind(16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Counted, "exchange", traced_exchange)
+        patch.setattr(CountingCommunicator, "exchange", traced_exchange)
         patch.setattr(reference.Reference, "forward", traced_forward)
         undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=cp)
     return events

@@ -24,6 +24,7 @@ from undivided.verification import Report, Row, cases, inputs, oracle, verify
 from undivided.verification.budget import FACTOR, Budget, budget_for, distance
 from undivided.verification.cases import CASES, Case
 from undivided.verification.oracle import Upstream
+from undivided.verification.plain_attention import plain as plain_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -125,7 +126,10 @@ def test_the_oracle_is_the_definition(name: str) -> None:
 def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
     """The plain reference in fp64 and the oracle are two derivations of one gradient."""
     call, given, upstream = _request(dataclasses.replace(case, bias_dtype=None), torch.float64)
-    right, plain = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, order=1))
+    right, plain = (
+        oracle.oracle(call, given, upstream),
+        plain_attention(call, given, upstream, torch.float64, order=1),
+    )
     right["lse"].masked_fill_(plain["lse"].isinf(), -math.inf)
     for name in right:
         assert distance(plain[name], right[name]) <= 1e-11 * max(
@@ -138,9 +142,9 @@ def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
 )
 def test_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, given, upstream = _request(CASES[name], torch.float64)
-    whole = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, 2))
-    monkeypatch.setattr(oracle, "PAIRS", 3 * call.problem.kv_len)
-    pieces = (oracle.oracle(call, given, upstream), oracle.plain(call, given, upstream, torch.float64, 2))
+    whole = (oracle.oracle(call, given, upstream), plain_attention(call, given, upstream, torch.float64, 2))
+    monkeypatch.setattr("undivided.verification.pieces.MAX_PAIRS", 3 * call.problem.kv_len)
+    pieces = (oracle.oracle(call, given, upstream), plain_attention(call, given, upstream, torch.float64, 2))
     for one, other in zip(whole, pieces, strict=True):
         assert all(distance(other[x], one[x]) < 1e-11 for x in one)
 
@@ -394,7 +398,7 @@ def test_a_report_of_nothing_is_not_ok() -> None:
 def test_the_budget_is_twice_the_plain_error_and_one_rounding() -> None:
     call, given, upstream = _request(CASES["plain-bshd"], torch.bfloat16)
     budget: Budget = budget_for(call, given, upstream)
-    plain = oracle.plain(call, given, upstream, torch.bfloat16)
+    plain = plain_attention(call, given, upstream, torch.bfloat16)
     once = distance(plain["out"], budget.right["out"]) / float(budget.right["out"].norm())
     eps = torch.finfo(torch.bfloat16).eps
     assert FACTOR == 2

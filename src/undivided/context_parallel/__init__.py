@@ -1,4 +1,4 @@
-"""Sequences longer than one device: attention whose tokens are spread over ranks, for every mask."""
+"""Context parallelism: attention over sequences whose tokens are spread over ranks, for every mask."""
 
 from undivided.context_parallel.context import ContextParallel
 from undivided.context_parallel.exchange.collectives import RankError, Traffic

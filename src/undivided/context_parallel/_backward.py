@@ -1,12 +1,13 @@
 """The gradients of one rank's call.
 
-The same rounds as in the forward. A piece's gradients follow from the whole's out and lse (feature "partial"), so that
-no partial result is kept; gradients of keys return to the ranks that hold them while the next round is computed.
+The rounds are those of the forward pass. The gradients of a piece follow from the final out and lse (feature
+"partial"), so no partial result is saved. Gradients of keys return to the ranks that own the keys while the next round
+is computed.
 
-Sinks only move the normaliser: weights are exp(score - lse'), where lse' = log(exp(lse) + exp(sink)).
+Sinks only change the normaliser: weights are exp(score - lse'), with lse' = log(exp(lse) + exp(sink)).
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
-    D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are
+[B, S, H, D].
 """
 
 from __future__ import annotations
@@ -24,23 +25,34 @@ from undivided.context_parallel._call import (
     Run,
     ShareTensors,
     arrivals,
-    heads_of,
+    heads_in_share,
     piece_call,
     piece_tensors,
-    within_share,
+    round_heads,
 )
-from undivided.context_parallel._index import Index, add, count, is_on_its_own, on_its_own, take, unless_broadcast
+from undivided.context_parallel._index import (
+    Index,
+    add,
+    count,
+    owns_storage,
+    take,
+    take_unless_broadcast,
+    with_own_storage,
+)
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
-from undivided.context_parallel.strategies.all_to_all import Wanted
+from undivided.context_parallel.strategies.all_to_all import TensorSpec
 
 
 class Backward:
-    """From what the forward kept: k, v, then of every share (q, bias, slopes, sinks, out, lse)."""
+    """The backward pass of one call.
 
-    def __init__(self, call: RankCall, kept: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
+    saved: k, v, then (q, bias, slopes, sinks, out, lse) of every share. shapes: the inputs as tensors without contents.
+    """
+
+    def __init__(self, call: RankCall, saved: Sequence[Tensor | None], shapes: Sequence[Tensor | None]) -> None:
         self.call, self.shapes = call, shapes
-        k, v, *rest = kept
+        k, v, *rest = saved
         assert k is not None and v is not None
         self.k, self.v = k, v
         step = len(ShareTensors._fields) + 2
@@ -51,9 +63,11 @@ class Backward:
         needs = call.whole.needs
         rounds = call.schedule.rounds
         pieces = [piece.share for round_ in rounds for piece in round_.pieces]
-        alone = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
-        self.dk, self.dv = (Total(t, alone) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
-        self.dq = [Total(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)]
+        single = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
+        self.dk, self.dv = (GradientSum(t, single) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
+        self.dq = [
+            GradientSum(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)
+        ]
         self.dbias = [self._zeros(share.bias) if needs[3] else None for share in self.shares]
         self.dsinks, self.dslopes = (
             torch.zeros(t.shape, dtype=self.precision, device=k.device) if t is not None and needed else None
@@ -65,26 +79,26 @@ class Backward:
         return torch.zeros(tensor.shape, dtype=self.precision, device=tensor.device)
 
     def run(self, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of `Tensors`."""
+        """The gradients, in the order of `Tensors`."""
         if grad_out is None and grad_lse is None:
             return (None,) * len(self.shapes)
         upstream = self._upstream(grad_out, grad_lse)
-        returning: Wait = lambda: None  # noqa: E731
+        wait: Wait = lambda: None  # noqa: E731
         for index, round_, k_r, v_r in arrivals(self.call, self.k, self.v):
-            one = len(round_.pieces) == 1
-            found = [None if total is None else Total(t, one) for total, t in ((self.dk, k_r), (self.dv, v_r))]
+            single = len(round_.pieces) == 1
+            sums = [None if total is None else GradientSum(t, single) for total, t in ((self.dk, k_r), (self.dv, v_r))]
             for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
-                self._piece(round_, piece, run, (k_r, v_r), found, upstream[piece.share])
+                self._piece(round_, piece, run, (k_r, v_r), sums, upstream[piece.share])
             del k_r, v_r
-            returning()
-            returning = self._give_back(round_, *found)
-            found.clear()
-        returning()
+            wait()
+            wait = self._return_key_gradients(round_, *sums)
+            sums.clear()
+        wait()
         upstream.clear()
         return self._finish()
 
     def _upstream(self, grad_out: Tensor | None, grad_lse: Tensor | None) -> list[tuple[Tensor, Result, Tensor | None]]:
-        """Of every share: grad_out, (out, lse') that its weights follow from, and the gradient of lse'."""
+        """For every share: grad_out, the (out, lse') that its weights follow from, and the gradient of lse'."""
         problem, q = self.call.problem, self.shapes[0]
         assert q is not None
         if grad_out is None:
@@ -93,30 +107,31 @@ class Backward:
         if grad_lse is not None:
             grad_lse = grad_lse.unsqueeze(0) if problem.packed else grad_lse
             grads.append(grad_lse.transpose(1, 2).unsqueeze(-1))
-        found = []
-        traded = self.call.schedule.queries.to_shares(self.call.heads, grads)()
-        for number, (share, result, (grad, *more)) in enumerate(zip(self.shares, self.results, traded, strict=True)):
-            for_lse = more[0].squeeze(-1).transpose(1, 2) if more else None
+        upstream = []
+        share_grads = self.call.schedule.queries.to_shares(self.call.heads, grads)()
+        for number, (share, result, (grad, *rest)) in enumerate(
+            zip(self.shares, self.results, share_grads, strict=True)
+        ):
+            share_grad_lse = rest[0].squeeze(-1).transpose(1, 2) if rest else None
             if share.sinks is not None:
-                result, for_lse = self._with_sinks(number, share.sinks, result, grad, for_lse)
-            found.append((grad, result, for_lse))
-        return found
+                result, share_grad_lse = self._with_sinks(number, share.sinks, result, grad, share_grad_lse)
+            upstream.append((grad, result, share_grad_lse))
+        return upstream
 
     def _with_sinks(
-        self, number: int, sinks: Tensor, result: Result, grad: Tensor, for_lse: Tensor | None
+        self, number: int, sinks: Tensor, result: Result, grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Result, Tensor | None]:
-        """(out, lse with the sinks in it), and the gradient of that lse; the sinks' own gradient is added up on the
-        way."""
+        """(out, lse with the sinks in it), and the gradient of that lse; adds to the gradient of the sinks."""
         sink, empty = sinks.to(result.lse.dtype)[:, None], result.lse == -torch.inf
         lse = torch.logaddexp(result.lse, sink).masked_fill(empty, -torch.inf)
         if self.dsinks is not None:
-            along = (grad.to(self.precision) * result.out.to(self.precision)).sum(-1).transpose(1, 2)
-            share_of_sink = torch.exp(sink - lse)
-            lost = (along * share_of_sink).masked_fill(empty, 0.0)
-            self.dsinks[self.call.schedule.shares[number].heads] -= lost.sum((0, 2))
-        if for_lse is not None:
-            for_lse = (for_lse * torch.exp(lse - result.lse)).masked_fill(empty, 0.0)
-        return Result(result.out, lse), for_lse
+            delta = (grad.to(self.precision) * result.out.to(self.precision)).sum(-1).transpose(1, 2)
+            sink_weight = torch.exp(sink - lse)
+            decrease = (delta * sink_weight).masked_fill(empty, 0.0)
+            self.dsinks[self.call.schedule.shares[number].heads] -= decrease.sum((0, 2))
+        if grad_lse is not None:
+            grad_lse = (grad_lse * torch.exp(lse - result.lse)).masked_fill(empty, 0.0)
+        return Result(result.out, lse), grad_lse
 
     def _piece(
         self,
@@ -124,137 +139,137 @@ class Backward:
         piece: Piece,
         run: Run,
         keys: tuple[Tensor, Tensor],
-        totals: Sequence[Total | None],
+        key_sums: Sequence[GradientSum | None],
         upstream: tuple[Tensor, Result, Tensor | None],
     ) -> None:
-        """One backward call of a backend, its gradients added where they belong."""
+        """Run the backward of one piece on its backend, and add its gradients to the sums."""
         backend, problem = run
-        share, heads = self.shares[piece.share], within_share(self.call, piece)
+        share, heads = self.shares[piece.share], heads_in_share(self.call, piece)
         tensors = piece_tensors(self.call, share, round_, piece, *keys)
-        grad, (out, lse), for_lse = upstream
-        found = _autograd.backward(
+        grad, (out, lse), grad_lse = upstream
+        gradients = _autograd.backward(
             backend,
             piece_call(self.call, piece, problem),
             tensors,
             Result(out[:, piece.rows, heads], lse[:, heads, piece.rows]),
             grad[:, piece.rows, heads],
-            None if for_lse is None else for_lse[:, heads, piece.rows],
+            None if grad_lse is None else grad_lse[:, heads, piece.rows],
         )
-        dq, dk, dv, dbias, _, dslopes = found
+        dq, dk, dv, dbias, _, dslopes = gradients
         kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
-        for sum_, part, rows, some in (
+        for gradient_sum, part, rows, part_heads in (
             (self.dq[piece.share], dq, piece.rows, heads),
-            (totals[0], dk, piece.keys, kv_heads),
-            (totals[1], dv, piece.keys, kv_heads),
+            (key_sums[0], dk, piece.keys, kv_heads),
+            (key_sums[1], dv, piece.keys, kv_heads),
         ):
-            if sum_ is not None and part is not None:
-                sum_.add(part, rows, some)
+            if gradient_sum is not None and part is not None:
+                gradient_sum.add(part, rows, part_heads)
         if (total := self.dbias[piece.share]) is not None and dbias is not None:
-            total = unless_broadcast(unless_broadcast(total, 1, heads), 2, piece.rows)
+            total = take_unless_broadcast(take_unless_broadcast(total, 1, heads), 2, piece.rows)
             add(total, 3, slice(0, 1) if total.shape[3] == 1 else piece.key_index, dbias)
         if self.dslopes is not None and dslopes is not None:
             self.dslopes[..., piece.heads] += dslopes
 
-    def _give_back(self, round_: Round, dk_r: Total | None, dv_r: Total | None) -> Wait:
-        """Send gradients of keys to the ranks that hold them; the result waits for what others found for this
-        rank's."""
-        heads = heads_of(self.call, round_)
-        both = [(of, to) for of, to in ((dk_r, self.dk), (dv_r, self.dv)) if of is not None and to is not None]
-        own, *theirs = round_.where if round_.own is not None else (slice(0, 0), *round_.where)
+    def _return_key_gradients(self, round_: Round, dk_r: GradientSum | None, dv_r: GradientSum | None) -> Wait:
+        """Send gradients of keys to the ranks that own the keys; the result waits for those of this rank's own keys."""
+        heads = round_heads(self.call, round_)
+        pairs = [(src, dst) for src, dst in ((dk_r, self.dk), (dv_r, self.dv)) if src is not None and dst is not None]
+        own_slots, *peer_slots = round_.slots if round_.own is not None else (slice(0, 0), *round_.slots)
         dtype = self.call.problem.dtype
-        arriving = {peer: [to.part(count(index), heads, dtype) for _, to in both] for peer, index in round_.sends}
-        leaving = {
-            peer: [on_its_own(take(of.so_far(), 1, where).to(dtype)) for of, _ in both]
-            for (peer, _), where in zip(round_.receives, theirs, strict=True)
+        received = {peer: [dst.buffer(count(index), heads, dtype) for _, dst in pairs] for peer, index in round_.sends}
+        sent = {
+            peer: [with_own_storage(take(src.value(), 1, slots).to(dtype)) for src, _ in pairs]
+            for (peer, _), slots in zip(round_.receives, peer_slots, strict=True)
         }
-        wait = self.call.ring.exchange(leaving, arriving)
+        wait = self.call.ring.exchange(sent, received)
         if round_.own is not None and round_.pieces:
-            for of, to in both:
-                to.add(take(of.so_far(), 1, own), round_.own, heads)
-        totals = [to for _, to in both]
+            for src, dst in pairs:
+                dst.add(take(src.value(), 1, own_slots), round_.own, heads)
+        totals = [dst for _, dst in pairs]
 
-        def arrived() -> None:
+        def add_received() -> None:
             wait()
             for peer, index in round_.sends:
                 for total in totals:
-                    total.add(arriving[peer].pop(0), index, heads)
+                    total.add(received[peer].pop(0), index, heads)
 
-        return arrived
+        return add_received
 
     def _finish(self) -> tuple[Tensor | None, ...]:
-        """Trade back, and round once to the dtypes of the inputs."""
+        """The gradients after the all-to-all exchange back, rounded once to the dtypes of the inputs."""
         problem, schedule, heads = self.call.problem, self.call.schedule, self.call.heads
         needs, layout = self.call.whole.needs, problem.layout
         q, k, v, bias = (
             None if t is None or not needed else t for t, needed in zip(self.shapes, needs[:4], strict=False)
         )
-        of_rows = [] if q is None else [self._wanted(_layout.canonical(q, layout), layout)]
-        by_row = bias is not None and self.call.by_row
-        if by_row and bias is not None:
-            of_rows.append(self._wanted(bias.transpose(1, 2), "bhsd"))
-        of_keys = [self._wanted(_layout.canonical(t, layout), layout) for t in (k, v) if t is not None]
+        row_specs = [] if q is None else [self._spec(_layout.canonical(q, layout), layout)]
+        bias_has_rows = bias is not None and self.call.bias_has_rows
+        if bias_has_rows and bias is not None:
+            row_specs.append(self._spec(bias.transpose(1, 2), "bhsd"))
+        key_specs = [self._spec(_layout.canonical(t, layout), layout) for t in (k, v) if t is not None]
         shares = [
-            [total.taken() for total in [self.dq[n]] if total is not None]
-            + [t.transpose(1, 2) for t in [self.dbias[n]] if t is not None and by_row]
+            [total.pop() for total in [self.dq[n]] if total is not None]
+            + [t.transpose(1, 2) for t in [self.dbias[n]] if t is not None and bias_has_rows]
             for n in range(len(self.shares))
         ]
-        of_kv = [total.taken() for total in (self.dk, self.dv) if total is not None]
-        row_grads = schedule.queries.from_shares(heads, shares, of_rows)
-        key_grads = schedule.keys.from_shares(heads, [of_kv], of_keys)
-        found, of_k = row_grads(), key_grads()
-        dq = None if q is None else _layout.restore(found[0], layout)
-        dk, dv = (None if t is None else _layout.restore(of_k.pop(0), layout) for t in (k, v))
-        dbias = found[-1].transpose(1, 2) if by_row else self._broadcast_bias()
+        key_sums = [total.pop() for total in (self.dk, self.dv) if total is not None]
+        wait_rows = schedule.queries.from_shares(heads, shares, row_specs)
+        wait_keys = schedule.keys.from_shares(heads, [key_sums], key_specs)
+        row_grads, key_grads = wait_rows(), wait_keys()
+        dq = None if q is None else _layout.restore(row_grads[0], layout)
+        dk, dv = (None if t is None else _layout.restore(key_grads.pop(0), layout) for t in (k, v))
+        dbias = row_grads[-1].transpose(1, 2) if bias_has_rows else self._broadcast_bias_gradient()
         return dq, dk, dv, dbias, *map(_rounded, (self.dsinks, self.dslopes), self.shapes[4:])
 
-    def _wanted(self, like: Tensor, layout: Layout) -> Wanted:
+    def _spec(self, like: Tensor, layout: Layout) -> TensorSpec:
         batch, rows, heads, size = like.shape
-        return Wanted((batch, rows, heads, size), like.dtype, self.k.device, layout)
+        return TensorSpec((batch, rows, heads, size), like.dtype, self.k.device, layout)
 
-    def _broadcast_bias(self) -> Tensor | None:
-        """The gradient of a bias without rows of its own: this rank's share of it."""
-        of_bias = self.shapes[3]
-        if of_bias is None or not self.call.whole.needs[3]:
+    def _broadcast_bias_gradient(self) -> Tensor | None:
+        """This rank's part of the gradient of a bias with one row for all queries."""
+        bias = self.shapes[3]
+        if bias is None or not self.call.whole.needs[3]:
             return None
-        total = torch.zeros(of_bias.shape, dtype=self.precision, device=self.k.device)
+        total = torch.zeros(bias.shape, dtype=self.precision, device=self.k.device)
         for share, part in zip(self.call.schedule.shares, self.dbias, strict=True):
-            unless_broadcast(total, 1, share.heads).add_(part)  # type: ignore[arg-type]
-        return total.to(of_bias.dtype)
+            take_unless_broadcast(total, 1, share.heads).add_(part)  # type: ignore[arg-type]
+        return total.to(bias.dtype)
 
 
-class Total:
+class GradientSum:
     """A sum of gradients [B, S, H, X], in the precision of the softmax.
 
-    A first part that is all of it is taken as it is, unless others follow that it is not wide enough for.
+    A first part of the full shape becomes the sum without a copy if it is the only one (`single`) or is in that
+    precision already.
     """
 
-    def __init__(self, like: Tensor, alone: bool) -> None:
-        self._shape, self._like, self._alone = like.shape, like.new_empty(0), alone
+    def __init__(self, like: Tensor, single: bool) -> None:
+        self._shape, self._like, self._single = like.shape, like.new_empty(0), single
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor, rows: Index, heads: slice) -> None:
         """Add a part for these rows and heads."""
-        wide_enough = self._alone or part.dtype == lse_dtype(part.dtype)
-        if self._sum is None and part.shape == self._shape and wide_enough and is_on_its_own(part):
+        is_precise = self._single or part.dtype == lse_dtype(part.dtype)
+        if self._sum is None and part.shape == self._shape and is_precise and owns_storage(part):
             self._sum = part
             return
-        self._sum = self.so_far()
+        self._sum = self.value()
         add(self._sum[:, :, heads], 1, rows, part)
 
-    def part(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
-        """A buffer for a part of that many rows."""
+    def buffer(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
+        """An empty buffer for a part of that many rows."""
         batch, _, _, size = self._shape
         return self._like.new_empty((batch, rows, heads.stop - heads.start, size), dtype=dtype)
 
-    def so_far(self) -> Tensor:
-        """The sum; zeros where nothing has been added."""
+    def value(self) -> Tensor:
+        """The sum; zeros if nothing has been added."""
         if self._sum is None:
             return self._like.new_zeros(self._shape, dtype=lse_dtype(self._like.dtype))
         return self._sum
 
-    def taken(self) -> Tensor:
-        """The sum, which is no longer held here."""
-        total, self._sum = self.so_far(), None
+    def pop(self) -> Tensor:
+        """The sum, to which this object then holds no reference."""
+        total, self._sum = self.value(), None
         return total
 
 

@@ -1,7 +1,7 @@
-"""One rank's call: its tensors as shares and rounds, which forward and backward go through alike.
+"""One rank's call: its tensors as shares and rounds, in the order that forward and backward both follow.
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
-    D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are
+[B, S, H, D].
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from undivided._call import Call
 from undivided._problem import Problem
 from undivided._request import Tensors
 from undivided.backends._base import Backend
-from undivided.context_parallel._index import count, joined, take, unless_broadcast
+from undivided.context_parallel._index import count, join, take, take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
-from undivided.context_parallel.exchange.collectives import Counted
+from undivided.context_parallel.exchange.collectives import CountingCommunicator
 
 Run = tuple[Backend, Problem]
 
@@ -29,20 +29,21 @@ Run = tuple[Backend, Problem]
 class RankCall:
     """One rank's call.
 
-    whole: the call of all ranks' tokens, checked.
-    runs: for every round and piece, what runs it. by_row: whether the bias has rows of its own for this rank's queries.
+    whole: the call over the tokens of all ranks, validated.
+    runs: for every round and piece, the backend and the problem that it gets.
+    bias_has_rows: whether the bias has one row per query of this rank, instead of one row for all.
     """
 
     whole: Call
     schedule: Schedule
     runs: tuple[tuple[Run, ...], ...]
-    ring: Counted
-    heads: Counted
-    by_row: bool
+    ring: CountingCommunicator
+    heads: CountingCommunicator
+    bias_has_rows: bool
 
     @property
     def problem(self) -> Problem:
-        """Of the whole."""
+        """The problem over the tokens of all ranks."""
         return self.whole.problem
 
 
@@ -55,69 +56,73 @@ class ShareTensors(NamedTuple):
     sinks: Tensor | None
 
 
-def traded(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
-    """The tensors of this rank's shares, and the keys and values of its heads."""
+def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
+    """The tensors of this rank's shares, and the keys and values of its heads, after the all-to-all exchange."""
     layout, schedule = call.problem.layout, call.schedule
-    q, k, v = (_readable(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
+    q, k, v = (_with_contiguous_rows(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
     bias, sinks, slopes = inputs[3:]
-    rows = [q] if bias is None or not call.by_row else [q, bias.transpose(1, 2)]
-    asked, keys = schedule.queries.to_shares(call.heads, rows), schedule.keys.to_shares(call.heads, [k, v])
+    row_tensors = [q] if bias is None or not call.bias_has_rows else [q, bias.transpose(1, 2)]
+    wait_rows = schedule.queries.to_shares(call.heads, row_tensors)
+    wait_keys = schedule.keys.to_shares(call.heads, [k, v])
     shares = []
-    for of, (mine, *more) in zip(schedule.shares, asked(), strict=True):
-        part = more[0].transpose(1, 2) if more else None if bias is None else unless_broadcast(bias, 1, of.heads)
-        some = [None if t is None else t[..., of.heads] for t in (slopes, sinks)]
-        shares.append(ShareTensors(mine, part, *some))
-    ((k, v),) = keys()
+    for share, (share_q, *rest) in zip(schedule.shares, wait_rows(), strict=True):
+        if rest:
+            share_bias: Tensor | None = rest[0].transpose(1, 2)
+        else:
+            share_bias = None if bias is None else take_unless_broadcast(bias, 1, share.heads)
+        per_head = [None if t is None else t[..., share.heads] for t in (slopes, sinks)]
+        shares.append(ShareTensors(share_q, share_bias, *per_head))
+    ((k, v),) = wait_keys()
     return shares, k, v
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """With rows that are contiguous, as problems of pieces promise."""
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor with contiguous rows, which the problems of the pieces promise."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
-    """Every round with its keys and values; the next round's are on their way while the caller computes.
+    """(number, round, keys, values) of every round; those of the next round are in flight while the caller computes.
 
-    The caller must let go of a round's keys (``del``) before it asks for the next, or both are held at once.
+    The caller must ``del`` a round's keys and values before it asks for the next round, or both are alive at once.
     """
     rounds = call.schedule.rounds
-    coming = _asked(call, rounds[0], k, v)
+    wait = _post_exchange(call, rounds[0], k, v)
     for index, round_ in enumerate(rounds):
-        keys = coming()
+        keys = wait()
         if index + 1 < len(rounds):
-            coming = _asked(call, rounds[index + 1], k, v)
+            wait = _post_exchange(call, rounds[index + 1], k, v)
         yield index, round_, keys.pop(0), keys.pop(0)
 
 
-def _asked(call: RankCall, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
-    """Post the exchange of a round; the result waits for its keys and values, in ascending order."""
-    mine = [t[:, :, heads_of(call, round_)] for t in (k, v)]
-    arriving = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in mine] for peer, n in round_.receives}
+def _post_exchange(call: RankCall, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+    """Post the exchange of a round; the result waits and returns the keys and values, in ascending order."""
+    own = [t[:, :, round_heads(call, round_)] for t in (k, v)]
+    received = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in own] for peer, n in round_.receives}
     wait = call.ring.exchange(
-        {peer: [take(t, 1, index).contiguous() for t in mine] for peer, index in round_.sends}, arriving
+        {peer: [take(t, 1, index).contiguous() for t in own] for peer, index in round_.sends}, received
     )
 
-    def arrived() -> list[Tensor]:
+    def keys_and_values() -> list[Tensor]:
         wait()
-        found = []
-        for tensor in mine:
-            own = [] if round_.own is None else [take(tensor, 1, round_.own)]
-            parts = own + [tensors.pop(0) for tensors in arriving.values()]
-            found.append(joined(parts or [tensor[:, :0]], round_.where))
-        return found
+        joined = []
+        for tensor in own:
+            parts = [] if round_.own is None else [take(tensor, 1, round_.own)]
+            parts += [tensors.pop(0) for tensors in received.values()]
+            joined.append(join(parts or [tensor[:, :0]], round_.slots))
+        return joined
 
-    return arrived
+    return keys_and_values
 
 
-def heads_of(call: RankCall, round_: Round) -> slice:
-    """A round's key heads among those of this rank."""
+def round_heads(call: RankCall, round_: Round) -> slice:
+    """The round's key heads, numbered within those of this rank."""
     first = call.schedule.kv_heads.start
     return slice(round_.kv_heads.start - first, round_.kv_heads.stop - first)
 
 
-def within_share(call: RankCall, piece: Piece) -> slice:
-    """A piece's query heads among those of its share."""
+def heads_in_share(call: RankCall, piece: Piece) -> slice:
+    """The piece's query heads, numbered within those of its share."""
     first = call.schedule.shares[piece.share].heads.start
     return slice(piece.heads.start - first, piece.heads.stop - first)
 
@@ -125,27 +130,27 @@ def within_share(call: RankCall, piece: Piece) -> slice:
 def piece_call(call: RankCall, piece: Piece, problem: Problem) -> Call:
     """The call of a backend for one piece, without its tensors."""
     needs = call.whole.needs
-    mine = (*needs[:4], False, needs[5])
-    return call.whole.with_problem(problem, mask=piece.mask, needs=mine, checked_mask=None)
+    piece_needs = (*needs[:4], False, needs[5])
+    return call.whole.with_problem(problem, mask=piece.mask, needs=piece_needs, checked_mask=None)
 
 
 def piece_tensors(
     call: RankCall, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
 ) -> Tensors:
-    """The tensors of one piece, [B, S, H, D], views."""
-    heads = within_share(call, piece)
+    """The tensors of one piece, [B, S, H, D]: views of the share's tensors and of the round's keys and values."""
+    heads = heads_in_share(call, piece)
     kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
     bias = share.bias
     if bias is not None:
-        bias = unless_broadcast(unless_broadcast(bias, 1, heads), 2, piece.rows)
-        bias = unless_broadcast(bias, 3, piece.key_index)
+        bias = take_unless_broadcast(take_unless_broadcast(bias, 1, heads), 2, piece.rows)
+        bias = take_unless_broadcast(bias, 3, piece.key_index)
     slopes = None if share.slopes is None else share.slopes[..., heads]
     q, k, v = share.q[:, piece.rows, heads], k_r[:, piece.keys, kv_heads], v_r[:, piece.keys, kv_heads]
     return Tensors(q, k, v, bias, None, slopes)
 
 
 def piece_problem(problem: Problem, piece: Piece) -> Problem:
-    """What a piece asks of a backend."""
+    """The problem of one piece, from that of the whole."""
     heads, kv_heads = count(piece.heads), count(piece.kv_heads)
     dropped = {"sinks", "sinks_grad", "gqa"}
     added = {

@@ -1,5 +1,4 @@
-"""Who takes part: the axes (ring, heads) of a process group, a `DeviceMesh`, TransformerEngine's pair or a simulated
-group."""
+"""The axes (ring, heads) of a process group, a `DeviceMesh`, TransformerEngine's pair or a simulated group."""
 
 from __future__ import annotations
 
@@ -7,37 +6,38 @@ from collections.abc import Iterator
 from typing import Any
 
 from undivided.context_parallel._schedule import Mesh, Strategy
-from undivided.context_parallel.exchange.collectives import Alone, Communicator, ProcessGroup
+from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.errors import InputError
 
 
 def mesh_of(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
-    """Of a rank without a group: enough to shard."""
+    """The mesh coordinates of a rank without a group, which are enough to shard."""
     if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
         raise InputError("rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}")
     return Mesh.of(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
 
 
 def axes_of(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:
-    """(ring, heads) of whatever describes a group; see `ContextParallel`."""
+    """The communicators (ring, heads) of a group; see `ContextParallel` for what a group may be."""
     axes = list(_communicators(group))
-    wanted = 2 if strategy == "ring+all_to_all" else 1
-    if len(axes) != wanted:
+    expected = 2 if strategy == "ring+all_to_all" else 1
+    if len(axes) != expected:
         raise InputError(
             "group",
-            f"have {wanted} {'axes [ring, heads]' if wanted == 2 else 'axis'} for strategy={strategy!r}",
+            f"have {expected} {'axes [ring, heads]' if expected == 2 else 'axis'} for strategy={strategy!r}",
             len(axes),
             hint="torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
-            if wanted == 2
+            if expected == 2
             else "mesh['ring']",
         )
-    if wanted == 2:
+    if expected == 2:
         return axes[0], axes[1]
-    return (Alone(), axes[0]) if strategy == "all_to_all" else (axes[0], Alone())
+    return (SingleRank(), axes[0]) if strategy == "all_to_all" else (axes[0], SingleRank())
 
 
 def _communicators(group: Any) -> Iterator[Communicator]:
+    """One communicator for each axis of the group."""
     if isinstance(group, SimulatedGroup):
         yield from (group.axis(0), group.axis(1)) if group.is_mesh else (group,)
         return
@@ -48,8 +48,8 @@ def _communicators(group: Any) -> Iterator[Communicator]:
             "group",
             "be a process group, a DeviceMesh or a simulated group",
             repr(group),
-            hint="torch.distributed.init_process_group() first; or simulate(world, function); or "
-            "rank= and world= to shard",
+            hint="call torch.distributed.init_process_group() first; or use simulate(world, function); or give rank= "
+            "and world= if you only shard",
         )
     if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
         yield from (ProcessGroup(part) for part in reversed(group))

@@ -1,4 +1,4 @@
-"""Indices along an axis, as slices where they are runs, so that what need not be copied is a view."""
+"""Indices along an axis: slices where the indices are consecutive, so that reading them is a view and not a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ Index = slice | Tensor
 
 
 def as_index(index: Tensor) -> Index:
-    """Ascending int64 indices as a slice where they follow one another."""
+    """Ascending int64 indices, as a slice if they are consecutive.
+
+    >>> as_index(torch.tensor([3, 4, 5])), as_index(torch.tensor([3, 5]))
+    (slice(3, 6, None), tensor([3, 5]))
+    """
     count = index.numel()
     if count == 0:
         return slice(0, 0)
@@ -20,66 +24,68 @@ def as_index(index: Tensor) -> Index:
 
 
 def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
-    """The tensor at these indices along a dimension: a view for a slice."""
+    """The tensor at these indices of one dimension: a view for a slice, a copy otherwise."""
     if isinstance(index, slice):
         return tensor.narrow(dim, index.start, index.stop - index.start)
     return tensor.index_select(dim, index)
 
 
+def take_unless_broadcast(tensor: Tensor, dim: int, index: Index) -> Tensor:
+    """`take`, or the tensor itself if that dimension has size 1."""
+    return tensor if tensor.shape[dim] == 1 else take(tensor, dim, index)
+
+
 def add(total: Tensor, dim: int, index: Index, values: Tensor) -> None:
-    """Add values to the tensor at these indices along a dimension, in place."""
+    """Add values to `total` at these indices of one dimension, in place."""
     if isinstance(index, slice):
         take(total, dim, index).add_(values)
     else:
         total.index_add_(dim, index, values.to(total.dtype))
 
 
-def count(index: Index) -> int:
-    """How many indices."""
-    return index.stop - index.start if isinstance(index, slice) else index.numel()
-
-
-def unless_broadcast(tensor: Tensor, dim: int, index: Index) -> Tensor:
-    """`take`, or the tensor itself where that dimension is broadcast."""
-    return tensor if tensor.shape[dim] == 1 else take(tensor, dim, index)
-
-
-def places(parts: Sequence[Tensor]) -> tuple[Index, ...]:
-    """Where the ascending positions of each part lie among those of all parts, ascending.
-
-    >>> places([torch.tensor([1, 4]), torch.tensor([6, 7]), torch.tensor([2, 3])])
-    (tensor([0, 3]), slice(4, 6, None), slice(1, 3, None))
-    """
-    rank = torch.cat(list(parts)).argsort().argsort()
-    return tuple(as_index(index) for index in rank.split([part.numel() for part in parts]))
-
-
-def joined(parts: list[Tensor], where: Sequence[Index]) -> Tensor:
-    """One tensor [B, S, H, X] of parts that lie at `places` of S. The list is emptied, so that each goes once it is
-    copied."""
-    if len(parts) == 1:
-        return parts.pop()
-    batch, _, heads, size = parts[0].shape
-    whole = parts[0].new_empty((batch, sum(part.shape[1] for part in parts), heads, size))
-    for index in where:
-        put(whole, 1, index, parts.pop(0))
-    return whole
-
-
 def put(total: Tensor, dim: int, index: Index, values: Tensor) -> None:
-    """Write values into the tensor at these indices along a dimension."""
+    """Write values into `total` at these indices of one dimension."""
     if isinstance(index, slice):
         take(total, dim, index).copy_(values)
     else:
         total.index_copy_(dim, index, values)
 
 
-def is_on_its_own(tensor: Tensor) -> bool:
-    """Whether it is not a part of something larger, which it would keep alive."""
+def count(index: Index) -> int:
+    """The number of indices."""
+    return index.stop - index.start if isinstance(index, slice) else index.numel()
+
+
+def merged_slots(parts: Sequence[Tensor]) -> tuple[Index, ...]:
+    """For each part, where its ascending positions land in the sorted union of all parts.
+
+    >>> merged_slots([torch.tensor([1, 4]), torch.tensor([6, 7]), torch.tensor([2, 3])])
+    (tensor([0, 3]), slice(4, 6, None), slice(1, 3, None))
+    """
+    rank = torch.cat(list(parts)).argsort().argsort()
+    return tuple(as_index(index) for index in rank.split([part.numel() for part in parts]))
+
+
+def join(parts: list[Tensor], slots: Sequence[Index]) -> Tensor:
+    """One tensor [B, S, H, X] with each part at its `merged_slots` of S.
+
+    The list is emptied on the way, so that the memory of each part is free as soon as it has been copied.
+    """
+    if len(parts) == 1:
+        return parts.pop()
+    batch, _, heads, size = parts[0].shape
+    whole = parts[0].new_empty((batch, sum(part.shape[1] for part in parts), heads, size))
+    for index in slots:
+        put(whole, 1, index, parts.pop(0))
+    return whole
+
+
+def owns_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is all of its storage; a view of a larger one would keep that one alive."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def on_its_own(tensor: Tensor) -> Tensor:
-    """Contiguous, and not a part of something larger."""
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and not a view of a larger one."""
     tensor = tensor.contiguous()
-    return tensor if is_on_its_own(tensor) else tensor.clone()
+    return tensor if owns_storage(tensor) else tensor.clone()

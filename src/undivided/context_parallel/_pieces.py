@@ -1,10 +1,10 @@
-"""What one rank computes: shares of the queries, rounds of keys, and a piece for each pair of them that is not hidden.
+"""What one rank computes: shares of the queries, rounds of keys, and a piece for every visible pair of the two.
 
-    Share   some query heads for some rows, at one rank
-    Round   keys that are at a rank at one time: its own, and what others sent of theirs
-    Piece   a share's rows against a round's keys: one call of a backend, under the mask cut to these rows and keys
+    Share   some query heads of some rows, computed by one rank
+    Round   the keys that are on a rank at one time: its own, and those that other ranks sent
+    Piece   the rows of a share against the keys of a round: one backend call, under the mask cut to these rows and keys
 
-Nothing here communicates. Positions are global, ascending, and on the device of the mask's form.
+Nothing here communicates. Positions are global, ascending, and on the device of the normal form of the mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undivided.masks.normal_form import Ranges
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Query heads [H] for rows at global positions, and the key heads [N] that serve them, in equal groups."""
+    """Query heads [H] of rows at global positions, and the key heads [N] that serve them in equal groups."""
 
     heads: slice
     kv_heads: slice
@@ -33,10 +33,10 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Rows of a share against keys of a round; heads are global numbers.
+    """Rows of a share against keys of a round. Head numbers are global.
 
-    share: its number. rows: which of the share's rows. keys: which of the round's keys. form: the mask between them.
-    mask: the form as a mask, in the simplest words that say it.
+    share: the number of the share. rows: indices into the share's rows. keys: indices into the round's keys.
+    form: the mask between these rows and keys. mask: the same mask in the simplest form that describes it.
     """
 
     share: int
@@ -55,7 +55,7 @@ class Piece:
 
     @cached_property
     def pairs(self) -> int:
-        """Allowed pairs, over batch elements and heads."""
+        """Allowed pairs, summed over batch elements and heads."""
         counts = self.form.counts([0, self.form.q_len], [0, self.form.kv_len])
         batch, heads = (self.form.batch, self.form.heads)
         return int(counts.sum()) * (batch // max(counts.shape[0], 1)) * (heads // max(counts.shape[1], 1))
@@ -63,62 +63,62 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Keys at a rank at one time.
+    """The keys that are on a rank at one time, and the pieces that are computed with them.
 
-    kv_heads: of which key heads (global numbers).
-    sends: (peer, which of this rank's keys it needs). receives: (peer, how many keys it sends).
-    own: which of this rank's keys take part, or None.
-    where: the places of [own, received..] among the round's keys, which ascend.
+    kv_heads: the key heads (global numbers) that the round covers.
+    sends: (peer, indices of this rank's keys that the peer needs). receives: (peer, number of keys that it sends).
+    own: indices of this rank's own keys that take part, or None.
+    slots: where [own, received..] land among the round's keys, which ascend.
     """
 
     kv_heads: slice
     sends: tuple[tuple[int, Index], ...]
     receives: tuple[tuple[int, int], ...]
     own: Index | None
-    where: tuple[Index, ...]
+    slots: tuple[Index, ...]
     pieces: tuple[Piece, ...]
 
 
-def needed(form: NormalForm, rows: Tensor, keys: Tensor) -> Tensor:
-    """Which of the keys any of the rows may attend to: their numbers, int64, ascending."""
+def needed_keys(form: NormalForm, rows: Tensor, keys: Tensor) -> Tensor:
+    """The indices of the keys that at least one of the rows may attend to, int64, ascending."""
     if not rows.numel() or not keys.numel():
         return keys.new_zeros(0)
     return form.shard(rows, keys).keys_allowed.nonzero().squeeze(1)
 
 
 def union_of_rows(shares: Sequence[Share]) -> Tensor:
-    """The rows of all shares, ascending, each once."""
+    """The rows of all shares, ascending, without duplicates."""
     if not shares:
         return torch.zeros(0, dtype=torch.int64)
     return shares[0].rows if len(shares) == 1 else torch.cat([share.rows for share in shares]).unique()
 
 
-def pieces(
+def build_pieces(
     form: NormalForm, shares: Sequence[Share], keys: Tensor, kv_heads: slice, with_positions: bool
 ) -> tuple[Piece, ...]:
-    """A piece for every share that may attend to some of these keys, trimmed to the rows and keys that it is about.
+    """One piece for every share that may attend to some of these keys, trimmed to the rows and keys that take part.
 
-    form: of the whole. keys: global positions. with_positions: something asks where rows and keys stand (ALiBi,
-    dropout), so that a mask in simpler words would not do.
+    form: the mask of the whole. keys: global positions. with_positions: ALiBi or dropout depend on positions, so that
+    the mask of a piece must keep them.
     """
-    found = []
+    pieces = []
     for number, share in enumerate(shares):
-        heads = _heads_of(share, kv_heads)
+        heads = _common_heads(share, kv_heads)
         if heads is None or not share.rows.numel() or not keys.numel():
             continue
         rows = share.rows
-        whole = form.shard(rows, keys, heads[0])
-        some_rows = _hull(whole.rows_allowed.flatten(0, -2).any(0))
-        some_keys = _hull(whole.keys_allowed)
-        if some_rows.stop > some_rows.start:
-            part = form.shard(rows[some_rows], keys[some_keys], heads[0])
-            mask = Mask(parts=(Ranges(part),)) if with_positions else in_simple_words(part)
-            found.append(Piece(number, *heads, some_rows, some_keys, part, mask))
-    return tuple(found)
+        untrimmed = form.shard(rows, keys, heads[0])
+        piece_rows = _bounding_slice(untrimmed.rows_allowed.flatten(0, -2).any(0))
+        piece_keys = _bounding_slice(untrimmed.keys_allowed)
+        if piece_rows.stop > piece_rows.start:
+            part = form.shard(rows[piece_rows], keys[piece_keys], heads[0])
+            mask = Mask(parts=(Ranges(part),)) if with_positions else simplest_mask(part)
+            pieces.append(Piece(number, *heads, piece_rows, piece_keys, part, mask))
+    return tuple(pieces)
 
 
-def _heads_of(share: Share, kv_heads: slice) -> tuple[slice, slice] | None:
-    """Of a share the query and key heads that these key heads serve; None where there are none."""
+def _common_heads(share: Share, kv_heads: slice) -> tuple[slice, slice] | None:
+    """(query heads, key heads) of the share that these key heads serve; None if there are none."""
     start, stop = max(share.kv_heads.start, kv_heads.start), min(share.kv_heads.stop, kv_heads.stop)
     if stop <= start:
         return None
@@ -127,35 +127,35 @@ def _heads_of(share: Share, kv_heads: slice) -> tuple[slice, slice] | None:
     return slice(first, first + (stop - start) * group), slice(start, stop)
 
 
-def _hull(used: Tensor) -> slice:
+def _bounding_slice(flags: Tensor) -> slice:
     """From the first to the last True."""
-    where = used.nonzero()
+    where = flags.nonzero()
     return slice(int(where[0]), int(where[-1]) + 1) if where.numel() else slice(0, 0)
 
 
-def in_simple_words(form: NormalForm) -> Mask:
-    """A mask of the same pairs that most kernels know: every pair, or a band; else the ranges themselves.
+def simplest_mask(form: NormalForm) -> Mask:
+    """The mask with the same allowed pairs that most kernels run: full or a band, otherwise the ranges themselves.
 
-    Positions are lost: only for what looks at nothing but pairs.
+    Positions are lost, so this is only for attention that depends on nothing but the allowed pairs.
 
     >>> from undivided import masks
     >>> whole = masks.causal().normal_form(1, 1, 8, 8, "cpu")
     >>> first, second = torch.arange(4), torch.arange(4, 8)
-    >>> [in_simple_words(whole.shard(rows, keys)) for rows, keys in ((first, first), (second, first))]
+    >>> [simplest_mask(whole.shard(rows, keys)) for rows, keys in ((first, first), (second, first))]
     [causal(align='bottom_right'), every pair]
     """
     ranges = form.ranges
-    as_they_are = Mask(parts=(Ranges(form),))
+    general = Mask(parts=(Ranges(form),))
     if not form.exact or tuple(ranges.shape[::2]) != (1, 2):
-        return as_they_are
+        return general
     start, stop = ranges[0, :, 0], ranges[0, :, 1]
-    ahead = form.kv_len - form.q_len
+    offset = form.kv_len - form.q_len
     left = None if not bool(start.any()) else form.kv_len - 1 - int(start[-1])
-    right = None if bool((stop == form.kv_len).all()) else int(stop[0]) - 1 - ahead
+    right = None if bool((stop == form.kv_len).all()) else int(stop[0]) - 1 - offset
     if left is None and right is None:
         return masks.FULL
     if (left is not None and left < 0) or (right is not None and right < 0):
-        return as_they_are
+        return general
     band = masks.window(left, right, align="bottom_right")
     same = band.normal_form(1, 1, form.q_len, form.kv_len, ranges.device).ranges
-    return band if torch.equal(same, ranges) else as_they_are
+    return band if torch.equal(same, ranges) else general

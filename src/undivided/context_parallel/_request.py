@@ -1,5 +1,4 @@
-"""From one rank's arguments to its part of a validated whole: the whole's Problem, its schedule, and who runs each
-piece."""
+"""One rank's request: arguments validated as part of the whole sequence, its schedule, and the backend per piece."""
 
 from __future__ import annotations
 
@@ -25,86 +24,88 @@ from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
-from undivided.context_parallel.exchange.handshake import mask_words
+from undivided.context_parallel.exchange.handshake import describe_mask
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class Whole(NamedTuple):
-    """A request of all ranks' tokens, checked. call: of the whole. parts: the problem of every round's pieces.
+class GlobalRequest(NamedTuple):
+    """A request over the tokens of all ranks, validated, and this rank's part of it.
 
-    by_row: whether the bias has rows of its own for every rank's queries; None where this rank cannot tell.
+    call: over the tokens of all ranks. schedule: what this rank does.
+    parts: for every round, the problems of its pieces.
+    bias_has_rows: whether the bias has one row per query of its rank; None if this rank cannot tell.
     """
 
     call: Call
     placement: Placement
     schedule: Schedule
     parts: tuple[tuple[Problem, ...], ...]
-    by_row: bool | None
+    bias_has_rows: bool | None
 
     @property
     def problem(self) -> Problem:
-        """Of the whole."""
+        """The problem over the tokens of all ranks."""
         return self.call.problem
 
     def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
-        """The backend of every piece, the same forward and backward; raises NoBackendError."""
-        return tuple(tuple(decided(part, machine, allowed) for part in parts) for parts in self.parts)
+        """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
+        return tuple(tuple(select_backend(part, machine, allowed) for part in parts) for parts in self.parts)
 
 
-def decided(part: Problem, machine: Machine, allowed: Policy) -> Run:
-    """The backend that runs a piece, and the problem as it was decided; raises NoBackendError."""
+def select_backend(part: Problem, machine: Machine, allowed: Policy) -> Run:
+    """The backend that runs a piece, and the decided problem; raises NoBackendError."""
     decision = select(part, machine, allowed)
     return decision.backend, decision.problem
 
 
-def whole_of(
+def build_global_request(
     request: Request, strategy: Strategy, mesh: Mesh, placement: Placement, device: str | None = None
-) -> Whole:
-    """Check this rank's request, in which `check_own` has found nothing wrong, as one of the whole.
+) -> GlobalRequest:
+    """This rank's request, validated as part of the whole; `check_local` has validated the tensors themselves.
 
-    `device` replaces that of the tensors, which may then be on the meta device.
+    `device` replaces the device of the tensors, which may then be on the meta device.
 
     Raises:
-        InputError: as `undivided.attention`'s; or a length that is not this rank's part of the placement.
+        InputError: as for `undivided.attention`, or a length is not that of this rank's part of the placement.
     """
     (q, k, v, bias, *_), layout = request.tensors, request.options.layout
-    rank = mesh.ring * mesh.heads_world + mesh.heads
+    rank = mesh.rank
     rows = placement.q[rank].numel()
     _check_length("q", q, layout, placement, "q", rank)
     _check_length("k", k, layout, placement, "kv", rank)
-    by_row = _bias_has_rows(bias, rows, placement)
+    bias_has_rows = _bias_has_rows(bias, rows, placement)
     q_len, kv_len = placement.length("q"), placement.length("kv")
-    whole = [_whole(t, layout, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
+    axis = SEQUENCE_AXIS[layout]
+    whole = [resized_meta(t, axis, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
     whole_bias, sinks, slopes = (None if t is None else torch.empty_like(t, device="meta") for t in request.tensors[3:])
-    if bias is not None and by_row is not False:
-        shape = (*bias.shape[:-2], placement.length("q"), bias.shape[-1])
-        whole_bias = bias.new_empty(shape, device="meta")
+    if bias is not None and bias_has_rows is not False:
+        whole_bias = bias.new_empty((*bias.shape[:-2], q_len, bias.shape[-1]), device="meta")
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in request.tensors)
-    sized = Tensors._make((*whole, whole_bias, sinks, slopes))
-    call, _ = normalise(request._replace(tensors=sized), device or q.device.type, needs)
+    tensors = Tensors._make((*whole, whole_bias, sinks, slopes))
+    call, _ = normalise(request._replace(tensors=tensors), device or q.device.type, needs)
     problem = call.problem
-    here = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
-    schedule = _schedule_of(problem, call.mask, strategy, mesh, placement, here)
+    form_device = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
+    schedule = _remembered_schedule(problem, call.mask, strategy, mesh, placement, form_device)
     parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
-    return Whole(call, placement, schedule, parts, by_row)
+    return GlobalRequest(call, placement, schedule, parts, bias_has_rows)
 
 
-def check_own(request: Request) -> None:
-    """What can be said of this rank's tensors before anything is known of the whole."""
+def check_local(request: Request) -> None:
+    """Check this rank's arguments as far as they do not depend on the whole sequence; raises InputError."""
     (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
     layout = options.layout
     check_layout(layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    for name, small in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes)):
-        if small is not None:
-            check_tensor(name, small)
+    for name, optional in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes)):
+        if optional is not None:
+            check_tensor(name, optional)
     if any(tensor.is_meta for tensor in checked_mask(options.mask).tensors):
         raise InputError(
             "mask",
-            "hold values under context parallelism: the ranks' work is planned by them",
+            "hold values under context parallelism: the ranks plan their work from them",
             "a meta tensor",
             hint="q, k and v may be meta tensors for undivided.explain; lengths, offsets and ids may not",
         )
@@ -115,40 +116,40 @@ def check_own(request: Request) -> None:
     if options.pages is not None:
         raise InputError(
             "pages",
-            "be None under context parallelism: a block table is of one rank's pool, keys are of all",
-            "one",
-            hint="generation over keys that are spread over ranks: ContextParallel.decode",
+            "be None under context parallelism: a block table describes the pool of one rank, keys lie on all ranks",
+            "a block table",
+            hint="ContextParallel.decode generates over keys that are spread over ranks",
         )
     if options.dropout_p and options.dropout_seed is None:
         raise InputError(
             "dropout_seed",
             "be given under context parallelism, the same on every rank",
             "None",
-            hint="dropout_seed=step: each rank would draw another one, and the pattern is a function of the seed",
+            hint="dropout_seed=step: the pattern is a function of the seed, and each rank would draw a different one",
         )
 
 
 def check_values(q: Tensor) -> None:
-    """InputError for a meta tensor: the ranks exchange values."""
+    """Raise InputError for a meta tensor: the ranks exchange values."""
     if isinstance(q, Tensor) and q.is_meta:
         hint = "undivided.explain takes meta tensors"
         raise InputError("q", "hold values under context parallelism", "a meta tensor", hint=hint)
 
 
 def _check_length(name: str, tensor: Tensor, layout: Layout, placement: Placement, side: Side, rank: int) -> None:
-    length, wanted = tensor.shape[SEQUENCE_AXIS[layout]], placement.rows(side)[rank].numel()
-    if length != wanted:
+    length, expected = tensor.shape[SEQUENCE_AXIS[layout]], placement.rows(side)[rank].numel()
+    if length != expected:
         raise InputError(
             name,
-            f"have rank {rank}'s {wanted} of {placement.length(side)} tokens",
+            f"have rank {rank}'s {expected} of {placement.length(side)} tokens",
             f"{length} in {list(tensor.shape)}",
             hint=f"cp.bind(q_len, kv_len, mask), then {name} = cp.shard({name}, layout={layout!r}, of={side!r})",
         )
 
 
 def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool | None:
-    """Whether its axis of queries is this rank's rows; None where one row may be that, or be meant for all ranks'
-    rows."""
+    """Whether the bias has one row per query of this rank; None if its one row may be this rank's only row or be
+    broadcast."""
     if bias is None or bias.dim() < 2:
         return False
     if bias.shape[-2] not in (1, rows):
@@ -156,41 +157,41 @@ def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool
             "bias",
             f"have 1 or this rank's {rows} query rows, and all keys",
             list(bias.shape),
-            hint="bias = cp.shard(bias, dim=-2): its rows are local, its keys global",
+            hint="bias = cp.shard(bias, dim=-2): its rows are those of this rank, its keys those of the whole",
         )
     if bias.shape[-2] != 1:
         return True
     if rows > 1:
         return False
-    return None if one_row_among_more(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
+    return None if single_row_is_ambiguous(placement) else max(map(torch.Tensor.numel, placement.q)) <= 1
 
 
-def bias_by_row(asked: Whole, axes: Sequence[Communicator]) -> bool:
-    """Whether the bias has rows of its own; a rank with a single row asks the others."""
-    if asked.problem.bias is None or axes[1].world == 1:
-        return asked.by_row is not False
-    if not one_row_among_more(asked.placement):
-        return bool(asked.by_row)
-    return bool(torch.cat(gather_all(axes, torch.tensor([bool(asked.by_row)]))).any())
+def agree_on_bias_rows(request: GlobalRequest, axes: Sequence[Communicator]) -> bool:
+    """Whether the bias has one row per query; gathered from all ranks if a rank with a single row cannot tell."""
+    if request.problem.bias is None or axes[1].world == 1:
+        return request.bias_has_rows is not False
+    if not single_row_is_ambiguous(request.placement):
+        return bool(request.bias_has_rows)
+    return bool(torch.cat(gather_all(axes, torch.tensor([bool(request.bias_has_rows)]))).any())
 
 
-def one_row_among_more(placement: Placement) -> bool:
-    """Whether some ranks have one row and others more: one row of bias is then a rank's own, or meant for all."""
+def single_row_is_ambiguous(placement: Placement) -> bool:
+    """Whether some ranks hold one row and others more: one row of bias is then either that rank's row or broadcast."""
     counts = {rows.numel() for rows in placement.q}
     return 1 in counts and max(counts) > 1
 
 
-def _whole(tensor: Tensor, layout: Layout, length: int) -> Tensor:
-    """A tensor without contents in the shape of the whole."""
+def resized_meta(tensor: Tensor, axis: int, length: int) -> Tensor:
+    """A meta tensor of the same dtype and shape, but with `length` entries along an axis."""
     shape = list(tensor.shape)
-    shape[SEQUENCE_AXIS[layout]] = length
+    shape[axis] = length
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _schedule_of(
+def _remembered_schedule(
     problem: Problem, mask: Mask, strategy: Strategy, mesh: Mesh, placement: Placement, device: torch.device
 ) -> Schedule:
-    """The schedule, remembered by the mask."""
+    """The schedule, cached on the mask."""
     with_positions = bool(problem.features & {"alibi", "dropout"})
     key = (
         "schedule",
@@ -212,34 +213,34 @@ def _schedule_of(
     return mask.remembered(key, build)
 
 
-def _axes_of_bias(asked: Whole) -> str | None:
-    """Without that of queries where a rank may not know whether it has one."""
-    axes = asked.problem.bias
-    return axes if axes is None or not one_row_among_more(asked.placement) else axes[:2] + axes[3:]
+def _comparable_bias_axes(request: GlobalRequest) -> str | None:
+    """The axes of the bias, without that of queries if a rank may be unable to tell whether it is broadcast."""
+    axes = request.problem.bias
+    return axes if axes is None or not single_row_is_ambiguous(request.placement) else axes[:2] + axes[3:]
 
 
-def said(asked: Whole, strategy: Strategy) -> dict[str, object]:
-    """What must be the same on every rank, by argument."""
-    call, problem, placement = asked.call, asked.problem, asked.placement
+def shared_arguments(request: GlobalRequest, strategy: Strategy) -> dict[str, object]:
+    """The values that must be the same on every rank, by argument."""
+    call, problem, placement = request.call, request.problem, request.placement
     seed = call.dropout_seed
     return {
         "q": (problem.layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
         "k": (problem.kv_len, problem.kv_heads, problem.v_dim),
-        "mask": mask_words(call.mask),
+        "mask": describe_mask(call.mask),
         "strategy": strategy,
         "placement": f"{placement.digest:x}",
         "scale": call.scale,
         "softcap": call.softcap,
         "dropout_p": (call.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
         "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), call.needs, strict=True)),
-        "bias": _axes_of_bias(asked),
+        "bias": _comparable_bias_axes(request),
         "features": sorted(problem.features),
     }
 
 
-def inputs_of(request: Request) -> Tensors:
-    """This rank's tensors, with a bias of four axes [B|1, H|1, R|1, K|1]."""
-    bias = request.tensors.bias
+def with_four_bias_axes(tensors: Tensors) -> Tensors:
+    """This rank's tensors, with the bias as [B|1, H|1, R|1, K|1]."""
+    bias = tensors.bias
     if bias is None or bias.dim() == 4:
-        return request.tensors
-    return request.tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
+        return tensors
+    return tensors._replace(bias=bias[(None,) * (4 - bias.dim())])

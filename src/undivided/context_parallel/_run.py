@@ -1,12 +1,14 @@
-"""One rank's attention: the schedule's forward, under autograd.
+"""One rank's attention: the forward pass of its schedule, under autograd.
 
-Rows are traded for heads; for every round its keys arrive, the next ones are asked for, each piece is one call of its
-backend, and results are merged in fp32; rows are traded back.
+1. All-to-all: rows are exchanged for heads.
+2. For every round: its keys arrive, the exchange of the next round is posted, each piece is one backend call, and the
+   results are merged in fp32.
+3. All-to-all: rows return to their owners.
 
-Sinks are left out of the pieces and applied when all keys have been seen.
+The pieces run without sinks, which are applied once, after the last round.
 
-Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are [B, S, H,
-    D].
+Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a round, D head size; tensors are
+[B, S, H, D].
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from torch.autograd.function import once_differentiable
 from undivided import _autograd, _layout
 from undivided._result import Result, lse_dtype, merge_into, sink_factor
 from undivided.context_parallel._backward import Backward
-from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, traded, within_share
+from undivided.context_parallel._call import RankCall, arrivals, heads_in_share, piece_call, piece_tensors, to_shares
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
-from undivided.context_parallel.strategies.all_to_all import Wanted
+from undivided.context_parallel.strategies.all_to_all import TensorSpec
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank; inputs in the order of `Tensors`."""
+    """(out in the caller's layout, lse [B, H, Sq] or [H, T]) of this rank.
+
+    inputs: (q, k, v, bias, sinks, slopes), in the order of `Tensors`.
+    """
     if any(call.whole.needs):
         outputs: tuple[Tensor, Tensor] = _Attention.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
@@ -37,12 +42,12 @@ def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """The schedule's forward and backward."""
+    """Forward and backward of the schedule."""
 
     @staticmethod
     def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        (out, lse), kept = _forward(call, inputs)
-        ctx.save_for_backward(*kept)
+        (out, lse), saved = _forward(call, inputs)
+        ctx.save_for_backward(*saved)
         ctx.call, ctx.state = call, _autograd.state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
@@ -58,75 +63,75 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """((out, lse) as the caller gets them, what the backward needs: see `Backward`)."""
+    """((out, lse) as the caller gets them, the tensors that `Backward` needs)."""
     schedule, problem = call.schedule, call.problem
-    shares, k, v = traded(call, inputs)
-    merged = [_Merged(call, number, share.q) for number, share in enumerate(shares)]
+    shares, k, v = to_shares(call, inputs)
+    share_results = [_ShareResult(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
-            merged[piece.share].add(piece, _autograd.forward(backend, piece_call(call, piece, part), tensors))
+            share_results[piece.share].add(piece, _autograd.forward(backend, piece_call(call, piece, part), tensors))
             call.ring.traffic.pairs += piece.pairs
             del tensors
         del k_r, v_r
-    results = [merged.pop(0).finish(share.sinks) for share in shares]
+    results = [share_results.pop(0).finish(share.sinks) for share in shares]
     q = inputs[0]
     assert q is not None
     batch, rows, heads, _ = _layout.sizes(q.shape, problem.layout)
-    wanted = [
-        Wanted((batch, rows, heads, problem.v_dim), problem.dtype, q.device, problem.layout),
-        Wanted((batch, rows, heads, 1), lse_dtype(problem.dtype), q.device, "bhsd"),
+    outputs = [
+        TensorSpec((batch, rows, heads, problem.v_dim), problem.dtype, q.device, problem.layout),
+        TensorSpec((batch, rows, heads, 1), lse_dtype(problem.dtype), q.device, "bhsd"),
     ]
-    of_shares = [[r.out, r.lse.transpose(1, 2).unsqueeze(-1)] for r in results]
-    out, lse = schedule.queries.from_shares(call.heads, of_shares, wanted)()
+    share_outputs = [[r.out, r.lse.transpose(1, 2).unsqueeze(-1)] for r in results]
+    out, lse = schedule.queries.from_shares(call.heads, share_outputs, outputs)()
     lse = lse.squeeze(-1).transpose(1, 2).contiguous()  # [B, H, Sq]
-    kept = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
-    return (_layout.restore(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), kept
+    saved = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
+    return (_layout.restore(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), saved
 
 
-class _Merged:
-    """The result of a share as its pieces come in: out [B, R, H, Dv] and lse [B, H, R].
+class _ShareResult:
+    """The result of a share, accumulated piece by piece: out [B, R, H, Dv] and lse [B, H, R].
 
-    A share that is one piece has that piece's result. Where no head has two, they are put beside one another in the
-    dtype of the inputs; else they are added up in the precision of the softmax.
+    A share of a single piece takes that piece's result as it is. If no head has two pieces, results are written side by
+    side in the dtype of the inputs; otherwise they are merged in the precision of the softmax.
     """
 
     def __init__(self, call: RankCall, number: int, q: Tensor) -> None:
         self._call, self._number, self._q = call, number, q
         pieces = [p for round_ in call.schedule.rounds for p in round_.pieces if p.share == number]
         heads = {piece.heads.start for piece in pieces}
-        self._alone = len(pieces) == 1 and (count(pieces[0].heads), count(pieces[0].rows)) == q.shape[2:0:-1]
-        self._several = len(heads) < len(pieces)
-        self._begun: set[int] = set()
+        self._is_one_piece = len(pieces) == 1 and (count(pieces[0].heads), count(pieces[0].rows)) == q.shape[2:0:-1]
+        self._merges = len(heads) < len(pieces)
+        self._written_heads: set[int] = set()
         self._total: Result | None = None
 
     def add(self, piece: Piece, part: Result) -> None:
-        """Merge a piece's result into the rows and heads that it is about."""
-        if self._alone:
+        """Merge the result of a piece into its rows and heads."""
+        if self._is_one_piece:
             self._total = part
             return
-        heads, (out, lse) = within_share(self._call, piece), self._result()
-        mine = Result(out[:, piece.rows, heads], lse[:, heads, piece.rows])
-        if heads.start in self._begun:
-            merge_into(mine, part)
+        heads, (out, lse) = heads_in_share(self._call, piece), self._result()
+        target = Result(out[:, piece.rows, heads], lse[:, heads, piece.rows])
+        if heads.start in self._written_heads:
+            merge_into(target, part)
         else:
-            self._begun.add(heads.start)
-            mine.out.copy_(part.out)
-            mine.lse.copy_(part.lse)
+            self._written_heads.add(heads.start)
+            target.out.copy_(part.out)
+            target.lse.copy_(part.lse)
 
     def _result(self) -> Result:
-        """What there is so far: at first, rows without keys."""
+        """The result so far; before the first piece, that of rows without keys."""
         if self._total is None:
             batch, rows, heads, _ = self._q.shape
             problem, precision = self._call.problem, lse_dtype(self._call.problem.dtype)
             layout = problem.layout if self._call.heads.world == 1 else "bshd"
-            like = self._q.new_empty(0, dtype=precision if self._several else problem.dtype)
+            like = self._q.new_empty(0, dtype=precision if self._merges else problem.dtype)
             out = _layout.empty(layout, (batch, rows, heads, problem.v_dim), like, zero=True)
             self._total = Result(out, self._q.new_full((batch, heads, rows), -torch.inf, dtype=precision))
         return self._total
 
     def finish(self, sinks: Tensor | None) -> Result:
-        """With the sinks, rounded once."""
+        """The result with the sinks applied, rounded once to the dtype of the inputs."""
         out, lse = self._result()
         if sinks is not None:
             out.mul_(sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1))

@@ -1,10 +1,13 @@
-"""The whole of what one rank does for one mask, sizes and placement: who computes what, and what is sent for it.
+"""Everything that one rank does for one mask, sizes and placement: what it computes, and what is sent for that.
 
-    heads     which rows and heads are traded (all-to-all), nothing where the group of heads is one rank
-    rounds    which keys come when (ring or all-gather), its own where the ring is one rank
+Every strategy is two steps, one after the other:
 
-Every strategy is these two, one after the other. Ranks stand in a mesh [ring, heads]; rank = ring * (ranks of heads) +
-heads. A schedule holds no tensors of a call, so it is made once for a mask and kept with it.
+    heads     all-to-all: rows are exchanged for heads; nothing if the heads axis has one rank
+    rounds    ring or all-gather: which keys arrive when; only its own if the ring axis has one rank
+
+Ranks form a mesh [ring, heads]; rank = ring * heads_world + heads. The ranks at one ring position are a *group*: they
+exchange rows for heads with one another. A schedule holds no tensors of a call, so it is built once per mask and cached
+on the mask.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Round, Share
 from undivided.context_parallel.sharding import Placement, row_pairs
 from undivided.context_parallel.strategies import all_gather, all_to_all, ring
-from undivided.context_parallel.strategies.all_to_all import HeadExchange, Stretch
+from undivided.context_parallel.strategies.all_to_all import HeadExchange, ShareRange
 from undivided.masks import NormalForm
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "ring+all_to_all"]
@@ -29,7 +32,7 @@ STRATEGIES: tuple[Strategy, ...] = ("ring", "all_gather", "all_to_all", "ring+al
 
 @dataclass(frozen=True)
 class Mesh:
-    """A place in the mesh [ring, heads]."""
+    """A rank's coordinates in the mesh [ring, heads]."""
 
     ring: int
     heads: int
@@ -38,15 +41,27 @@ class Mesh:
 
     @staticmethod
     def of(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
-        """Of a rank. A mesh of one axis lies along the ring, or along the heads for "all_to_all"."""
+        """The coordinates of a rank. A mesh of one axis is the ring, or the heads for "all_to_all"."""
         return Mesh(*divmod(rank, heads_world), ring_world, heads_world)
+
+    @property
+    def rank(self) -> int:
+        """The rank at these coordinates."""
+        return self.ring * self.heads_world + self.heads
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.ring_world * self.heads_world
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """queries, keys: how rows are traded for heads. shares: what this rank computes. rounds: against which keys, when.
+    """What one rank does in a call.
 
-    kv_heads: the key heads that this rank has after the trade.
+    queries, keys: the all-to-all exchanges. shares: the rows and query heads that this rank computes.
+    kv_heads: the key heads that this rank has after the exchange.
+    rounds: the keys that arrive, and the pieces that are computed with them, in order.
     """
 
     queries: HeadExchange
@@ -62,56 +77,57 @@ class Schedule:
 
 
 class Ranks:
-    """Who holds what and who computes what, of all ranks of a mesh [ring, heads].
+    """What every rank of a mesh [ring, heads] holds and computes, in global positions.
 
-    rows, keys: of every rank. lines, key_lines: of the ranks at one place on the ring together. All global positions.
+    rows, keys: of every rank. group_rows, group_keys: of all ranks at one ring position together, ascending.
     """
 
     def __init__(
         self, form: NormalForm, placement: Placement, shape: tuple[int, int], heads: int, kv_heads: int
     ) -> None:
         device = form.ranges.device
-        self.ring, self.members = shape
+        self.ring, self.group_size = shape
         self._heads = heads, kv_heads
         self.rows = [part.to(device) for part in placement.q]
         self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
-        self.lines = [self._together(self.rows, place) for place in range(self.ring)]
+        self.group_rows = [self._positions(self.rows, place) for place in range(self.ring)]
         same = self.keys is self.rows
-        self.key_lines = self.lines if same else [self._together(self.keys, place) for place in range(self.ring)]
-        self._pairs = row_pairs(form) if self.members > 1 else None
+        self.group_keys = self.group_rows if same else [self._positions(self.keys, place) for place in range(self.ring)]
+        self._pairs = row_pairs(form) if self.group_size > 1 else None
         self._work: dict[int, Tensor] = {}
 
-    def line(self, place: int) -> range:
-        """The ranks at a place on the ring: those that trade heads with one another."""
-        return range(place * self.members, (place + 1) * self.members)
+    def group(self, place: int) -> range:
+        """The ranks at a ring position."""
+        return range(place * self.group_size, (place + 1) * self.group_size)
 
-    def _together(self, parts: Sequence[Tensor], place: int) -> Tensor:
-        some = [parts[rank] for rank in self.line(place)]
-        if len(some) == len(parts):  # every position, so that there is nothing to sort
+    def _positions(self, parts: Sequence[Tensor], place: int) -> Tensor:
+        """The positions that the ranks at a ring position hold together, ascending."""
+        group_parts = [parts[rank] for rank in self.group(place)]
+        if len(group_parts) == len(parts):  # every position: nothing to sort
             return torch.arange(sum(map(torch.Tensor.numel, parts)), device=parts[0].device)
-        return some[0] if len(some) == 1 else torch.cat(some).sort().values
+        return group_parts[0] if len(group_parts) == 1 else torch.cat(group_parts).sort().values
 
-    def stretches(self, place: int, member: int) -> tuple[Stretch, ...]:
-        """What a rank computes, in numbers of the rows of its line."""
-        rows = self.lines[place]
+    def share_ranges(self, place: int, member: int) -> tuple[ShareRange, ...]:
+        """The shares of a rank, as heads and ranges of the rows of its group."""
+        rows = self.group_rows[place]
         if place not in self._work:
-            work = rows.new_zeros(0) if self._pairs is None else all_to_all.running_work(self._pairs, rows)
+            work = rows.new_zeros(0) if self._pairs is None else all_to_all.cumulative_work(self._pairs, rows)
             self._work[place] = work
-        return all_to_all.stretches(self._work[place], member, self.members, *self._heads, rows.numel())
+        return all_to_all.share_ranges(self._work[place], member, self.group_size, *self._heads, rows.numel())
 
     def shares(self, place: int, member: int) -> tuple[Share, ...]:
-        """What a rank computes."""
-        rows = self.lines[place]
-        return tuple(Share(h, kv, rows[start:stop]) for h, kv, start, stop in self.stretches(place, member))
+        """The shares that a rank computes."""
+        rows = self.group_rows[place]
+        return tuple(Share(h, kv, rows[start:stop]) for h, kv, start, stop in self.share_ranges(place, member))
 
     @property
     def key_heads(self) -> Tensor:
-        """How many key heads each member of a line has, int64 [A]."""
-        return torch.tensor([count(self.span(member)) for member in range(self.members)])
+        """The number of key heads of each member of a group, int64 [A]."""
+        return torch.tensor([count(self.kv_span(member)) for member in range(self.group_size)])
 
-    def span(self, member: int) -> slice:
-        """The key heads that a member of every line has."""
-        return all_to_all.kv_span(member, self.members, *self._heads)
+    def kv_span(self, member: int) -> slice:
+        """The key heads of a member, the same in every group."""
+        return all_to_all.kv_span(member, self.group_size, *self._heads)
 
 
 def build(
@@ -123,18 +139,21 @@ def build(
     kv_heads: int,
     with_positions: bool,
 ) -> Schedule:
-    """The schedule of one rank; ``form`` is the whole mask's. With positions: ALiBi or dropout look at them."""
+    """The schedule of one rank.
+
+    form: of the mask of the whole. with_positions: ALiBi or dropout depend on positions.
+    """
     ranks = Ranks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
-    line, whole = ranks.line(mesh.ring), ranks.key_lines[mesh.ring]
-    members = [ranks.shares(mesh.ring, member) for member in range(mesh.heads_world)]
-    queries = HeadExchange.of(
-        mesh.heads, [ranks.rows[r] for r in line], [[(s.rows, s.heads) for s in shares] for shares in members], heads
-    )
-    keys = HeadExchange.of(
-        mesh.heads, [ranks.keys[r] for r in line], [[(whole, ranks.span(m))] for m in range(mesh.heads_world)], kv_heads
-    )
-    mine = members[mesh.heads]
-    on_ring = [mine if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]
-    make: Callable[..., tuple[Round, ...]] = all_gather.rounds if strategy == "all_gather" else ring.rounds
-    rounds = make(form, mesh.ring, on_ring, ranks.key_lines, ranks.span(mesh.heads), with_positions)
-    return Schedule(queries, keys, mine, ranks.span(mesh.heads), rounds)
+    members = range(mesh.heads_world)
+    group, group_keys = ranks.group(mesh.ring), ranks.group_keys[mesh.ring]
+    group_shares = [ranks.shares(mesh.ring, member) for member in members]
+    row_targets = [[(share.rows, share.heads) for share in shares] for shares in group_shares]
+    key_targets = [[(group_keys, ranks.kv_span(member))] for member in members]
+    queries = HeadExchange.of(mesh.heads, [ranks.rows[rank] for rank in group], row_targets, heads)
+    keys = HeadExchange.of(mesh.heads, [ranks.keys[rank] for rank in group], key_targets, kv_heads)
+    own = group_shares[mesh.heads]
+    ring_shares = [own if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]
+    kv_span = ranks.kv_span(mesh.heads)
+    build_rounds: Callable[..., tuple[Round, ...]] = all_gather.rounds if strategy == "all_gather" else ring.rounds
+    rounds = build_rounds(form, mesh.ring, ring_shares, ranks.group_keys, kv_span, with_positions)
+    return Schedule(queries, keys, own, kv_span, rounds)

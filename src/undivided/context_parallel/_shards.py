@@ -1,4 +1,4 @@
-"""Tensors of the whole as parts of the ranks, and back: along which axis, and how the parts come together."""
+"""Splitting tensors of the whole into the parts of the ranks and joining them again."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 
 class Gathered(torch.autograd.Function):
-    """Every rank's part of a tensor; in the backward, this rank's part of the gradient."""
+    """The parts of all ranks of a tensor; the gradient of this rank's part is its part of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, axes: Sequence[Communicator], rank: int, counts: Sequence[int], axis: int, mine: Tensor
+        ctx: Any, axes: Sequence[Communicator], rank: int, counts: Sequence[int], axis: int, own: Tensor
     ) -> tuple[Tensor, ...]:
         """counts: tokens of every rank along the axis."""
-        if mine.shape[axis] != counts[rank]:
-            raise InputError("shards", f"have rank {rank}'s {counts[rank]} tokens", list(mine.shape))
+        if own.shape[axis] != counts[rank]:
+            raise InputError("shards", f"have rank {rank}'s {counts[rank]} tokens", list(own.shape))
         ctx.rank, ctx.axis = rank, axis
-        parts = gather_rows(axes, mine.movedim(axis, 0).contiguous(), counts)
+        parts = gather_rows(axes, own.movedim(axis, 0).contiguous(), counts)
         return tuple(part.movedim(0, axis) for part in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Nothing is sent: the loss is computed alike on every rank."""
+        """Nothing is sent: every rank computes the same loss."""
         return None, None, None, None, grads[ctx.rank]
 
 
-def axis_of(tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
+def sequence_axis(tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
+    """The axis of the tokens, from the layout or from `dim`; raises InputError unless exactly one is given."""
     if (layout is None) == (dim is None):
-        raise InputError("layout", "be given, or dim in its place", f"layout={layout!r}, dim={dim!r}")
+        raise InputError("layout", "be given, or dim instead of it", f"layout={layout!r}, dim={dim!r}")
     if dim is not None:
         return dim % tensor.dim()
     check_layout(layout)
     return SEQUENCE_AXIS[str(layout)]
 
 
-def side_of(of: Side) -> Side:
+def checked_side(of: Side) -> Side:
+    """`of`, if it is "q" or "kv"; raises InputError otherwise."""
     if of not in ("q", "kv"):
         raise InputError("of", "be 'q' or 'kv'", repr(of))
     return of

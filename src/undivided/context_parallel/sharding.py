@@ -1,15 +1,15 @@
-"""Which rank holds which token: placements, and the maps between global positions and a rank's own.
+"""Which rank holds which token: placements, and the maps between global positions and those of a rank.
 
-A placement is one number a token, its owner. Three ways to choose it:
+A placement is one number per token, its owner. There are three ways to choose it:
 
-    contiguous   rank r holds the r-th of `world` equal stretches
+    contiguous   rank r holds the r-th of `world` equal ranges
     zigzag       2 * world equal chunks, rank r holds chunks r and 2 * world - 1 - r; packed: of every document
-    balanced     equal chunks, as many for every rank, dealt so that each has the same number of allowed pairs
+    balanced     equal chunks, the same number per rank, assigned so that all ranks have equally many allowed pairs
 
-Under a causal mask row i costs i + 1 pairs, so that contiguous gives the last rank almost twice the mean, and zigzag
-(an early chunk with a late one) the same to all. No length has to be divisible by anything: chunks differ by a token.
+Under a causal mask row i has i + 1 pairs, so contiguous gives the last rank almost twice the mean, and zigzag (an early
+chunk with a late one) gives all ranks the same. Lengths need not be multiples of anything: chunks differ by one token.
 
-A rank's tokens stay in ascending order of global position. Legend: S tokens, W ranks.
+The tokens of a rank are in ascending order of global position. Legend: S tokens, W ranks.
 
 Source: zigzag is the load balancing of Llama 3's and TransformerEngine's context parallelism ("dual chunk swap").
 """
@@ -33,20 +33,23 @@ PlacementName = Literal["zigzag", "contiguous", "balanced"]
 PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
 Side = Literal["q", "kv"]
 
-EVEN_ENOUGH = 1.01
-"""Largest over mean pairs at which `balanced` stops cutting finer: one percent of a step's time is not worth more
-pieces."""
+MAX_IMBALANCE = 1.01
+"""Largest over mean pairs at which `balanced` stops cutting finer: 1 % of a step's time is not worth more pieces."""
 
-MOST_CHUNKS = 64
-"""Chunks a rank in the finest cut of `balanced`: each is a stretch of keys that others ask for on its own."""
+MAX_CHUNKS = 64
+"""Chunks per rank in the finest cut of `balanced`: more chunks are more, and shorter, ranges of keys to send."""
 
 _MIX = (6364136223846793005, 1442695040888963407)
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The owner of every token: int64 ``[q_len]`` and ``[kv_len]``, the same tensor where queries and keys are one
-    sequence.
+    """The owner of every token.
+
+    Attributes:
+        world: number of ranks.
+        q_owner: int64 [q_len], the rank that holds each query.
+        kv_owner: int64 [kv_len], the rank that holds each key; the same tensor if queries and keys are the same tokens.
 
     >>> placement = Placement.of("zigzag", 2, 8, None)
     >>> [rows.tolist() for rows in placement.q]
@@ -66,13 +69,24 @@ class Placement:
         mask: Mask | None = None,
         form: NormalForm | None = None,
     ) -> Placement:
-        """The placement of that name; ``kv_len`` None: keys are the same tokens as queries. `balanced` needs the
-        form."""
+        """The placement with that name.
+
+        Args:
+            name: "zigzag", "contiguous" or "balanced".
+            world: number of ranks.
+            q_len: number of queries of all ranks together.
+            kv_len: number of keys; None if keys are the same tokens as queries.
+            mask: its documents are what "zigzag" cuts.
+            form: the normal form of the mask of the whole, which "balanced" needs.
+
+        >>> Placement.of("contiguous", 2, 4, None).q_owner.tolist()
+        [0, 0, 1, 1]
+        """
         if name == "balanced":
             assert form is not None
             q_owner = balanced(row_pairs(form), world)
             return Placement(world, q_owner, q_owner if kv_len is None else contiguous(kv_len, world))
-        place = functools.partial(_named, name, world)
+        place = functools.partial(_named_owner, name, world)
         q_owner = place(q_len, document_edges(mask, "q", q_len))
         if kv_len is None:
             return Placement(world, q_owner, q_owner)
@@ -80,31 +94,31 @@ class Placement:
 
     @cached_property
     def q(self) -> tuple[Tensor, ...]:
-        """Global positions of each rank's query rows, int64, ascending."""
-        return _by_owner(self.q_owner, self.world)
+        """The global positions of each rank's queries, int64, ascending."""
+        return _tokens_by_owner(self.q_owner, self.world)
 
     @cached_property
     def kv(self) -> tuple[Tensor, ...]:
-        """Global positions of each rank's keys, int64, ascending."""
-        return self.q if self.kv_owner is self.q_owner else _by_owner(self.kv_owner, self.world)
+        """The global positions of each rank's keys, int64, ascending."""
+        return self.q if self.kv_owner is self.q_owner else _tokens_by_owner(self.kv_owner, self.world)
 
     def rows(self, side: Side) -> tuple[Tensor, ...]:
-        """`q` or `kv`."""
+        """`q` or `kv`, by name."""
         return self.q if side == "q" else self.kv
 
     def length(self, side: Side) -> int:
-        """Tokens of all ranks together."""
+        """The number of tokens of all ranks together."""
         return (self.q_owner if side == "q" else self.kv_owner).numel()
 
     @cached_property
     def order(self) -> dict[Side, Tensor]:
-        """Where each global position lies in the ranks' shards one after another: the inverse of sharding."""
+        """For each side, the index of each global position in the concatenated shards: the inverse of sharding."""
         sides: tuple[Side, Side] = ("q", "kv")
         return {side: torch.cat(self.rows(side)).argsort() for side in sides}
 
     @cached_property
     def digest(self) -> int:
-        """A number that two different placements almost never share."""
+        """A hash of the placement."""
         total = torch.zeros((), dtype=torch.int64)
         for owner in (self.q_owner, self.kv_owner):
             index = torch.arange(owner.numel()) * _MIX[0] + _MIX[1]
@@ -113,19 +127,24 @@ class Placement:
 
 
 def contiguous(length: int, world: int) -> Tensor:
-    """Owners of equal stretches, int64 [length].
+    """The owners if each rank holds one of equal ranges, int64 [length].
 
     >>> contiguous(5, 2).tolist()
     [0, 0, 1, 1, 1]
     """
-    return _cell(torch.arange(length), torch.tensor(length), world)
+    return _chunk_index(torch.arange(length), torch.tensor(length), world)
 
 
 def zigzag(length: int, world: int, edges: Sequence[int]) -> Tensor:
-    """Owners by a pair of chunks of every document, int64 [length]; ``edges`` run from 0 to length.
+    """The owners if each rank holds a pair of chunks of every document, int64 [length].
 
-    What does not divide is handed out in turn: the chunks of a document start one rank further for every token by which
-    those before it left the ranks unequal. Where all divide, rank r has chunks r and 2 * world - 1 - r of each.
+    Rank r holds chunks r and 2 * world - 1 - r of each document. If lengths are not multiples of 2 * world, the
+    remainders rotate over the ranks: each document starts one rank further for every left-over token before it.
+
+    Args:
+        length: number of tokens.
+        world: number of ranks.
+        edges: the starts of the documents and the length, ascending from 0.
 
     >>> zigzag(8, 2, [0, 8]).tolist(), zigzag(8, 2, [0, 4, 8]).tolist()
     ([0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0])
@@ -134,67 +153,87 @@ def zigzag(length: int, world: int, edges: Sequence[int]) -> Tensor:
     sizes = cuts.diff()
     token = torch.arange(length)
     document = torch.searchsorted(cuts, token, right=True) - 1
-    chunk = _cell(token - cuts[document], sizes[document], 2 * world)
+    chunk = _chunk_index(token - cuts[document], sizes[document], 2 * world)
     rank = torch.where(chunk < world, chunk, 2 * world - 1 - chunk)
-    left_over = sizes % (2 * world)
-    return (rank + (left_over.cumsum(0) - left_over)[document]) % world
+    remainder = sizes % (2 * world)
+    return (rank + (remainder.cumsum(0) - remainder)[document]) % world
 
 
 def balanced(pairs: Tensor, world: int) -> Tensor:
-    """Owners so that every rank has as many tokens and as much of ``pairs`` (a number for every row), int64 [rows].
+    """The owners if every rank gets equally many tokens and nearly equal work, int64 [rows].
 
-    Equal chunks are dealt heaviest first to the rank with the least, as many to each. The coarsest cut that is even
-    enough is taken, for its long stretches: where rows cost the same, that is contiguous; for a causal mask, zigzag.
+    Equal chunks are assigned, heaviest first, to the rank with the least work, the same number to each rank. The
+    coarsest cut that reaches MAX_IMBALANCE is taken, because its ranges are the longest: contiguous if all rows cost
+    the same, zigzag for a causal mask.
+
+    Args:
+        pairs: the work of every row, int64 [rows], as `row_pairs` counts it.
+        world: number of ranks.
 
     >>> balanced(torch.arange(8), 2).tolist()
     [0, 0, 1, 1, 1, 1, 0, 0]
     """
     length = pairs.numel()
     best: tuple[float, Tensor] | None = None
-    running = torch.nn.functional.pad(pairs.to(torch.float64).cumsum(0), (1, 0))
+    cumulative = torch.nn.functional.pad(pairs.to(torch.float64).cumsum(0), (1, 0))
     chunks = 1
-    while chunks <= MOST_CHUNKS and (best is None or chunks * world <= length):
-        cell = _cell(torch.arange(length), torch.tensor(length), chunks * world)
-        edges = torch.searchsorted(cell, torch.arange(chunks * world + 1))
-        owner = torch.tensor(_dealt(running[edges].diff().tolist(), world))[cell]
+    while chunks <= MAX_CHUNKS and (best is None or chunks * world <= length):
+        chunk = _chunk_index(torch.arange(length), torch.tensor(length), chunks * world)
+        edges = torch.searchsorted(chunk, torch.arange(chunks * world + 1))
+        owner = torch.tensor(_assign_chunks(cumulative[edges].diff().tolist(), world))[chunk]
         spread = imbalance(torch.zeros(world, dtype=torch.float64).index_add_(0, owner, pairs.to(torch.float64)))
         if best is None or spread < best[0]:
             best = spread, owner
-        if spread <= EVEN_ENOUGH:
+        if spread <= MAX_IMBALANCE:
             break
         chunks *= 2
     assert best is not None
     return best[1]
 
 
-def _dealt(work: Sequence[float], world: int) -> list[int]:
-    """The rank of each chunk: heaviest first, to the rank with the least work that has room."""
-    room = len(work) // world
+def _assign_chunks(work: Sequence[float], world: int) -> list[int]:
+    """The rank of each chunk: heaviest first, to the rank with the least work that is not full."""
+    capacity = len(work) // world
     owners = [0] * len(work)
     ranks = [(0.0, rank, 0) for rank in range(world)]
-    for chunk in sorted(range(len(work)), key=lambda c: (-work[c], c)) if room > 1 else range(len(work)):
-        has, rank, count = heapq.heappop(ranks)
+    for chunk in sorted(range(len(work)), key=lambda c: (-work[c], c)) if capacity > 1 else range(len(work)):
+        assigned, rank, count = heapq.heappop(ranks)
         owners[chunk] = rank
-        if count + 1 < room:
-            heapq.heappush(ranks, (has + work[chunk], rank, count + 1))
+        if count + 1 < capacity:
+            heapq.heappush(ranks, (assigned + work[chunk], rank, count + 1))
     return owners
 
 
 def imbalance(work: Tensor) -> float:
-    """Largest over mean; 1 where there is nothing to do."""
+    """The largest over the mean work of the ranks; 1 if there is no work.
+
+    Args:
+        work: one number per rank, [world], any dtype.
+
+    >>> imbalance(torch.tensor([3, 1]))
+    1.5
+    """
     mean = float(work.to(torch.float64).mean())
     return float(work.max()) / mean if mean > 0 else 1.0
 
 
 def row_pairs(form: NormalForm) -> Tensor:
-    """Allowed pairs of every row over all batch elements and heads, int64 [Sq]. From ranges alone O(S)."""
+    """The allowed pairs of every row, summed over batch elements and heads, int64 [Sq]; O(S) if the mask is ranges.
+
+    Args:
+        form: of the mask of the whole, `mask.normal_form(batch, heads, q_len, kv_len, "cpu")`.
+
+    >>> from undivided import masks
+    >>> row_pairs(masks.causal().normal_form(1, 2, 4, 4, "cpu")).tolist()
+    [2, 4, 6, 8]
+    """
     pairs = head_pairs(form)
-    together: Tensor = pairs.sum(0) * (form.heads // max(pairs.shape[0], 1))
-    return together
+    total: Tensor = pairs.sum(0) * (form.heads // max(pairs.shape[0], 1))
+    return total
 
 
 def head_pairs(form: NormalForm) -> Tensor:
-    """Allowed pairs of every head and row over all batch elements, int64 [H|1, Sq]; 1 where heads have the same."""
+    """The allowed pairs of every head and row, summed over the batch, int64 [H|1, Sq]; 1 if all heads are equal."""
     if form.exact:
         spans = form.ranges.to(torch.int64).unflatten(-1, (-1, 2)).diff(dim=-1).sum((-1, -2))[:, None]
     else:
@@ -204,7 +243,7 @@ def head_pairs(form: NormalForm) -> Tensor:
 
 
 def document_edges(mask: Mask | None, side: Side, length: int) -> tuple[int, ...]:
-    """Where the documents of the mask begin in memory, from 0 to length; (0, length) where it has none."""
+    """The starts of the mask's documents in memory, and the length; (0, length) if it has no documents."""
     documents = None if mask is None else mask.take("documents")[0]
     if documents is None:
         return (0, length) if length else (0,)
@@ -213,8 +252,8 @@ def document_edges(mask: Mask | None, side: Side, length: int) -> tuple[int, ...
     return tuple(sorted({0, length, *(min(int(edge), length) for edge in offsets.tolist())}))
 
 
-def sizes_of(mask: Mask) -> tuple[int, int]:
-    """Batch elements and heads that the mask tells apart."""
+def mask_sizes(mask: Mask) -> tuple[int, int]:
+    """The numbers of batch elements and of heads between which the mask differs."""
     batch, heads = 1, 1
     for part in mask.parts:
         if isinstance(part, Lengths):
@@ -229,15 +268,15 @@ def sizes_of(mask: Mask) -> tuple[int, int]:
 
 
 @functools.lru_cache(64)
-def _named(name: PlacementName, world: int, length: int, edges: tuple[int, ...]) -> Tensor:
+def _named_owner(name: PlacementName, world: int, length: int, edges: tuple[int, ...]) -> Tensor:
     return zigzag(length, world, edges) if name == "zigzag" and length else contiguous(length, world)
 
 
-def _cell(index: Tensor, size: Tensor, cells: int) -> Tensor:
-    """The cell of each index where cell c of ``cells`` is [c * size // cells, (c + 1) * size // cells)."""
-    return ((index + 1) * cells - 1).div(size, rounding_mode="floor") if index.numel() else index
+def _chunk_index(index: Tensor, size: Tensor, chunks: int) -> Tensor:
+    """The chunk of each index, if chunk c of ``chunks`` is [c * size // chunks, (c + 1) * size // chunks)."""
+    return ((index + 1) * chunks - 1).div(size, rounding_mode="floor") if index.numel() else index
 
 
-def _by_owner(owner: Tensor, world: int) -> tuple[Tensor, ...]:
+def _tokens_by_owner(owner: Tensor, world: int) -> tuple[Tensor, ...]:
     order = owner.argsort(stable=True)
     return tuple(order.split(torch.bincount(owner, minlength=world).tolist()))

@@ -27,7 +27,8 @@ from undivided._request import Tensors
 from undivided._result import lse_dtype
 from undivided.errors import InputError
 from undivided.verification import oracle as _oracle
-from undivided.verification.oracle import NAMES, Upstream
+from undivided.verification.pieces import NAMES, Upstream
+from undivided.verification.plain_attention import plain as plain_attention
 
 __all__ = ["Budget", "budget_for", "distance", "relative_error"]
 
@@ -157,10 +158,10 @@ def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mappi
     worst = dict.fromkeys(right, 0.0)
     for order in range(ORDERS):
         # in fp64 order 0 is the oracle's own
-        plain = _oracle.plain(call, tensors, upstream, problem.dtype, order + (problem.dtype == torch.float64))
+        plain = plain_attention(call, tensors, upstream, problem.dtype, order + (problem.dtype == torch.float64))
         far = {name: distance(plain[name], right[name]) for name in right}
         if problem.dtype == torch.float16 and not all(map(math.isfinite, far.values())):
-            plain = _oracle.plain(call, tensors, upstream, torch.bfloat16, order)
+            plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
             far = {name: distance(plain[name], right[name]) for name in right}
         worst = {name: max(worst[name], far[name]) for name in right}
     return worst

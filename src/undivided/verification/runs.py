@@ -22,7 +22,7 @@ from undivided.errors import InputError
 from undivided.functional import attention, explain
 from undivided.verification.budget import Budget, budget_for
 from undivided.verification.inputs import upstream
-from undivided.verification.oracle import NAMES, Upstream
+from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.report import Row
 
 __all__ = ["Outcome", "Request", "request", "run"]

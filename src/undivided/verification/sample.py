@@ -20,7 +20,8 @@ from undivided._problem import Problem
 from undivided._request import Tensors
 from undivided.verification import oracle
 from undivided.verification.budget import FACTOR, ORDERS, distance
-from undivided.verification.oracle import Piece, Quantities, Upstream, kv_heads_of
+from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
+from undivided.verification.plain_attention import plain_piece
 
 __all__ = ["Sample", "sample_of"]
 
@@ -76,15 +77,15 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         upstream = None if grad_out is None else Upstream(grad_out)
         pieces = _pieces(problem, whole_heads=grad_out is not None)
         gather = functools.partial(_gathered, pieces, names)
-        right = gather(lambda piece: oracle.oracle_of(piece, call, tensors, upstream))
-        reached = gather(lambda piece: _expanded(oracle.reachable_of(piece, call, tensors), problem))
+        right = gather(lambda piece: oracle.piece_oracle(piece, call, tensors, upstream))
+        reached = gather(lambda piece: _expanded(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
         for order in range(ORDERS):
 
-            def plain_of(piece: Piece, order: int = order) -> Quantities:
-                return oracle.plain_of(piece, call, tensors, upstream, problem.dtype, order)
+            def plain_values(piece: Piece, order: int = order) -> Quantities:
+                return plain_piece(piece, call, tensors, upstream, problem.dtype, order)
 
-            plain = gather(plain_of)
+            plain = gather(plain_values)
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}
     eps = torch.finfo(problem.dtype).eps
     allowed = {name: FACTOR * worst[name] / (float(right[name].norm()) or 1.0) + eps for name in names}
@@ -119,7 +120,7 @@ def _stretches(length: int) -> tuple[list[slice], list[slice]]:
 def _where(name: str, piece: Piece, problem: Problem) -> tuple[slice, ...]:
     """Where a piece lies in a whole quantity [B, heads, S, D]."""
     if name in ("dk", "dv"):
-        return piece.batch, kv_heads_of(piece, problem)
+        return piece.batch, kv_span(piece, problem)
     return tuple(piece)
 
 

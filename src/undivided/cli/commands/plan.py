@@ -12,7 +12,7 @@ from rich.text import Text
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._terminal import console, print_json, print_table, table
-from undivided.context_parallel.plan import BANDWIDTH, FLOPS, HEAD, LEGEND, Plan, cells
+from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as counted
 
 
@@ -62,7 +62,7 @@ def plan(
         return
     screen = console()
     screen.print(Text(found.title, "bold"))
-    made = table(*HEAD)
+    made = table(*COLUMNS)
     for option in found.options:
         made.add_row(*cells(option), style="bold green" if option is found.best else None)
     print_table(screen, made, indent=0)  # its ten columns fill 80

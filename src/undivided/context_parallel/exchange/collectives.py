@@ -1,11 +1,11 @@
-"""How ranks talk: one primitive, `exchange`, over torch.distributed or over mailboxes between threads.
+"""Communication between ranks: one primitive, `exchange`, over torch.distributed or over queues between threads.
 
-Everything that context parallelism sends, it sends by `exchange`: to each peer a list of tensors, from each peer a list
-of buffers, all posted at once and waited for later, while something is computed. Ring steps, gathers with uneven
-shards, all-to-all with uneven heads and the return of gradients differ only in who sends what; nothing is padded, and
-what a peer does not need is not sent. Bytes are counted in `Traffic`.
+Context parallelism sends everything by `exchange`: a list of tensors to each peer and a list of buffers for what each
+peer sends, all posted at once and waited for later, after some computation. Ring steps, gathers of uneven shards,
+all-to-all with uneven heads and the return of gradients differ only in which rank sends what. Nothing is padded, and
+nothing is sent that the receiver does not need. Bytes are counted in `Traffic`.
 
-Messages between two ranks are matched by order alone, so both must post the same ones in the same order.
+Messages between two ranks are matched by order alone, so both must post the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,27 @@ Messages = Mapping[int, Sequence[Tensor]]
 
 
 class RankError(RuntimeError):
-    """Ranks could not work together: one died, refused its arguments, was called differently, or did not answer in
-    time."""
+    """A call that needs all ranks failed: one of them ended, refused its arguments, made another call or timed out."""
 
 
 @dataclass
 class Traffic:
-    """What this rank has done since `reset`.
+    """What this rank has sent and computed since the last `reset`.
 
-    bytes_sent, messages: sent to other ranks, handshakes not counted.
-    steps: exchanges in which it sent or got something.
-    pairs: (query row, key) pairs allowed by the mask that it computed in forward passes, over batch elements and heads.
+    Attributes:
+        bytes_sent, messages: bytes and tensors sent to other ranks; the comparison of arguments is not counted.
+        steps: exchanges in which it sent or received something.
+        pairs: allowed (query, key) pairs that it computed in forward passes, summed over batch elements and heads.
+
+    >>> import torch, undivided
+    >>> from undivided.context_parallel import simulate
+    >>> def step(group):
+    ...     cp = undivided.ContextParallel(group)
+    ...     q = k = v = torch.zeros(1, 4, 2, 8)  # 4 of 8 tokens
+    ...     undivided.attention(q, k, v, layout="bshd", context_parallel=cp)
+    ...     return cp.traffic
+    >>> simulate(2, step)[0]
+    Traffic(bytes_sent=512, messages=2, steps=1, pairs=64)
     """
 
     bytes_sent: int = 0
@@ -41,51 +51,51 @@ class Traffic:
     pairs: int = 0
 
     def reset(self) -> None:
-        """Back to zero."""
+        """Set all counts to zero."""
         self.bytes_sent = self.messages = self.steps = self.pairs = 0
 
 
 class Communicator(Protocol):
-    """A rank's view of its group."""
+    """One rank's access to its group."""
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """The number of this rank in the group."""
         ...
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
     def exchange(self, sends: Messages, receives: Messages) -> Wait:
-        """Post contiguous tensors to peers and buffers from peers; the result waits until all have arrived."""
+        """Post contiguous tensors to peers and buffers for what they send; the result waits until all have arrived."""
         ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank, in order; all of one shape."""
+        """The tensor of every rank, in order; all have the same shape."""
         ...
 
 
 @dataclass(frozen=True)
-class Counted:
-    """A communicator that leaves out empty tensors and counts the others."""
+class CountingCommunicator:
+    """A communicator that skips empty tensors and counts the others."""
 
     comm: Communicator
     traffic: Traffic
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """The number of this rank in the group."""
         return self.comm.rank
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.comm.world
 
     def exchange(self, sends: Messages, receives: Messages) -> Wait:
-        """As the communicator's; tensors without elements are not sent."""
+        """`Communicator.exchange`; tensors without elements are not sent."""
         sends, receives = _not_empty(sends), _not_empty(receives)
         self.traffic.steps += bool(sends or receives)
         for tensors in sends.values():
@@ -94,7 +104,7 @@ class Counted:
         return self.comm.exchange(sends, receives)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """As the communicator's; not counted."""
+        """`Communicator.gather`, which is not counted."""
         return self.comm.gather(tensor)
 
 
@@ -103,23 +113,23 @@ def _not_empty(messages: Messages) -> Messages:
     return {peer: tensors for peer, tensors in kept.items() if tensors}
 
 
-class Alone:
-    """A group of one."""
+class SingleRank:
+    """A group of one rank."""
 
     rank, world = 0, 1
 
     def exchange(self, sends: Messages, receives: Messages) -> Wait:
-        """There is nobody to talk to."""
+        """Nothing: there is no peer."""
         assert not sends and not receives
         return lambda: None
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Its own."""
+        """The rank's own tensor."""
         return [tensor]
 
 
 class ProcessGroup:
-    """A group of torch.distributed: gloo on CPUs, NCCL on GPUs."""
+    """A process group of torch.distributed: gloo on CPUs, NCCL on GPUs."""
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
@@ -140,32 +150,32 @@ class ProcessGroup:
                 peers += [peer] * len(tensors)
         if not ops:
             return lambda: None
-        with self._explained(f"an exchange with ranks {sorted(set(peers))}"):
+        with self._rank_errors(f"an exchange with ranks {sorted(set(peers))}"):
             works = dist.batch_isend_irecv(ops)
 
         def wait() -> None:
-            with self._explained(f"an exchange with ranks {sorted(set(peers))}"):
+            with self._rank_errors(f"an exchange with ranks {sorted(set(peers))}"):
                 for work in works:
                     work.wait()
-            ops.clear()  # until here: gloo keeps no reference to what is still being sent
+            ops.clear()  # not earlier: gloo keeps no reference to tensors that it still sends
             works.clear()
 
         return wait
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather, through the device where the group cannot reach the CPU."""
-        on = tensor if self._on_cpu else tensor.cuda()
-        found = [torch.empty_like(on) for _ in range(self.world)]
-        with self._explained("a gathering of all ranks"):
-            self._dist.all_gather(found, on, group=self._group)
-        return [t.cpu() for t in found]
+        """All-gather; through the GPU if the group has no CPU backend."""
+        local = tensor if self._on_cpu else tensor.cuda()
+        gathered = [torch.empty_like(local) for _ in range(self.world)]
+        with self._rank_errors("an all-gather"):
+            self._dist.all_gather(gathered, local, group=self._group)
+        return [t.cpu() for t in gathered]
 
-    def _explained(self, what: str) -> _Explained:
-        return _Explained(f"rank {self.rank} of {self.world}: {what} failed")
+    def _rank_errors(self, what: str) -> _RankErrors:
+        return _RankErrors(f"rank {self.rank} of {self.world}: {what} failed")
 
 
-class _Explained:
-    """Turns a failure of torch.distributed into a RankError that says what it means."""
+class _RankErrors:
+    """A context that raises failures of torch.distributed as RankError."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -176,29 +186,29 @@ class _Explained:
         if isinstance(error, RuntimeError) and not isinstance(error, RankError):
             raise RankError(
                 f"{self._what}: {str(error).splitlines()[0] if str(error) else error!r}\n"
-                "  HINT: a rank died, or did not make the same call within the group's timeout"
+                "  HINT: a rank ended, or did not make the same call within the group's timeout"
             ) from error
 
 
 def gather_all(axes: Sequence[Communicator], tensor: Tensor) -> list[Tensor]:
-    """The tensor of every rank of a mesh [ring, heads], by rank; all of one shape."""
+    """The tensor of every rank of a mesh [ring, heads], by rank; all have the same shape."""
     ring, heads = axes
-    line = torch.stack(heads.gather(tensor))
-    return list(torch.cat(ring.gather(line)))
+    group = torch.stack(heads.gather(tensor))
+    return list(torch.cat(ring.gather(group)))
 
 
 def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The tensor of every rank of a mesh [ring, heads], by rank; the first dimension of rank r's is ``counts[r]``."""
+    """The tensor of every rank of a mesh [ring, heads], by rank; rank r has ``counts[r]`` rows."""
     ring, heads = axes
-    lines = [counts[start : start + heads.world] for start in range(0, len(counts), heads.world)]
-    line = torch.cat(gather_uneven(heads, tensor, lines[ring.rank]))
-    found = gather_uneven(ring, line, [sum(sizes) for sizes in lines])
-    return [part for line, sizes in zip(found, lines, strict=True) for part in line.split(list(sizes))]
+    group_counts = [counts[start : start + heads.world] for start in range(0, len(counts), heads.world)]
+    group = torch.cat(gather_uneven(heads, tensor, group_counts[ring.rank]))
+    groups = gather_uneven(ring, group, [sum(sizes) for sizes in group_counts])
+    return [part for rows, sizes in zip(groups, group_counts, strict=True) for part in rows.split(list(sizes))]
 
 
 def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The tensor of every rank, in order; the first dimension of rank r's is ``counts[r]``."""
-    found = [tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)]
+    """The tensor of every rank, in order; rank r has ``counts[r]`` rows."""
+    parts = [tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
-    comm.exchange({rank: [tensor] for rank in others}, {rank: [found[rank]] for rank in others})()
-    return found
+    comm.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others})()
+    return parts

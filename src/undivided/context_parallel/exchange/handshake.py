@@ -1,11 +1,10 @@
-"""Before anything is sent: do all ranks mean the same call?
+"""The check, before anything else is sent, that all ranks make the same call.
 
-Every rank shows a few numbers, one for each thing that must agree, and whether it has refused its arguments. Where all
-is well that is the end of it. Else every rank sees that it is not, so all of them go on to exchange words, and all
-raise.
+Every rank sends one hash for each value that must be the same on all ranks, and a flag that says whether it refused its
+arguments. If all hashes are equal and no flag is set, the check is over. Otherwise every rank sees that; all of them
+then exchange texts, and all raise.
 
-Nothing is remembered between calls: a rank that found its problem in a cache and skipped this would leave the others
-    waiting.
+Nothing is cached between calls: a rank that skipped the check would leave the other ranks waiting for it.
 """
 
 from __future__ import annotations
@@ -21,98 +20,103 @@ from undivided.context_parallel.exchange.collectives import Communicator, RankEr
 from undivided.errors import InputError
 from undivided.masks import Mask
 
-TEXT = 480
-"""Bytes of words a rank may say when something is wrong."""
+TEXT_BYTES = 480
+"""Length of the text that a rank sends if the ranks differ; longer texts are cut."""
 
-Said = Mapping[str, object]
-"""What must agree, by the name of the argument that it comes from."""
+SharedArguments = Mapping[str, object]
+"""The values that must be the same on all ranks, by the name of the argument that they come from."""
 
+_MAX_HASHES = 12
+"""Length of the first message: the flag, and one hash for each value."""
 
 T = TypeVar("T")
 
 
-def agreed(axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, Said]]) -> T:
-    """What this rank prepares for a call, once all ranks have said the same about theirs; `shake_hands` says what is
-    raised.
-
-    Args:
-        check: whether ranks talk about it at all.
-        prepare: gives it with what must agree. What it raises is told to the others, which would wait for this rank
-            otherwise.
-    """
-    ready, words, error = None, None, None
-    try:
-        ready, words = prepare()
-    except Exception as raised:
-        error = raised
-    if check:
-        shake_hands(axes, words, error)
-    if error is not None:
-        raise error
-    assert ready is not None
-    return ready
-
-
-def shake_hands(axes: Sequence[Communicator], said: Said | None, error: Exception | None) -> None:
-    """Raise on every rank unless all say the same and none has an error of its own.
+def prepare_on_all_ranks(
+    axes: Sequence[Communicator], check: bool, prepare: Callable[[], tuple[T, SharedArguments]]
+) -> T:
+    """What `prepare` returns first, after all ranks have prepared with the same shared arguments.
 
     Args:
         axes: of the mesh, the ring first.
-        said: what must agree; None where there is an error.
-        error: why this rank cannot go on.
+        check: False skips the comparison between ranks.
+        prepare: returns (what this rank needs for the call, the arguments that all ranks must share). If it raises, the
+            other ranks raise too, instead of waiting for this one.
+
+    Raises:
+        Exception: what `prepare` raised on this rank, or one of the errors of `compare_ranks`.
+    """
+    prepared, shared, error = None, None, None
+    try:
+        prepared, shared = prepare()
+    except Exception as raised:
+        error = raised
+    if check:
+        compare_ranks(axes, shared, error)
+    if error is not None:
+        raise error
+    assert prepared is not None
+    return prepared
+
+
+def compare_ranks(axes: Sequence[Communicator], shared: SharedArguments | None, error: Exception | None) -> None:
+    """Raise on every rank unless all ranks share the same arguments and none has an error.
+
+    Args:
+        axes: of the mesh, the ring first.
+        shared: the values that must be the same on all ranks; None if there is an error.
+        error: what this rank raised while it prepared the call.
 
     Raises:
         Exception: this rank's own error.
         InputError: an argument differs between ranks.
         RankError: another rank refused its arguments.
     """
-    words = {} if said is None else {name: str(value) for name, value in said.items()}
-    numbers = [0 if error is None else 1, *(_number(text) for text in words.values())]
-    numbers += [0] * (_MOST - len(numbers))
-    rows = [tuple(row.tolist()) for row in gather_all(axes, torch.tensor(numbers[:_MOST], dtype=torch.int64))]
+    texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
+    hashes = [0 if error is None else 1, *(_hash(text) for text in texts.values())]
+    hashes += [0] * (_MAX_HASHES - len(hashes))
+    rows = [tuple(row.tolist()) for row in gather_all(axes, torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64))]
     if error is None and all(row == rows[0] for row in rows) and not rows[0][0]:
         return
-    first = next((n for n in range(1, _MOST) if any(row[n] != rows[0][n] for row in rows)), 0)
-    refused = any(row[0] for row in rows)
-    mine = list(words.items())
-    name, value = mine[first - 1] if 0 < first <= len(mine) else ("context_parallel", "")
-    texts = [_read(t) for t in gather_all(axes, _written(str(error) if error is not None else value))]
+    first = next((n for n in range(1, _MAX_HASHES) if any(row[n] != rows[0][n] for row in rows)), 0)
+    own = list(texts.items())
+    name, value = own[first - 1] if 0 < first <= len(own) else ("context_parallel", "")
+    received = [_decode_text(t) for t in gather_all(axes, _encode_text(str(error) if error is not None else value))]
     if error is not None:
         raise error
-    if refused:
-        said_by = "; ".join(f"rank {r}: {texts[r]}" for r, row in enumerate(rows) if row[0])
-        raise RankError(f"another rank refused its arguments: {said_by}")
-    ways: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ways.setdefault(text, []).append(rank)
-    got = "; ".join(
-        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for text, ranks in ways.items()
+    if any(row[0] for row in rows):
+        refusals = "; ".join(f"rank {rank}: {received[rank]}" for rank, row in enumerate(rows) if row[0])
+        raise RankError(f"another rank refused its arguments: {refusals}")
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(received):
+        ranks_by_text.setdefault(text, []).append(rank)
+    values = "; ".join(
+        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for text, ranks in ranks_by_text.items()
     )
-    raise InputError(name, "be the same on every rank", got)
+    raise InputError(name, "be the same on every rank", values)
 
 
-_MOST = 12
-
-
-def _number(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _written(text: str) -> Tensor:
-    data = text.encode()[:TEXT].ljust(TEXT, b"\0")
+def _encode_text(text: str) -> Tensor:
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def _read(data: Tensor) -> str:
+def _decode_text(data: Tensor) -> str:
     return bytes(data.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
-def mask_words(mask: Mask) -> str:
-    """A mask in words that differ where masks differ; values on a GPU and what predicates compute are not looked at."""
-    return mask.remembered(("words",), lambda: f"{mask!r} ({_values(mask):016x})")
+def describe_mask(mask: Mask) -> str:
+    """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
+    return mask.remembered(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
 
 
-def _values(mask: Mask) -> int:
+def _value_digest(mask: Mask) -> int:
+    """A hash of the values of the mask's tensors on the CPU, and of the shapes of all its tensors."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in mask.tensors:
         digest.update(str(tuple(tensor.shape)).encode())

@@ -1,7 +1,7 @@
-"""All ranks in one process: a thread each, with mailboxes in place of a network.
+"""All ranks in one process: one thread per rank, with queues instead of a network.
 
-The code that runs is the same; only the communicator differs. For tests, for debugging, and for trying a placement on a
-laptop.
+The code that runs is that of real ranks; only the communicator differs. It serves tests, debugging, and trying a
+placement without a cluster.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ T = TypeVar("T")
 def simulate(
     world: int | tuple[int, int], function: Callable[[SimulatedGroup], T], *, timeout: float = 60.0
 ) -> list[T]:
-    """Run ``function(group)`` for every rank, each in a thread, and return their results in order.
+    """The results of ``function(group)`` on every rank, in order; each rank is a thread of this process.
 
     Args:
         world: number of ranks, or (ring, heads) for the two axes of "ring+all_to_all".
-        function: called once for each rank with its group, to be passed to `undivided.ContextParallel`.
-        timeout: seconds a rank waits for another before it gives up.
+        function: called once per rank with its group, which it passes to `undivided.ContextParallel`.
+        timeout: seconds that a rank waits for a message before it raises RankError.
 
     Returns:
-        What the calls returned, by rank.
+        A list of what the calls returned, by rank.
 
     Raises:
-        InputError: world is not a positive number, or a pair of them.
-        Exception: the first that a rank raised; the others are told that it died.
+        InputError: world is neither a positive number nor a pair of positive numbers.
+        Exception: the first one that a rank raised; ranks that wait for that rank raise RankError.
 
     >>> import torch, undivided
     >>> from undivided import masks
@@ -49,22 +49,22 @@ def simulate(
     [True, True, True]
     """
     rows, columns = _sizes(world)
-    office = _Office(rows * columns, timeout)
+    mailboxes = _Mailboxes(rows * columns, timeout)
     results: list[Any] = [None] * (rows * columns)
 
     def work(rank: int) -> None:
         try:
-            results[rank] = function(SimulatedGroup(office, rank, (rows, columns), isinstance(world, tuple)))
+            results[rank] = function(SimulatedGroup(mailboxes, rank, (rows, columns), isinstance(world, tuple)))
         except BaseException as error:
-            office.die(rank, error)
+            mailboxes.record_failure(rank, error)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(rows * columns)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if office.deaths:
-        raise office.deaths[0][1]
+    if mailboxes.failures:
+        raise mailboxes.failures[0][1]
     return results
 
 
@@ -75,82 +75,82 @@ def _sizes(world: object) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-class _Office:
-    """The mailboxes, one for every ordered pair of ranks, and who has died."""
+class _Mailboxes:
+    """One queue for every ordered pair of ranks, and the failures of ranks."""
 
     def __init__(self, world: int, timeout: float) -> None:
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+        self.queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
             (a, b): queue.SimpleQueue() for a in range(world) for b in range(world)
         }
         self.timeout = timeout
-        self.deaths: list[tuple[int, BaseException]] = []
+        self.failures: list[tuple[int, BaseException]] = []
         self._lock = threading.Lock()
 
-    def die(self, rank: int, error: BaseException) -> None:
-        """Remember that a rank has raised."""
+    def record_failure(self, rank: int, error: BaseException) -> None:
+        """Record that a rank has raised."""
         with self._lock:
-            self.deaths.append((rank, error))
+            self.failures.append((rank, error))
 
-    def collect(self, source: int, target: int) -> Tensor:
-        """The next message, unless its sender has died or is late."""
+    def receive(self, source: int, target: int) -> Tensor:
+        """The next message; raises RankError if its sender has failed or the timeout has passed."""
         waited = 0.0
         while True:
             try:
-                return self.boxes[source, target].get(timeout=_PATIENCE)
+                return self.queues[source, target].get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                waited += _PATIENCE
-            dead = [rank for rank, _ in self.deaths]
-            if (source in dead and self.boxes[source, target].empty()) or waited >= self.timeout:
-                why = f"rank {source} died" if source in dead else f"no message within {self.timeout:g} s"
+                waited += _POLL_SECONDS
+            failed = [rank for rank, _ in self.failures]
+            if (source in failed and self.queues[source, target].empty()) or waited >= self.timeout:
+                why = f"rank {source} failed" if source in failed else f"no message within {self.timeout:g} s"
                 raise RankError(f"rank {target}: an exchange with rank {source} failed: {why}")
 
 
-_PATIENCE = 0.05
-"""Seconds between two looks at whether a peer has died."""
+_POLL_SECONDS = 0.05
+"""How often a rank that waits for a message checks whether the sender has failed."""
 
 
 class SimulatedGroup:
-    """One rank's view of a simulated group: a communicator, and with two axes one for each."""
+    """One rank's communicator of a simulated group; a group with two axes has one for each (`axis`)."""
 
-    def __init__(self, office: _Office, rank: int, shape: tuple[int, int], is_mesh: bool) -> None:
+    def __init__(self, mailboxes: _Mailboxes, rank: int, shape: tuple[int, int], is_mesh: bool) -> None:
         self.rank, self.world = rank, shape[0] * shape[1]
         row, column = divmod(rank, shape[1])
         self.is_mesh = is_mesh
-        self._office, self._members = office, list(range(self.world))
-        self._lines = [[r * shape[1] + column for r in range(shape[0])], [row * shape[1] + c for c in range(shape[1])]]
+        self._mailboxes, self._members = mailboxes, list(range(self.world))
+        self._axes = [[r * shape[1] + column for r in range(shape[0])], [row * shape[1] + c for c in range(shape[1])]]
 
     def axis(self, dim: int) -> Communicator:
-        """The ranks along one axis of the mesh: 0 the ring, 1 the heads."""
-        line = object.__new__(SimulatedGroup)
-        line._office, line._members, line.is_mesh = self._office, self._lines[dim], False
-        line.rank, line.world = line._members.index(self.rank), len(line._members)
-        return line
+        """The communicator of the ranks along one axis of the mesh: 0 the ring, 1 the heads."""
+        axis = object.__new__(SimulatedGroup)
+        axis._mailboxes, axis._members, axis.is_mesh = self._mailboxes, self._axes[dim], False
+        axis.rank, axis.world = axis._members.index(self.rank), len(axis._members)
+        return axis
 
     def exchange(self, sends: Messages, receives: Messages) -> Wait:
-        """Letters are copies, as they are on a network."""
-        me = self._members[self.rank]
+        """See `Communicator.exchange`; messages are copies, as on a network."""
+        own = self._members[self.rank]
         for peer, tensors in sends.items():
             for tensor in tensors:
-                self._office.boxes[me, self._members[peer]].put(tensor.detach().clone())
+                self._mailboxes.queues[own, self._members[peer]].put(tensor.detach().clone())
 
-        awaited = [(peer, buffer) for peer, buffers in receives.items() for buffer in buffers]
+        pending = [(peer, buffer) for peer, buffers in receives.items() for buffer in buffers]
 
         def wait() -> None:
-            while awaited:
-                peer, buffer = awaited.pop(0)
-                letter = self._office.collect(self._members[peer], me)
-                if (letter.shape, letter.dtype) != (buffer.shape, buffer.dtype):
+            while pending:
+                peer, buffer = pending.pop(0)
+                message = self._mailboxes.receive(self._members[peer], own)
+                if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):
                     raise RankError(
-                        f"rank {self.rank}: rank {peer} sent {list(letter.shape)} {letter.dtype}, and "
-                        f"{list(buffer.shape)} {buffer.dtype} was expected"
+                        f"rank {self.rank}: rank {peer} sent {list(message.shape)} {message.dtype}, expected "
+                        f"{list(buffer.shape)} {buffer.dtype}"
                     )
-                buffer.copy_(letter)
+                buffer.copy_(message)
 
         return wait
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor."""
+        """The tensor of every rank, in order."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        found = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
-        self.exchange({rank: [tensor] for rank in others}, {rank: [found[rank]] for rank in others})()
-        return found
+        parts = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
+        self.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others})()
+        return parts

@@ -1,6 +1,6 @@
-"""Bytes, exchanges and pairs of one strategy with one placement, for every rank, as a run would count them.
+"""Bytes, exchanges and pairs of one strategy with one placement, for every rank, as `Traffic` counts them in a run.
 
-A mesh is R places on the ring of A members each; rank = place * A + member, and counts are int64 [W].
+A mesh has R ring positions with a group of A ranks each; rank = position * A + member. Counts are int64 [W].
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from undivided._result import lse_dtype
 from undivided.context_parallel._index import count
 from undivided.context_parallel._schedule import Ranks, Strategy
 from undivided.context_parallel.strategies.all_gather import head_groups
-from undivided.context_parallel.strategies.all_to_all import Stretch
+from undivided.context_parallel.strategies.all_to_all import ShareRange
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call: batch elements, heads, key heads, head sizes, and the dtype of q, k and v."""
+    """The sizes of a call, and the dtype of q, k and v."""
 
     batch: int
     heads: int
@@ -30,150 +30,150 @@ class Sizes:
     dtype: torch.dtype
 
     @property
-    def entry(self) -> int:
-        """Bytes of an entry of q, k, v and the output."""
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of q, k, v or the output, over all batch elements."""
         return self.batch * self.dtype.itemsize
 
     @property
-    def lse(self) -> int:
-        """Bytes of the log-sum-exp of one row and head, and of an entry of what is summed."""
+    def lse_bytes(self) -> int:
+        """Bytes of one log-sum-exp, or of one entry of a sum, over all batch elements."""
         return self.batch * lse_dtype(self.dtype).itemsize
 
 
 class Work:
-    """What every rank of a mesh computes, and what it trades for it; the same for every strategy on that mesh.
+    """What every rank of a mesh computes and exchanges in the all-to-all; the same for every strategy on that mesh.
 
-    pairs: allowed pairs, over batch elements and heads.
-    shares, entries, largest: how many shares, rows x heads of all, and of the largest.
-    rows_leave, rows_come, rows_stay: rows x heads that a rank gives to others of its place, gets from them, and keeps.
-    trades: exchanges of a forward pass in which rows or keys are traded.
+    pairs: allowed pairs, summed over batch elements and heads.
+    shares, entries, largest: number of shares, rows x heads of all shares, and of the largest one.
+    rows_sent, rows_received, rows_kept: rows x heads that a rank sends to its group, receives from it, and keeps.
+    keys_sent, keys_received, keys_kept: the same of keys x key heads.
+    exchanges: all-to-all exchanges of a forward pass in which the rank takes part.
     """
 
     def __init__(self, ranks: Ranks, per_head: Tensor) -> None:
         self.ranks, self._key_heads = ranks, ranks.key_heads
-        world = ranks.ring * ranks.members
+        world = ranks.ring * ranks.group_size
         self.pairs, self.shares, self.entries, self.largest = _zeros(4, world)
-        self.rows_leave, self.rows_come, self.rows_stay, self.trades = _zeros(4, world)
-        self.keys_leave, self.keys_come, self.keys_stay = _zeros(3, world)
-        """Keys x key heads."""
+        self.rows_sent, self.rows_received, self.rows_kept, self.exchanges = _zeros(4, world)
+        self.keys_sent, self.keys_received, self.keys_kept = _zeros(3, world)
         for place in range(ranks.ring):
-            found = [(m, part) for m in range(ranks.members) for part in ranks.stretches(place, m)]
-            if found:
-                self._compute(place, found, per_head)
-            if ranks.members > 1:
-                self._trade(place, found)
+            shares = [(m, share) for m in range(ranks.group_size) for share in ranks.share_ranges(place, m)]
+            if shares:
+                self._count_work(place, shares, per_head)
+            if ranks.group_size > 1:
+                self._count_exchange(place, shares)
 
-    def _compute(self, place: int, found: list[tuple[int, Stretch]], per_head: Tensor) -> None:
-        start, first = self.ranks.lines[place], place * self.ranks.members
-        running = torch.nn.functional.pad(per_head.index_select(1, start).cumsum(1), (1, 0))
-        rank = torch.tensor([first + member for member, _ in found])
-        heads = torch.tensor([count(part.heads) for _, part in found])
-        ends = torch.tensor([[part.start, part.stop] for _, part in found])
-        work = running[:, ends].diff(dim=2)[..., 0]  # [H|1, shares]
+    def _count_work(self, place: int, shares: list[tuple[int, ShareRange]], per_head: Tensor) -> None:
+        """Count pairs and entries of the (member, share) of one group."""
+        rows, first = self.ranks.group_rows[place], place * self.ranks.group_size
+        cumulative = torch.nn.functional.pad(per_head.index_select(1, rows).cumsum(1), (1, 0))
+        rank = torch.tensor([first + member for member, _ in shares])
+        heads = torch.tensor([count(share.heads) for _, share in shares])
+        ends = torch.tensor([[share.start, share.stop] for _, share in shares])
+        work = cumulative[:, ends].diff(dim=2)[..., 0]  # [H|1, shares]
         if len(work) == 1:
             pairs = work[0] * heads
         else:
-            pairs = torch.stack([work[part.heads, n].sum() for n, (_, part) in enumerate(found)])
+            pairs = torch.stack([work[share.heads, n].sum() for n, (_, share) in enumerate(shares)])
         entries = ends.diff(dim=1)[:, 0] * heads
-        for total, of_share in ((self.pairs, pairs), (self.entries, entries), (self.shares, entries > 0)):
-            total.index_add_(0, rank, of_share.to(torch.int64))
+        for total, values in ((self.pairs, pairs), (self.entries, entries), (self.shares, entries > 0)):
+            total.index_add_(0, rank, values.to(torch.int64))
         self.largest.scatter_reduce_(0, rank, entries, "amax")
 
-    def _trade(self, place: int, found: list[tuple[int, Stretch]]) -> None:
-        """Rows of all members come to one, and the results go back; gradients the other way round."""
-        line, rows = self.ranks.line(place), self.ranks.lines[place]
-        here = slice(line.start, line.stop)
-        owner = torch.tensor([member for member, _ in found], dtype=torch.int64)
-        heads = torch.tensor([count(part.heads) for _, part in found], dtype=torch.int64)
-        # a share is a stretch of the line's rows, so its ends say how many of a rank's rows are in it
+    def _count_exchange(self, place: int, shares: list[tuple[int, ShareRange]]) -> None:
+        """Count what the ranks of one group exchange: rows, keys, and the results on the way back."""
+        group, rows = self.ranks.group(place), self.ranks.group_rows[place]
+        here = slice(group.start, group.stop)
+        owner = torch.tensor([member for member, _ in shares], dtype=torch.int64)
+        heads = torch.tensor([count(share.heads) for _, share in shares], dtype=torch.int64)
+        # a share is a range of the group's rows, so its ends say how many of a rank's rows are in it
         ends = torch.tensor(
-            [[int(rows[p.start]), int(rows[p.stop - 1]) + 1] for _, p in found], dtype=torch.int64
+            [[int(rows[share.start]), int(rows[share.stop - 1]) + 1] for _, share in shares], dtype=torch.int64
         ).view(-1, 2)
-        of_rows, of_keys = (torch.zeros(len(line), dtype=torch.bool) for _ in range(2))
-        for number, peer in enumerate(line):
+        takes_rows, takes_keys = (torch.zeros(len(group), dtype=torch.bool) for _ in range(2))
+        for number, peer in enumerate(group):
             common = torch.searchsorted(self.ranks.rows[peer], ends).diff(dim=1)[:, 0] * heads
-            entries = torch.zeros(len(line), dtype=torch.int64).index_add_(0, owner, common)
+            entries = torch.zeros(len(group), dtype=torch.int64).index_add_(0, owner, common)
             keys = self._key_heads * self.ranks.keys[peer].numel()
-            for sent, leave, come, stay, said in (
-                (entries, self.rows_leave, self.rows_come, self.rows_stay, of_rows),
-                (keys, self.keys_leave, self.keys_come, self.keys_stay, of_keys),
+            for to_members, sent, received, kept, takes_part in (
+                (entries, self.rows_sent, self.rows_received, self.rows_kept, takes_rows),
+                (keys, self.keys_sent, self.keys_received, self.keys_kept, takes_keys),
             ):
-                stay[peer] = sent[number]
-                sent[number] = 0
-                leave[peer] = sent.sum()
-                come[here] += sent
-                said |= sent > 0
-                said[number] |= bool(sent.any())
-        self.trades[here] = 2 * of_rows + of_keys.to(torch.int64)
+                kept[peer] = to_members[number]
+                to_members[number] = 0
+                sent[peer] = to_members.sum()
+                received[here] += to_members
+                takes_part |= to_members > 0
+                takes_part[number] |= bool(to_members.any())
+        self.exchanges[here] = 2 * takes_rows + takes_keys.to(torch.int64)
 
 
 class Counts:
     """The counts of one strategy with one placement.
 
-    Args:
-        arriving: keys that each place asks of each other, int64 [R, R].
+    arrivals: the keys that each ring position needs from every other, int64 [R, R]; see `count_arrivals`.
     """
 
-    def __init__(self, strategy: Strategy, work: Work, arriving: Tensor, sizes: Sizes) -> None:
-        self.strategy, self.work, self.arriving, self.sizes = strategy, work, arriving, sizes
-        self.of_key = (sizes.qk_dim + sizes.v_dim) * sizes.entry
+    def __init__(self, strategy: Strategy, work: Work, arrivals: Tensor, sizes: Sizes) -> None:
+        self.strategy, self.work, self.arrivals, self.sizes = strategy, work, arrivals, sizes
+        self.key_bytes = (sizes.qk_dim + sizes.v_dim) * sizes.entry_bytes
         """Bytes of a key and its value, of one head."""
         self.key_heads = work.ranks.key_heads
-        asked, came = (self.by_rank(arriving.sum(dim)) * self.of_key for dim in (0, 1))
-        self.in_rounds = came
-        """Bytes of keys that come to a rank in rounds."""
-        row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry
-        self.forward = asked + work.rows_leave * row + work.rows_come * (back + sizes.lse)
-        self.forward += work.keys_leave * self.of_key
-        # keys come again, and their gradients go back
-        self.backward = asked + came + work.rows_leave * back + work.rows_come * row
-        self.backward += work.keys_come * self.of_key
+        sent, received = (self.by_rank(arrivals.sum(dim)) * self.key_bytes for dim in (0, 1))
+        self.round_bytes = received
+        """Bytes of keys that a rank receives in rounds."""
+        row, back = sizes.qk_dim * sizes.entry_bytes, sizes.v_dim * sizes.entry_bytes
+        self.forward = sent + work.rows_sent * row + work.rows_received * (back + sizes.lse_bytes)
+        self.forward += work.keys_sent * self.key_bytes
+        # keys are sent again, and their gradients return
+        self.backward = sent + received + work.rows_sent * back + work.rows_received * row
+        self.backward += work.keys_received * self.key_bytes
 
-    def by_rank(self, of_place: Tensor) -> Tensor:
-        """Keys [R, ..] that each place gets or gives, times the key heads of each member: [W, ..]."""
-        heads = self.key_heads.view(-1, *(1,) * (of_place.dim() - 1))
-        return (of_place.unsqueeze(1) * heads).flatten(0, 1)
-
-    @cached_property
-    def came(self) -> Tensor:
-        """Keys that come to each place in each round, int64 [R, rounds]: in round t from place - t."""
-        place = torch.arange(self.work.ranks.ring)
-        return self.arriving.gather(1, (place[:, None] - place) % self.work.ranks.ring)
+    def by_rank(self, per_position: Tensor) -> Tensor:
+        """Keys [R, ..] per ring position times the key heads of each member: [W, ..]."""
+        heads = self.key_heads.view(-1, *(1,) * (per_position.dim() - 1))
+        return (per_position.unsqueeze(1) * heads).flatten(0, 1)
 
     @cached_property
-    def gone(self) -> Tensor:
-        """Keys that each place sends in each round, int64 [R, rounds]: in round t to place + t."""
+    def received(self) -> Tensor:
+        """The keys that each ring position receives per round, int64 [R, rounds]: in round t from position - t."""
         place = torch.arange(self.work.ranks.ring)
-        return self.arriving[(place[:, None] + place) % self.work.ranks.ring, place[:, None]]
+        return self.arrivals.gather(1, (place[:, None] - place) % self.work.ranks.ring)
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """The keys that each ring position sends per round, int64 [R, rounds]: in round t to position + t."""
+        place = torch.arange(self.work.ranks.ring)
+        return self.arrivals[(place[:, None] + place) % self.work.ranks.ring, place[:, None]]
 
     @property
-    def groups(self) -> int:
-        """Groups of heads that an all-gather goes by."""
-        return len(head_groups(self.work.ranks.span(0)))
+    def head_groups(self) -> int:
+        """The number of head groups of an all-gather."""
+        return len(head_groups(self.work.ranks.kv_span(0)))
 
     @property
     def shape(self) -> tuple[int, int]:
         """The mesh [ring, heads]."""
-        return self.work.ranks.ring, self.work.ranks.members
+        return self.work.ranks.ring, self.work.ranks.group_size
 
     @property
     def pairs(self) -> Tensor:
-        """Allowed pairs of every rank, over batch elements and heads."""
+        """The allowed pairs of every rank, summed over batch elements and heads."""
         return self.work.pairs
 
     @property
-    def flops_of_pair(self) -> float:
-        """Of one allowed pair, forward and backward: 2 products and 5, of 2 FLOP an entry."""
+    def flops_per_pair(self) -> float:
+        """FLOP of one allowed pair, forward and backward: 2 and 5 matrix products of 2 FLOP per entry."""
         return 2 * (self.sizes.qk_dim + self.sizes.v_dim) * 3.5
 
     @property
     def steps(self) -> Tensor:
-        """Exchanges that a rank takes part in, of a forward pass: rounds, and up to three trades of rows for heads."""
+        """The exchanges of a forward pass in which a rank takes part: rounds, and up to three all-to-alls."""
         if self.strategy == "all_gather":
-            rounds = ((self.arriving.sum(0) + self.arriving.sum(1)) > 0) * self.groups
+            rounds = ((self.arrivals.sum(0) + self.arrivals.sum(1)) > 0) * self.head_groups
         else:
-            rounds = ((self.came + self.gone) > 0).sum(1)
-        return rounds.repeat_interleave(self.work.ranks.members) + self.work.trades
+            rounds = ((self.received + self.sent) > 0).sum(1)
+        return rounds.repeat_interleave(self.work.ranks.group_size) + self.work.exchanges
 
 
 def _zeros(number: int, world: int) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""The most that a rank holds at one time, moment by moment as a run goes through them.
+"""The peak memory of a rank: the bytes that it holds at every moment of a call, in the order of a run.
 
-What is counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what was traded, keys
-that are being used and on their way, sums, and what a kernel gives back. Not counted are a kernel's own scratch and the
-mask with its schedule, which all layers share. Keys that are a run of a rank's own are sent without a copy; that they
-are is taken for granted unless they are of several documents.
+Counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what the all-to-all exchanges,
+keys that are in use or in flight, sums, and what a kernel returns. Not counted are the scratch memory of kernels and
+the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent without a copy;
+they are assumed to be consecutive unless they belong to several documents.
 
-Legend: W ranks, T rounds; everything is bytes, int64 [W] or [W, T].
+Legend: W ranks, T rounds; all values are bytes, int64 [W] or [W, T].
 """
 
 from __future__ import annotations
@@ -20,153 +20,169 @@ from undivided.context_parallel.plan.counts import Counts
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Keys and values by round: held while they are used, on their way for it, sent for it (and copied for that)."""
+    """Keys and values per round: in use, received for it, sent for it, and copied in order to be sent."""
 
-    held: Tensor
-    came: Tensor
-    gone: Tensor
+    in_use: Tensor
+    received: Tensor
+    sent: Tensor
     copied: Tensor
 
     @property
-    def flight(self) -> Tensor:
-        """Held for the next round while one is computed."""
-        return _next(self.came + self.copied)
+    def in_flight(self) -> Tensor:
+        """Bytes held for the next round while one is computed."""
+        return _next_round(self.received + self.copied)
 
 
 class Memory:
-    """Bytes at the fullest moment of a forward pass alone, and of a forward and a backward pass."""
+    """The peak bytes of a forward pass alone, and of a forward and a backward pass.
+
+    Attributes with the suffix `_local` describe what a rank computes with; they differ from what it holds only after an
+    all-to-all.
+    """
 
     def __init__(self, counts: Counts, scattered: bool) -> None:
-        """scattered: keys that a rank sends are of several documents, and so of several stretches of its own."""
+        """scattered: the keys that a rank sends belong to several documents, so they are not consecutive."""
         self._scattered = scattered
         work, sizes = counts.work, counts.sizes
         self._counts, self._work, self._sizes = counts, work, sizes
         rows, keys = (torch.tensor([part.numel() for part in parts]) for parts in (work.ranks.rows, work.ranks.keys))
-        self._wide = sizes.lse // sizes.entry
-        """Bytes of an entry that is summed, by those of an entry of the inputs."""
-        self._traded = work.ranks.members > 1
-        entry, heads = sizes.entry, rows * sizes.heads
-        self._q, self._out, self._lse = (heads * sizes.qk_dim * entry, heads * sizes.v_dim * entry, heads * sizes.lse)
-        self._q_t, self._out_t = work.entries * sizes.qk_dim * entry, work.entries * sizes.v_dim * entry
-        self._lse_t = work.entries * sizes.lse
-        self._kv = keys * sizes.kv_heads * counts.of_key
-        self._kv_t = (work.keys_come + work.keys_stay) * counts.of_key if self._traded else self._kv
-        """With _t: of what this rank computes, which is what it has unless rows were traded for heads."""
-        self._rounds = self._in_rounds()
-        self._several = (self._rounds.held > 0).any(1) & (not self._gathers)
-        """Ranks that add up results of several rounds."""
-        self._alone = ~self._several & (work.shares == 1) & (self._share == 1)
-        """Ranks of one piece, whose results are taken as they are."""
+        self._widening = sizes.lse_bytes // sizes.entry_bytes
+        """Bytes of an entry of a sum divided by those of an entry of the inputs."""
+        self._has_all_to_all = work.ranks.group_size > 1
+        entry, entries = sizes.entry_bytes, rows * sizes.heads
+        self._q, self._out = entries * sizes.qk_dim * entry, entries * sizes.v_dim * entry
+        self._lse = entries * sizes.lse_bytes
+        self._q_local, self._out_local = work.entries * sizes.qk_dim * entry, work.entries * sizes.v_dim * entry
+        self._lse_local = work.entries * sizes.lse_bytes
+        self._kv = keys * sizes.kv_heads * counts.key_bytes
+        self._kv_local = self._kv
+        if self._has_all_to_all:
+            self._kv_local = (work.keys_received + work.keys_kept) * counts.key_bytes
+        self._rounds = self._count_rounds()
+        self._sums_rounds = (self._rounds.in_use > 0).any(1) & (not self._is_all_gather)
+        """Ranks that add up the results of several rounds."""
+        self._is_one_piece = ~self._sums_rounds & (work.shares == 1) & (self._largest_fraction == 1)
+        """Ranks with a single piece, whose result is taken as it is."""
 
     @property
-    def _gathers(self) -> bool:
+    def _is_all_gather(self) -> bool:
         return self._counts.strategy == "all_gather"
 
-    def _in_rounds(self) -> _Rounds:
-        counts, of_key = self._counts, self._counts.of_key
-        if self._gathers:
-            groups = counts.groups
-            came, gone = (counts.by_rank(counts.arriving.sum(dim))[:, None] * of_key // groups for dim in (1, 0))
-            came, gone = came.expand(-1, groups), gone.expand(-1, groups)
-            copied = gone if groups > 1 or self._sizes.batch > 1 else torch.zeros_like(gone)
-            return _Rounds(came + (self._kv // groups)[:, None], came, gone, copied)
-        came, gone = counts.by_rank(counts.came) * of_key, counts.by_rank(counts.gone) * of_key
-        some = (gone < self._kv_t[:, None]) & (self._scattered or self._sizes.batch > 1)
-        return _Rounds(came, came, gone, gone * some)
+    def _count_rounds(self) -> _Rounds:
+        counts, key_bytes = self._counts, self._counts.key_bytes
+        if self._is_all_gather:
+            groups = counts.head_groups
+            received, sent = (counts.by_rank(counts.arrivals.sum(dim))[:, None] * key_bytes // groups for dim in (1, 0))
+            received, sent = received.expand(-1, groups), sent.expand(-1, groups)
+            copied = sent if groups > 1 or self._sizes.batch > 1 else torch.zeros_like(sent)
+            return _Rounds(received + (self._kv // groups)[:, None], received, sent, copied)
+        received, sent = counts.by_rank(counts.received) * key_bytes, counts.by_rank(counts.sent) * key_bytes
+        is_copied = (sent < self._kv_local[:, None]) & (self._scattered or self._sizes.batch > 1)
+        return _Rounds(received, received, sent, sent * is_copied)
 
     @property
-    def _share(self) -> Tensor:
-        """Rows x heads of the largest piece, by those of all."""
-        groups = self._counts.groups if self._gathers else 1
+    def _largest_fraction(self) -> Tensor:
+        """Rows x heads of the largest piece divided by those of all pieces."""
+        groups = self._counts.head_groups if self._is_all_gather else 1
         return self._work.largest / self._work.entries.clamp(min=1) / groups
 
     def forward(self) -> Tensor:
-        """Of a forward pass alone."""
+        """The peak of a forward pass alone."""
         return torch.stack(list(self._forward_moments().values())).amax(0)
 
     def backward(self) -> Tensor:
-        """Of a forward pass and the backward pass after it."""
+        """The peak of a forward pass and the backward pass after it."""
         held = self._q + self._kv + 2 * self._out + self._lse
-        if self._traded:
-            held = held + self._q_t + self._kv_t + self._out_t + self._lse_t
-        moments = self._in_backward(held) | (self._backward_trades(held) if self._traded else {})
+        if self._has_all_to_all:
+            held = held + self._q_local + self._kv_local + self._out_local + self._lse_local
+        moments = self._backward_rounds(held)
+        if self._has_all_to_all:
+            moments |= self._backward_exchanges(held)
         return torch.stack([self.forward(), *moments.values()]).amax(0)
 
     def _forward_moments(self) -> dict[str, Tensor]:
         rounds, held = self._rounds, self._q + self._kv
-        inputs = held + (self._q_t + self._kv_t if self._traded else 0)
-        sums = self._out_t * torch.where(self._several, self._wide, 1) + self._lse_t
-        rounds_sums = self._several & (self._wide > 1)
-        result = self._part(self._out_t + self._lse_t)
+        inputs = held + (self._q_local + self._kv_local if self._has_all_to_all else 0)
+        sums = self._out_local * torch.where(self._sums_rounds, self._widening, 1) + self._lse_local
+        widens = self._sums_rounds & (self._widening > 1)
+        result = self._largest_piece(self._out_local + self._lse_local)
         # half types are summed in fp32, an eighth of the rows at a time
-        result += torch.where(rounds_sums, result * self._wide // 8, 0)
+        result += torch.where(widens, result * self._widening // 8, 0)
+        during_round = torch.where(self._is_one_piece, 0, sums) + result + (rounds.in_use + rounds.in_flight).amax(1)
         moments = {
-            "a round": inputs + torch.where(self._alone, 0, sums) + result + (rounds.held + rounds.flight).amax(1),
-            "sums rounded": inputs + sums + torch.where(rounds_sums, self._out_t, 0),
+            "during a round": inputs + during_round,
+            "sums are rounded": inputs + sums + torch.where(widens, self._out_local, 0),
         }
-        return moments | (self._forward_trades(held, inputs) if self._traded else {})
+        return moments | (self._forward_exchanges(held, inputs) if self._has_all_to_all else {})
 
-    def _forward_trades(self, held: Tensor, inputs: Tensor) -> dict[str, Tensor]:
-        work, of_key, sizes = self._work, self._counts.of_key, self._sizes
-        row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry + sizes.lse
-        keys, results = (work.keys_leave + work.keys_come) * of_key, self._out_t + self._lse_t
+    def _forward_exchanges(self, held: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+        work, key_bytes, sizes = self._work, self._counts.key_bytes, self._sizes
+        row, back = sizes.qk_dim * sizes.entry_bytes, sizes.v_dim * sizes.entry_bytes + sizes.lse_bytes
+        keys, results = (work.keys_sent + work.keys_received) * key_bytes, self._out_local + self._lse_local
         return {
-            "rows and keys on their way": held + (work.rows_leave + work.rows_come) * row + keys,
-            "rows joined": held + 2 * self._q_t + keys,
-            "keys joined": inputs + work.keys_come * of_key,
-            "results on their way": inputs + results + (work.rows_come + work.rows_leave) * back,
-            "results placed": inputs + results + work.rows_leave * back + self._out + self._lse,
+            "rows and keys in flight": held + (work.rows_sent + work.rows_received) * row + keys,
+            "rows are joined": held + 2 * self._q_local + keys,
+            "keys are joined": inputs + work.keys_received * key_bytes,
+            "results in flight": inputs + results + (work.rows_received + work.rows_sent) * back,
+            "results are written": inputs + results + work.rows_sent * back + self._out + self._lse,
         }
 
-    def _in_backward(self, held: Tensor) -> dict[str, Tensor]:
+    def _backward_rounds(self, held: Tensor) -> dict[str, Tensor]:
         rounds = self._rounds
-        upstream = self._out_t if self._traded else 0
-        begun = torch.arange(rounds.held.shape[1]) > 0
-        dq = self._part(self._q_t)[:, None] * ((rounds.held > 0) | ~begun)
-        # a piece gives the gradients of its keys as they are sent; those of several shares are added up first
-        dkv = rounds.held.clone()
-        if not self._gathers:
-            dkv[:, 0] = self._kv_t
-        dkv = dkv + torch.where(self._work.shares[:, None] > 1, dkv * self._wide, 0)
-        returning = _previous(rounds.came + rounds.gone)
-        dq_sum, dkv_sum = self._sums()
-        sums = (dq_sum + dkv_sum)[:, None] * (begun | self._gathers)
-        during = dq + dkv + sums + rounds.held + rounds.flight + returning
-        rounded = torch.where(self._several & (self._wide > 1) & (not self._traded), self._q_t, 0)
-        return {"a round": held + upstream + during.amax(1), "sums rounded": held + dq_sum + dkv_sum + rounded}
-
-    def _sums(self) -> tuple[Tensor, Tensor]:
-        """Bytes of the sums of dq, and of dk and dv, at the end: as wide as the inputs where one piece is all."""
-        one_key = (self._work.shares == 1) & (self._rounds.gone.sum(1) == 0) & (not self._gathers)
-        return self._q_t * torch.where(self._alone, 1, self._wide), self._kv_t * torch.where(one_key, 1, self._wide)
-
-    def _backward_trades(self, held: Tensor) -> dict[str, Tensor]:
-        work, of_key, sizes = self._work, self._counts.of_key, self._sizes
-        row, back = sizes.qk_dim * sizes.entry, sizes.v_dim * sizes.entry
-        dq_sum, dkv_sum = self._sums()
-        keys = (work.keys_leave + work.keys_come) * of_key
-        kv = self._kv * (1 if self._disjoint else 1 + self._wide)
+        grad_out = self._out_local if self._has_all_to_all else 0
+        is_later = torch.arange(rounds.in_use.shape[1]) > 0
+        dq = self._largest_piece(self._q_local)[:, None] * ((rounds.in_use > 0) | ~is_later)
+        # the gradients of keys of one piece are sent as they are; those of several shares are summed first
+        dkv = rounds.in_use.clone()
+        if not self._is_all_gather:
+            dkv[:, 0] = self._kv_local
+        dkv = dkv + torch.where(self._work.shares[:, None] > 1, dkv * self._widening, 0)
+        returning = _previous_round(rounds.received + rounds.sent)
+        dq_sum, dkv_sum = self._gradient_sums()
+        sums = (dq_sum + dkv_sum)[:, None] * (is_later | self._is_all_gather)
+        during_round = dq + dkv + sums + rounds.in_use + rounds.in_flight + returning
+        widens = self._sums_rounds & (self._widening > 1) & (not self._has_all_to_all)
+        rounded = torch.where(widens, self._q_local, 0)
         return {
-            "gradients of the output on their way": held + (work.rows_leave + work.rows_come) * back,
-            "and joined": held + 2 * self._out_t,
-            "gradients on their way": held + dq_sum + dkv_sum + (work.rows_leave + work.rows_come) * row + keys,
-            "of queries placed": held + dq_sum + dkv_sum + work.rows_leave * row + self._q + keys,
-            "of keys placed": held + self._q + dkv_sum + work.keys_leave * of_key + kv,
+            "during a round": held + grad_out + during_round.amax(1),
+            "sums are rounded": held + dq_sum + dkv_sum + rounded,
+        }
+
+    def _gradient_sums(self) -> tuple[Tensor, Tensor]:
+        """The sums of dq, and of dk and dv, at the end; in the dtype of the inputs if they come from one piece."""
+        is_single = (self._work.shares == 1) & (self._rounds.sent.sum(1) == 0) & (not self._is_all_gather)
+        dq = self._q_local * torch.where(self._is_one_piece, 1, self._widening)
+        return dq, self._kv_local * torch.where(is_single, 1, self._widening)
+
+    def _backward_exchanges(self, held: Tensor) -> dict[str, Tensor]:
+        work, key_bytes, sizes = self._work, self._counts.key_bytes, self._sizes
+        row, back = sizes.qk_dim * sizes.entry_bytes, sizes.v_dim * sizes.entry_bytes
+        dq_sum, dkv_sum = self._gradient_sums()
+        keys = (work.keys_sent + work.keys_received) * key_bytes
+        dkv = self._kv * (1 if self._has_disjoint_key_heads else 1 + self._widening)
+        return {
+            "gradients of the output in flight": held + (work.rows_sent + work.rows_received) * back,
+            "gradients of the output are joined": held + 2 * self._out_local,
+            "gradients in flight": held + dq_sum + dkv_sum + (work.rows_sent + work.rows_received) * row + keys,
+            "gradients of queries are written": held + dq_sum + dkv_sum + work.rows_sent * row + self._q + keys,
+            "gradients of keys are written": held + self._q + dkv_sum + work.keys_sent * key_bytes + dkv,
         }
 
     @property
-    def _disjoint(self) -> bool:
-        """Whether no key head is at two ranks."""
+    def _has_disjoint_key_heads(self) -> bool:
+        """Whether no key head is on two ranks."""
         return int(self._work.ranks.key_heads.sum()) == self._sizes.kv_heads
 
-    def _part(self, whole: Tensor) -> Tensor:
-        return (whole * self._share).to(torch.int64)
+    def _largest_piece(self, total: Tensor) -> Tensor:
+        """The part of the bytes of all pieces that belongs to the largest piece."""
+        return (total * self._largest_fraction).to(torch.int64)
 
 
-def _next(by_round: Tensor) -> Tensor:
-    """What is of the next round; nothing after the last."""
+def _next_round(by_round: Tensor) -> Tensor:
+    """The values of the next round; 0 after the last."""
     return torch.nn.functional.pad(by_round[:, 1:], (0, 1))
 
 
-def _previous(by_round: Tensor) -> Tensor:
+def _previous_round(by_round: Tensor) -> Tensor:
+    """The values of the previous round; 0 before the first."""
     return torch.nn.functional.pad(by_round[:, :-1], (1, 0))

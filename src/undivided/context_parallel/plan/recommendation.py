@@ -1,12 +1,11 @@
-"""What each strategy and placement would send, compute and hold, counted from the mask's row ranges without running
-anything.
+"""The bytes, work and memory of each strategy and placement, counted from the row ranges of the mask without a run.
 
-Bytes, exchanges and pairs are those that `Traffic` counts in a run, exactly. Memory follows a run moment by moment
-(`memory`) and is within a tenth or so of what is alive in one. Time is an estimate from two numbers of the machine, to
-rank strategies
-by: what a ring hides behind work costs nothing until it is more than the work.
+Bytes, exchanges and pairs are exactly those that `Traffic` counts in a run. Memory follows the moments of a run
+(`memory`); the tensors alive in simulated ranks were within 12 % of it. Time is an estimate from two numbers of the
+machine, which only orders the options: transfers that a ring hides behind computation cost nothing until they take
+longer than the computation.
 
-Legend: W ranks, R x A the mesh [ring, heads], S tokens, H query heads, N key heads, D head size, e bytes of an entry.
+Legend: W ranks, [ring, heads] the mesh, S tokens, H query heads, N key heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
-from undivided.context_parallel.plan.arrivals import arriving
+from undivided.context_parallel.plan.arrivals import count_arrivals
 from undivided.context_parallel.plan.counts import Counts, Sizes, Work
 from undivided.context_parallel.plan.memory import Memory
 from undivided.context_parallel.sharding import (
@@ -34,21 +33,26 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 
 FLOPS, BANDWIDTH = 4e14, 5e10
-"""Of a rank, by default: attention on an H100 (about 400 TFLOP/s in bf16), and one 400 Gb/s port."""
+"""Defaults per rank: attention on an H100 (about 400 TFLOP/s in bf16), and one network port of 400 Gb/s."""
 
-LARGEST_LINE = 8
-"""Ranks that trade heads on the mesh, at most: those of a node, whose links are the fastest."""
+MAX_GROUP = 8
+"""Most ranks of the heads axis of a mesh: the GPUs of one node, whose links are the fastest."""
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One strategy with one placement, by rank: int64 [W].
+    """The counts of one strategy with one placement; tensors are int64 [W], one number per rank.
 
-    shape: the mesh [ring, heads]. pairs: allowed pairs that it computes, over batch elements and heads.
-    forward, backward: bytes that it sends in each. steps: exchanges that it takes part in, forward.
-    inference, memory: bytes held at the fullest moment of a forward pass alone, and of forward and backward. Kernels'
-    own scratch, and the mask with its schedule, which all layers share, come on top.
-    seconds: estimated for a forward and a backward pass of the slowest rank.
+    Attributes:
+        strategy, placement: as for `ContextParallel`.
+        shape: the mesh [ring, heads].
+        pairs: allowed pairs that a rank computes, summed over batch elements and heads.
+        forward, backward: bytes that a rank sends in a forward and in a backward pass.
+        steps: exchanges of a forward pass in which a rank takes part.
+        inference: peak bytes of a forward pass alone.
+        memory: peak bytes of a forward and a backward pass. The scratch memory of kernels, and the mask with its
+            schedule, which all layers share, come on top of both.
+        seconds: estimated time of a forward and a backward pass of the slowest rank.
     """
 
     strategy: Strategy
@@ -64,13 +68,18 @@ class Option:
 
     @cached_property
     def balance(self) -> float:
-        """Largest over mean pairs."""
+        """The largest over the mean pairs of the ranks; 1 is perfectly even."""
         return imbalance(self.pairs)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every option, the recommended one first, and why it is. ``print`` it for the table."""
+    """All options, the recommended one first; ``print`` shows them as a table.
+
+    Attributes:
+        options: the options, best first.
+        title: the mask and sizes, in one line.
+    """
 
     options: tuple[Option, ...]
     title: str
@@ -82,7 +91,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """Why it is recommended, in a sentence."""
+        """Why `best` is recommended, in one sentence."""
         best = self.best
         sends = f"{_amount(int((best.forward + best.backward).max()))} sent by the busiest rank"
         text = f"{best.strategy}, {best.placement}: work even to {best.balance:.3f}, {sends}"
@@ -94,11 +103,11 @@ class Plan:
         if slower >= 0.005:
             return f"{text}; {other} would take {slower:.0%} longer."
         memory = int(others[0].memory.max()) / int(best.memory.max())
-        return f"{text}; {other} takes as long and holds {memory:.2f} times the memory."
+        return f"{text}; {other} takes as long and needs {memory:.2f} times the memory."
 
     def __str__(self) -> str:
-        rows = [HEAD, *(cells(option) for option in self.options)]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(HEAD))]
+        rows = [COLUMNS, *(cells(option) for option in self.options)]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.title, "", *lines, "", f"Recommended: {self.reason}"])
 
@@ -120,26 +129,28 @@ def plan(
     flops: float = FLOPS,
     bandwidth: float = BANDWIDTH,
 ) -> Plan:
-    """Count what each strategy and placement sends, computes and holds, and recommend one.
+    """The `Plan` of a call: what each strategy and placement sends, computes and holds, and which one is recommended.
 
     Args:
-        seq_len: query tokens of the whole sequence.
-        heads, head_dim: of the queries.
-        mask: of the whole; None is every pair.
-        world: ranks.
-        strategy, placement: only this one; all if None. "ring+all_to_all" takes the largest number of ranks for its
-            heads that divides both the ranks and the key heads, up to 8.
-        kv_len, kv_heads, value_dim: of the keys, where they differ from the queries'.
-        batch: sequences side by side.
+        seq_len: number of queries of the whole sequence.
+        heads, head_dim: number and size of the query heads.
+        mask: of the whole sequence; None is every pair.
+        world: number of ranks.
+        strategy, placement: count only this one; None counts all. The heads axis of "ring+all_to_all" is the largest
+            number, up to 8, that divides both the number of ranks and the number of key heads.
+        kv_len, kv_heads, value_dim: number of keys and of key heads, and size of the value heads; None if they are
+            those of the queries.
+        batch: number of sequences.
         dtype: of q, k and v.
-        flops, bandwidth: FLOP/s that attention reaches and bytes/s that it sends at, of a rank: only the estimate of
-            time.
+        flops, bandwidth: FLOP/s that attention reaches on a rank, and bytes/s that a rank sends. They only affect the
+            estimated time.
 
     Returns:
         A `Plan`: ``.options`` with exact counts for every rank, ``.best``, ``.reason``, and a table as text.
 
     Raises:
-        InputError: a size is not a positive number, or the mask does not fit the sizes.
+        InputError: a size is not a positive number, the mask does not fit the sizes, or the strategy has no mesh for
+            these sizes.
 
     >>> from undivided import masks
     >>> found = plan(4096, 8, 64, masks.window(255, 0), world=4, strategy="ring", placement="contiguous")
@@ -154,31 +165,32 @@ def plan(
     mask = masks.FULL if mask is None else mask
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
     form = mask.normal_form(batch, heads, seq_len, keys, "cpu")
-    shapes = {way: _shape(way, world, sizes) for way in (STRATEGIES if strategy is None else (strategy,))}
-    per_head, found, packed = head_pairs(form), [], len(document_edges(mask, "kv", keys)) > 2
+    shapes = {name: _mesh_shape(name, world, sizes) for name in (STRATEGIES if strategy is None else (strategy,))}
+    per_head, options, packed = head_pairs(form), [], len(document_edges(mask, "kv", keys)) > 2
     for name in PLACEMENTS if placement is None else (placement,):
-        placed = Placement.of(name, world, seq_len, kv_len, mask, form)
-        known: dict[tuple[int, int], tuple[Work, Tensor]] = {}
-        for way, shape in shapes.items():
+        owners = Placement.of(name, world, seq_len, kv_len, mask, form)
+        counted: dict[tuple[int, int], tuple[Work, Tensor]] = {}
+        for strategy_name, shape in shapes.items():
             if shape is None:
                 continue
-            if shape not in known:
-                ranks = Ranks(form, placed, shape, sizes.heads, sizes.kv_heads)
-                known[shape] = Work(ranks, per_head), arriving(form, placed, ranks)
-            counts = Counts(way, *known[shape], sizes)
+            if shape not in counted:
+                ranks = Ranks(form, owners, shape, sizes.heads, sizes.kv_heads)
+                counted[shape] = Work(ranks, per_head), count_arrivals(form, owners, ranks)
+            counts = Counts(strategy_name, *counted[shape], sizes)
             memory = Memory(counts, packed and name != "contiguous")
-            found.append(_option(counts, memory, name, flops, bandwidth))
-    if not found:
+            options.append(_option(counts, memory, name, flops, bandwidth))
+    if not options:
         raise InputError("strategy", f"have a mesh for {world} ranks and {sizes.kv_heads} key heads", repr(strategy))
-    found.sort(key=_rank)
+    options.sort(key=_sort_key)
     lengths = f"{seq_len:,}" if keys == seq_len else f"{seq_len:,} x {keys:,}"
     return Plan(
-        tuple(found),
+        tuple(options),
         f"{mask!r}, {lengths} tokens, {heads} heads ({sizes.kv_heads} of keys) of {head_dim}, {world} ranks",
     )
 
 
 def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, placement: object) -> None:
+    """Raise InputError for a size, strategy or placement that is wrong."""
     named = {
         "seq_len": q_len,
         "kv_len": kv_len,
@@ -200,22 +212,22 @@ def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, 
         raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}, or None", repr(placement))
 
 
-def _shape(strategy: Strategy, world: int, sizes: Sizes) -> tuple[int, int] | None:
-    """The mesh [ring, heads]; None where a mesh of two axes would have only one."""
+def _mesh_shape(strategy: Strategy, world: int, sizes: Sizes) -> tuple[int, int] | None:
+    """The mesh [ring, heads]; None if a mesh of two axes is impossible."""
     if strategy == "ring+all_to_all":
-        most = min(LARGEST_LINE, sizes.kv_heads, world - 1)
-        line = max((n for n in range(2, most + 1) if world % n == 0 and sizes.kv_heads % n == 0), default=1)
-        return (world // line, line) if line > 1 else None
+        limit = min(MAX_GROUP, sizes.kv_heads, world - 1)
+        group = max((n for n in range(2, limit + 1) if world % n == 0 and sizes.kv_heads % n == 0), default=1)
+        return (world // group, group) if group > 1 else None
     return (1, world) if strategy == "all_to_all" else (world, 1)
 
 
 def _option(counts: Counts, memory: Memory, name: PlacementName, flops: float, bandwidth: float) -> Option:
-    """With the time of the slowest rank: 2 products forward and 5 backward of 2 FLOP a pair and entry.
+    """The option, with the estimated time of the slowest rank.
 
-    What comes in rounds is hidden behind work, all but the first group of heads of an all-gather; trading heads waits.
+    Rounds are hidden behind computation, except for the first group of heads of an all-gather; an all-to-all is not.
     """
-    work = counts.pairs.to(torch.float64) * counts.flops_of_pair / flops
-    hidden = 3 * counts.in_rounds / bandwidth
+    work = counts.pairs.to(torch.float64) * counts.flops_per_pair / flops
+    hidden = 3 * counts.round_bytes / bandwidth
     exposed = ((counts.forward + counts.backward) / bandwidth - hidden).clamp(min=0)
     if counts.strategy == "all_gather":
         exposed, hidden = exposed + hidden / 4, hidden * 3 / 4
@@ -242,23 +254,23 @@ def _amount(count: int) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits."""
+    """The number with three digits."""
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
-def _rank(option: Option) -> tuple[float, int, int]:
-    """The fastest first; of those within the second digit, what sends and holds the least."""
+def _sort_key(option: Option) -> tuple[float, int, int]:
+    """The fastest first; if times agree to two digits, the option that sends least, then the one that holds least."""
     return (float(f"{option.seconds:.2g}"), int((option.forward + option.backward).sum()), int(option.memory.max()))
 
 
-HEAD = ("strategy", "placement", "mesh", "balance", "steps", "sent", "most", "memory", "time")
-"""The columns of a plan; 80 characters with what is under them."""
+COLUMNS = ("strategy", "placement", "mesh", "balance", "steps", "sent", "max", "memory", "time")
+"""The columns of a plan; the table is at most 80 characters wide."""
 
-LEGEND = "steps: exchanges of the busiest rank, forward. sent: by a rank, mean and most, forward and backward."
+LEGEND = "steps: exchanges of the busiest rank, forward. sent, max: mean and largest bytes per rank, both passes."
 
 
 def cells(option: Option) -> tuple[str, ...]:
-    """An option as text, under `HEAD`."""
+    """An option as text, one cell for each of `COLUMNS`."""
     sent = (option.forward + option.backward).to(torch.float64)
     return (
         option.strategy,

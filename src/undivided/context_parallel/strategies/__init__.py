@@ -1,1 +1,1 @@
-"""What one rank does in each strategy: the rounds of ring and all-gather, the trade of rows for heads of all-to-all."""
+"""The steps of one rank in each strategy: rounds of ring and all-gather, the row-for-head exchange of all-to-all."""

@@ -1,8 +1,8 @@
-"""All-gather: every key that a rank needs is brought together, some heads at a time, and attended to in one call.
+"""All-gather: a rank gathers all the keys that it needs, one group of heads at a time, and attends to them in one call.
 
-One softmax over all keys, so nothing is merged; in exchange the keys of a group of heads must fit in memory. The next
-group arrives while one is attended to. As in the ring a rank gets only keys that some row of its own may attend to, and
-their gradients go back to their owners, who add them up in fp32 (a reduce-scatter).
+One softmax covers all keys, so nothing is merged; in return the keys of a group of heads must fit in memory. The next
+group arrives while one is attended to. As in the ring, a rank receives only keys that some row of its own may attend
+to, and their gradients go back to their owners, which add them up in fp32 (a reduce-scatter).
 
 Source: Llama 3 (arXiv:2407.21783, section 3.3.2) gathers keys and values in the same way.
 """
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.context_parallel._index import as_index, count, places
-from undivided.context_parallel._pieces import Round, Share, needed, pieces, union_of_rows
+from undivided.context_parallel._index import as_index, count, merged_slots
+from undivided.context_parallel._pieces import Round, Share, build_pieces, needed_keys, union_of_rows
 from undivided.masks import NormalForm
 
 HEAD_GROUPS = 4
-"""Groups of key heads gathered one after another: a quarter of the memory, and all but the first quarter hidden behind
-work."""
+"""Groups of key heads that are gathered one after another: a quarter of the memory, and three quarters of the transfer
+hidden behind computation."""
 
 
 def rounds(
@@ -31,32 +31,30 @@ def rounds(
     kv_heads: slice,
     with_positions: bool,
 ) -> tuple[Round, ...]:
-    """One round for every group of key heads; arguments as for the ring's."""
-    mine = union_of_rows(shares[rank])
-    others = [peer for peer in range(len(keys)) if peer != rank]
-    asked = {peer: as_index(needed(form, union_of_rows(shares[peer]), keys[rank])) for peer in others}
-    has = {peer: needed(form, mine, keys[peer]) for peer in (rank, *others)}
-    wanted = {peer: keys[peer][index] for peer, index in has.items()}
-    together = torch.cat(list(wanted.values())).sort().values
-    where = places([part for peer, part in wanted.items() if peer == rank or part.numel()])
-    own = as_index(has[rank])
-    found = []
-    for group in head_groups(kv_heads):
-        found.append(
-            Round(
-                group,
-                tuple((peer, index) for peer, index in asked.items() if count(index)),
-                tuple((peer, wanted[peer].numel()) for peer in others if wanted[peer].numel()),
-                own,
-                where,
-                pieces(form, shares[rank], together, group, with_positions),
-            )
+    """One round for every group of key heads; the arguments are those of `ring.rounds`."""
+    own_rows = union_of_rows(shares[rank])
+    peers = [peer for peer in range(len(keys)) if peer != rank]
+    sent = {peer: as_index(needed_keys(form, union_of_rows(shares[peer]), keys[rank])) for peer in peers}
+    used = {peer: needed_keys(form, own_rows, keys[peer]) for peer in (rank, *peers)}
+    gathered = {peer: keys[peer][index] for peer, index in used.items()}
+    all_keys = torch.cat(list(gathered.values())).sort().values
+    slots = merged_slots([part for peer, part in gathered.items() if peer == rank or part.numel()])
+    own = as_index(used[rank])
+    return tuple(
+        Round(
+            group,
+            tuple((peer, index) for peer, index in sent.items() if count(index)),
+            tuple((peer, gathered[peer].numel()) for peer in peers if gathered[peer].numel()),
+            own,
+            slots,
+            build_pieces(form, shares[rank], all_keys, group, with_positions),
         )
-    return tuple(found)
+        for group in head_groups(kv_heads)
+    )
 
 
 def head_groups(kv_heads: slice) -> list[slice]:
-    """The key heads in at most HEAD_GROUPS runs.
+    """The key heads, cut into at most HEAD_GROUPS consecutive groups.
 
     >>> head_groups(slice(0, 6))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]

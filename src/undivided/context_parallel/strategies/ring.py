@@ -1,13 +1,12 @@
-"""Ring: keys come to the queries that need them, a rank's at a time, while the ones before are being attended to.
+"""Ring: the keys of one rank arrive per round, while those of the round before are attended to.
 
-In round t rank r attends to keys of rank r - t. It gets them from that rank itself, and only the keys that some row of
-its own may attend to: under a causal mask that is three quarters of them (zigzag), under a window the few at the edges
-of its stretches, whatever the length of the sequence. A round without an allowed pair sends nothing and computes
-nothing. Results of rounds are merged in fp32 (`undivided.merge`); gradients of keys go straight back to the rank that
-holds them.
+In round t, rank r attends to keys of rank r - t. It receives them from that rank directly, and only those that some row
+of its own may attend to: three quarters of them under a causal mask (zigzag), the few at the edges of its rows under a
+window, whatever the sequence length. A round without an allowed pair sends nothing and computes nothing. Results of
+rounds are merged in fp32 (`undivided.merge`); gradients of keys go directly to the rank that owns the keys.
 
-The rounds are a shift of the ranks by t, so that every rank sends to one and receives from one, as on a ring; but
-nothing travels by way of others, which would have to carry what they do not need.
+Each round shifts the ranks by t, so every rank sends to one rank and receives from one, as on a ring. Keys are not
+forwarded through other ranks, which would have to carry keys that they do not need.
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
 """
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from undivided.context_parallel._index import as_index
-from undivided.context_parallel._pieces import Round, Share, needed, pieces, union_of_rows
+from undivided.context_parallel._pieces import Round, Share, build_pieces, needed_keys, union_of_rows
 from undivided.masks import NormalForm
 
 
@@ -31,35 +30,35 @@ def rounds(
     kv_heads: slice,
     with_positions: bool,
 ) -> tuple[Round, ...]:
-    """One round for every rank of the ring, its own keys first.
+    """One round for every rank of the ring, the rank's own keys first.
 
     Args:
         form: the mask of the whole.
-        rank: this one's place on the ring.
-        shares, keys: of every rank on the ring: what it computes, and which global positions it holds.
-        kv_heads: the key heads that travel.
-        with_positions: see `pieces`.
+        rank: this rank's position on the ring.
+        shares, keys: of every rank on the ring: what it computes, and the global positions of its keys.
+        kv_heads: the key heads that are sent.
+        with_positions: see `build_pieces`.
     """
     world = len(keys)
-    mine = union_of_rows(shares[rank])
-    found = []
+    own_rows = union_of_rows(shares[rank])
+    result = []
     for step in range(world):
         source, target = (rank - step) % world, (rank + step) % world
         if step == 0:
             own = slice(0, keys[rank].numel())
-            parts = pieces(form, shares[rank], keys[rank], kv_heads, with_positions)
-            found.append(Round(kv_heads, (), (), own, (own,), parts))
+            pieces = build_pieces(form, shares[rank], keys[rank], kv_heads, with_positions)
+            result.append(Round(kv_heads, (), (), own, (own,), pieces))
             continue
-        wanted = keys[source][needed(form, mine, keys[source])]
-        asked = needed(form, union_of_rows(shares[target]), keys[rank])
-        found.append(
+        received = keys[source][needed_keys(form, own_rows, keys[source])]
+        sent = needed_keys(form, union_of_rows(shares[target]), keys[rank])
+        result.append(
             Round(
                 kv_heads,
-                ((target, as_index(asked)),) if asked.numel() else (),
-                ((source, wanted.numel()),) if wanted.numel() else (),
+                ((target, as_index(sent)),) if sent.numel() else (),
+                ((source, received.numel()),) if received.numel() else (),
                 None,
-                (slice(0, wanted.numel()),) if wanted.numel() else (),
-                pieces(form, shares[rank], wanted, kv_heads, with_positions),
+                (slice(0, received.numel()),) if received.numel() else (),
+                build_pieces(form, shares[rank], received, kv_heads, with_positions),
             )
         )
-    return tuple(found)
+    return tuple(result)

@@ -1,0 +1,218 @@
+"""Which tokens each rank holds, and tensors that are split and joined accordingly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided._layout import Layout
+from undivided._validation import checked_mask
+from undivided.context_parallel._schedule import Mesh
+from undivided.context_parallel._shards import Gathered, checked_side, sequence_axis
+from undivided.context_parallel.exchange.collectives import CountingCommunicator
+from undivided.context_parallel.sharding import Placement, PlacementName, Side, document_edges, mask_sizes
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.masks._parts import Documents
+
+_MAX_PLACEMENTS = 64
+"""Unbound placements that one object caches."""
+
+
+class ShardedTokens:
+    """The ranks of a mesh and the tokens that each of them holds; the part of `ContextParallel` that needs no group."""
+
+    def __init__(
+        self, mesh: Mesh, placement: PlacementName, axes: tuple[CountingCommunicator, CountingCommunicator] | None
+    ) -> None:
+        self.mesh = mesh
+        self.rank, self.world = mesh.rank, mesh.world
+        self.placement: PlacementName = placement
+        self.bound: Placement | None = None
+        self._axes = axes
+        self._documents: Mask | None = None
+        self._placements: dict[object, Placement] = {}
+
+    def bind(self, q_len: int, kv_len: int | None = None, mask: Mask | None = None) -> Self:
+        """A copy of this object with one placement of tokens for every layer, whatever mask a layer uses.
+
+        Args:
+            q_len: number of tokens of the whole sequence; if documents are packed, of all documents together, padding
+                included.
+            kv_len: number of keys; None if keys and queries are the same tokens.
+            mask: "balanced" distributes the work of this mask evenly, "zigzag" cuts each of its documents. `attention`
+                is correct with any other mask too, but its work may be less even.
+
+        Returns:
+            A new object that is bound to the placement; this one is unchanged.
+
+        Raises:
+            InputError: a length is not a number of tokens, or the mask does not fit the lengths.
+
+        >>> import undivided
+        >>> from undivided import masks
+        >>> cp = undivided.ContextParallel(rank=0, world=2, placement="balanced")
+        >>> cp.bind(8, mask=masks.causal()).positions().tolist()
+        [0, 1, 6, 7]
+        """
+        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+            if length is not None and (not isinstance(length, int) or length < 0):
+                raise InputError(name, "be a number of tokens", repr(length))
+        mask = checked_mask(mask)
+        form = None
+        keys = q_len if kv_len is None else kv_len
+        batch, heads = mask_sizes(mask)
+        mask.check(batch, heads, q_len, keys, packed=False, device=torch.device("cpu"))
+        if self.placement == "balanced":
+            form = mask.normal_form(batch, heads, q_len, keys, "cpu")
+        bound = copy.copy(self)
+        bound.bound = Placement.of(self.placement, self.world, q_len, kv_len, mask, form)
+        bound._documents = mask
+        return bound
+
+    def positions(self, of: Side = "q", *, within_documents: bool = True) -> Tensor:
+        """The positions of this rank's tokens in the sequence, int64 [local length].
+
+        Rotary embeddings, labels and everything else that depends on the position of a token needs them.
+
+        Args:
+            of: "q" or "kv".
+            within_documents: count from the start of each document, if the bound mask has documents.
+
+        Raises:
+            InputError: the object is not bound, or `of` is neither "q" nor "kv".
+
+        >>> import torch, undivided
+        >>> from undivided import masks
+        >>> packed = masks.documents(torch.tensor([0, 4, 8]))
+        >>> cp = undivided.ContextParallel(rank=1, world=2).bind(8, mask=packed)
+        >>> cp.positions().tolist(), cp.positions(within_documents=False).tolist()
+        ([1, 2, 1, 2], [1, 2, 5, 6])
+        """
+        rows = self._bound_placement().rows(checked_side(of))[self.rank]
+        documents = None if self._documents is None else self._documents.take("documents")[0]
+        if not within_documents or not isinstance(documents, Documents):
+            return rows
+        starts = torch.tensor(document_edges(self._documents, of, self._bound_placement().length(of)))
+        return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
+
+    def placed(self, q_len: int, kv_len: int, mask: Mask = masks.FULL) -> Placement:
+        """The bound placement; if there is none, that of equally many tokens on every rank.
+
+        Args:
+            q_len, kv_len: number of queries and of keys that this rank holds.
+            mask: its documents are what "zigzag" cuts.
+
+        Raises:
+            InputError: the object is not bound and its placement is "balanced".
+
+        >>> import undivided
+        >>> [rows.tolist() for rows in undivided.ContextParallel(rank=0, world=2).placed(4, 4).q]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+        """
+        return self.bound or self._unbound_placement(self.world * q_len, self.world * kv_len, mask)
+
+    def shard(self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None) -> Tensor:
+        """This rank's tokens of a tensor of the whole. Differentiable.
+
+        Args:
+            tensor: has all tokens of the sequence along one axis; any dtype.
+            layout: the layout of q, k or v, from which the axis follows.
+            of: "kv" for keys and values.
+            dim: the axis itself, for token ids, hidden states or labels.
+
+        Returns:
+            A tensor of the same dtype and device, with this rank's tokens along that axis, in ascending order.
+
+        Raises:
+            InputError: neither or both of layout and dim are given, or the length is not the bound one.
+
+        >>> import torch, undivided
+        >>> cp = undivided.ContextParallel(rank=0, world=2)
+        >>> cp.shard(torch.arange(8), dim=0).tolist()
+        [0, 1, 6, 7]
+        """
+        axis = sequence_axis(tensor, layout, dim)
+        placement = self._placement_for_length(tensor.shape[axis], of, layout)
+        return tensor.index_select(axis, placement.rows(checked_side(of))[self.rank].to(tensor.device))
+
+    def unshard(
+        self, shards: Tensor | Sequence[Tensor], layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
+    ) -> Tensor:
+        """The tensor of the whole, on every rank: the exact inverse of `shard`. Differentiable.
+
+        In the backward pass each rank takes its own part of the gradient, assuming that every rank computes the same
+        loss.
+
+        Args:
+            shards: this rank's part, which is gathered with those of the other ranks; or the parts of all ranks, for
+                which no group is needed.
+            layout, of, dim: as for `shard`.
+
+        Returns:
+            A tensor of the same dtype and device, with all tokens along the axis, in the order of the sequence.
+
+        Raises:
+            InputError: neither or both of layout and dim are given, a length does not fit the placement, or there is no
+                group to gather from.
+
+        >>> import torch, undivided
+        >>> ranks = [undivided.ContextParallel(rank=r, world=3).bind(7) for r in range(3)]
+        >>> ranks[0].unshard([cp.shard(torch.arange(7), dim=0) for cp in ranks], dim=0).tolist()
+        [0, 1, 2, 3, 4, 5, 6]
+        """
+        first = shards if isinstance(shards, Tensor) else shards[0]
+        axis = sequence_axis(first, layout, dim)
+        if isinstance(shards, Tensor):
+            placement = self.bound or self._placement_for_length(self.world * shards.shape[axis], of, layout)
+            if self._axes is None:
+                raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
+            counts = [rows.numel() for rows in placement.rows(checked_side(of))]
+            parts = list(Gathered.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
+        else:
+            parts = list(shards)
+            placement = self.bound or self._placement_for_length(sum(p.shape[axis] for p in parts), of, layout)
+        return torch.cat(parts, axis).index_select(axis, placement.order[checked_side(of)].to(first.device))
+
+    def _bound_placement(self) -> Placement:
+        if self.bound is None:
+            raise InputError("context_parallel", "be bound", repr(self), hint="cp = cp.bind(q_len, kv_len, mask)")
+        return self.bound
+
+    def _placement_for_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
+        """The bound placement, or one of this many tokens; raises InputError if the length does not fit it."""
+        if self.bound is not None:
+            if length != self.bound.length(checked_side(of)):
+                raise InputError("tensor", f"have the {self.bound.length(of)} tokens that were bound", length)
+            return self.bound
+        if length % self.world or layout == "thd":
+            raise InputError(
+                "context_parallel",
+                f"be bound: {length} tokens are not a multiple of {self.world} ranks, or are packed",
+                repr(self),
+                hint="cp = cp.bind(q_len, kv_len, mask)",
+            )
+        return self._unbound_placement(length, length, masks.FULL)
+
+    def _unbound_placement(self, q_len: int, kv_len: int, mask: Mask) -> Placement:
+        """The placement of so many tokens; cached."""
+        if self.placement == "balanced":
+            raise InputError(
+                "context_parallel",
+                "be bound for placement='balanced'",
+                repr(self),
+                hint="cp = cp.bind(q_len, kv_len, mask)",
+            )
+        edges = document_edges(mask, "q", q_len), document_edges(mask, "kv", kv_len)
+        key = (q_len, kv_len, *edges)
+        if key not in self._placements:
+            if len(self._placements) >= _MAX_PLACEMENTS:
+                self._placements.clear()
+            same = (q_len, edges[0]) == (kv_len, edges[1])
+            self._placements[key] = Placement.of(self.placement, self.world, q_len, None if same else kv_len, mask)
+        return self._placements[key]

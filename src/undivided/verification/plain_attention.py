@@ -1,0 +1,144 @@
+"""The plain reference: attention in the input's own precision, whose error is the yardstick for a kernel's error.
+
+It computes the definition with plain tensor operations. Its backward is that of fused kernels, by recomputation from
+the rounded output: ``dS = P * (dP - rowsum(dO * O))``. It can sum over keys and head entries in other orders, which
+changes nothing but the rounding; its error is sampled in this way, and a second order in fp64 stands in for a lower
+precision if the inputs are fp64.
+
+Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided._call import Call
+from undivided._request import Tensors
+from undivided.kernels import philox
+from undivided.verification.oracle import attend, input_gradients, reachable, scores
+from undivided.verification.pieces import (
+    Leaves,
+    PairTables,
+    Piece,
+    Quantities,
+    Upstream,
+    add,
+    pair_tables,
+    piece_leaves,
+    piece_upstream,
+    split,
+    zeros,
+)
+
+__all__ = ["plain", "plain_piece"]
+
+
+def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:
+    """The quantities of `oracle`, computed in a low precision.
+
+    order: 0 sums in the order of memory; any other number seeds a random order.
+    """
+    totals = zeros(call, tensors)
+    for piece in split(call.problem):
+        add(totals, piece, call, tensors, plain_piece(piece, call, tensors, upstream, precision, order))
+    return totals
+
+
+def plain_piece(
+    piece: Piece, call: Call, tensors: Tensors, upstream: Upstream | None, precision: torch.dtype, order: int = 0
+) -> Quantities:
+    """`plain` for one piece; without an upstream only out and lse."""
+    tables = pair_tables(piece, call, tensors)
+    leaves = piece_leaves(piece, call, tensors, precision)
+    shuffle = _Shuffle(order, leaves)
+    shuffled = shuffle.leaves(leaves)
+    tables = PairTables(*(shuffle.keys(t, -1) for t in tables))  # type: ignore[arg-type]
+    if upstream is None:
+        with torch.no_grad():
+            out, lse = attend(shuffled, tables, call)
+        return shuffle.restore({"out": out, "lse": lse})
+    grad_out, grad_lse = piece_upstream(piece, call.problem, upstream, tables, precision)
+    return shuffle.restore(_recompute(shuffled, tables, call, shuffle.values(grad_out), grad_lse))
+
+
+class _Shuffle:
+    """A random order of keys, of the entries of query and key heads, and of those of value heads; 0 is the identity."""
+
+    def __init__(self, order: int, like: Leaves) -> None:
+        generator = torch.Generator("cpu").manual_seed(order)
+
+        def permutation(size: int) -> Tensor:
+            indices = (
+                torch.randperm(size, generator=generator, device="cpu") if order else torch.arange(size, device="cpu")
+            )
+            return indices.to(like.q.device)
+
+        self._keys, self._entries, self._values = (
+            permutation(n) for n in (like.k.shape[2], like.k.shape[3], like.v.shape[3])
+        )
+
+    def keys(self, x: Tensor | None, axis: int) -> Tensor | None:
+        """A tensor with its keys in this order, unless it is broadcast over them."""
+        return x if x is None or x.shape[axis] != self._keys.numel() else x.index_select(axis, self._keys)
+
+    def values(self, x: Tensor) -> Tensor:
+        """A tensor with the entries of its value heads in this order."""
+        return x.index_select(-1, self._values)
+
+    def leaves(self, leaves: Leaves) -> Leaves:
+        """New leaves with the values in this order."""
+        q, k, v, bias, *rest = (None if x is None else x.detach() for x in leaves)
+        assert q is not None and k is not None and v is not None
+        q, k = (x.index_select(-1, self._entries) for x in (q, k))
+        shuffled = (q, self.keys(k, -2), self.keys(self.values(v), -2), self.keys(bias, -1), *rest)
+        return Leaves(*(None if x is None else x.requires_grad_() for x in shuffled))  # type: ignore[arg-type]
+
+    def restore(self, results: Quantities) -> Quantities:
+        """Results in the order of the inputs."""
+        keys, entries, values = (x.argsort() for x in (self._keys, self._entries, self._values))
+        axes = {
+            "out": [(-1, values)],
+            "dq": [(-1, entries)],
+            "dk": [(-2, keys), (-1, entries)],
+            "dv": [(-2, keys), (-1, values)],
+        }
+        if "dbias" in results and results["dbias"].shape[-1] > 1:
+            axes["dbias"] = [(-1, keys)]
+        for name in axes.keys() & results.keys():
+            for axis, indices in axes[name]:
+                results[name] = results[name].index_select(axis, indices)
+        return results
+
+
+def _recompute(leaves: Leaves, tables: PairTables, call: Call, grad_out: Tensor, grad_lse: Tensor | None) -> Quantities:
+    """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision.
+
+    The backward has only out and lse of the forward, and recomputes the scores with other rounding errors (here the
+    forward sums the entries of a head in reverse). If one key has almost all of the weight, that is most of the error.
+    """
+    forward = leaves._replace(q=leaves.q.flip(-1), k=leaves.k.flip(-1))
+    out, lse = (x.detach() for x in attend(forward, tables, call))
+    with torch.enable_grad():
+        score = scores(leaves, tables, call)
+    empty, precision = tables.empty_rows, leaves.q.dtype
+    quantities = {"out": out, "lse": lse}
+    lse = lse.unsqueeze(-1).masked_fill(empty, 0.0)
+    weights_without_sinks = torch.exp(score.detach() - lse)
+    sinks = None if leaves.sinks is None else leaves.sinks.detach()[None, :, None, None]
+    weights = (
+        weights_without_sinks if sinks is None else weights_without_sinks * torch.sigmoid(lse - sinks).to(precision)
+    )
+    survival = 1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(call.dropout_p)
+    v = reachable(leaves.v, tables).detach()
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    grad_score = weights * ((grad_out @ v.transpose(-1, -2)) * survival - delta)
+    if grad_lse is not None:
+        grad_score = grad_score + weights_without_sinks * grad_lse.unsqueeze(-1)
+    quantities |= input_gradients(score, None, leaves, grad_score.to(precision), None)
+    grad_v = (weights * survival).transpose(-1, -2) @ grad_out
+    quantities["dv"] = grad_v.unflatten(1, (leaves.v.shape[1], -1)).sum(2)
+    if sinks is not None:
+        sink_weight = (1 - torch.sigmoid(lse - sinks)).masked_fill(empty, 0.0).to(precision)
+        quantities["dsinks"] = -(sink_weight * delta).sum((0, 2, 3))
+    return quantities
