@@ -191,7 +191,8 @@ def explain(
     Args:
         machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
-        q, k, v and the others: as for `attention`; tensors on the meta device are enough.
+        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic,
+            return_lse, pages: as for `attention`; tensors on the meta device are enough.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.

@@ -59,7 +59,8 @@ def verify(
         gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A
             backend that has no gradient for some is asked for those that require one (q, k, v if none does), then for
             the output only.
-        q, k, v and the others: as for `attention`. Tensors are left as they are: gradients are taken of views of them,
+        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, deterministic,
+            return_lse, pages: as for `attention`. Tensors are left as they are: gradients are taken of views of them,
             along random upstream gradients.
 
     Returns:
