@@ -28,7 +28,7 @@ from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
 from undivided.backends._block_gradients import gradients_of
 
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
 
 
@@ -40,7 +40,10 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
             result = reference.composite(call, tensors)
         return _returned(result, call.problem) if "lse" in features else result.out
     if "backward" not in features:
-        result = forward(backend, call, tensors)
+        if tensors.q.is_meta or any_autocast():
+            result = forward(backend, call, tensors)
+        else:
+            result = backend.forward(call, tensors)
         return _returned(result, call.problem) if "lse" in features else result.out
     inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
@@ -84,7 +87,7 @@ def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
         problem = call.problem
         out = q.new_empty((*q.shape[:-1], problem.v_dim))
         return Result(out, q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype)))
-    if _any_autocast():
+    if any_autocast():
         with torch.autocast(q.device.type, enabled=False):
             return backend.forward(call, tensors)
     return backend.forward(call, tensors)
@@ -99,7 +102,7 @@ def backward(
             torch.empty_like(t) if t is not None and needed else None
             for t, needed in zip(tensors, call.needs, strict=True)
         ]
-    if _any_autocast():
+    if any_autocast():
         with torch.autocast(tensors.q.device.type, enabled=False):
             return backend.backward(call, tensors, result, grad_out, grad_lse)
     return backend.backward(call, tensors, result, grad_out, grad_lse)
@@ -107,7 +110,7 @@ def backward(
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, cast as it casts the arguments of scaled_dot_product_attention: all but float64, to its dtype."""
-    if not _any_autocast() or not isinstance(q, Tensor) or q.is_meta:
+    if not any_autocast() or not isinstance(q, Tensor) or q.is_meta:
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v

@@ -15,6 +15,7 @@ from torch import Tensor
 from undivided import _layout, masks
 from undivided._arguments import check_memory, check_tensor
 from undivided._call import Call, CheckedMask
+from undivided._layout import LAYOUTS
 from undivided._problem import Problem
 from undivided._request import Request, Tensors
 from undivided._slopes import are_usual
@@ -46,13 +47,10 @@ class Known(NamedTuple):
     spans: tuple[int, int, int] | None
 
 
-class _Facts(NamedTuple):
-    """What a request comes with beside its tensors and options."""
-
-    device: str | None
-    needs: tuple[bool, ...]
-    flipped: bool
-    """A scale of 0 or below: kernels that scale after they have masked with -inf get it wrong."""
+Facts = tuple[str | None, tuple[bool, ...], bool]
+"""What a problem depends on besides tensors and options: the device that replaces that of the tensors, which tensors
+need a gradient, and whether the scale is 0 or below (kernels that scale after they have masked with -inf get that
+wrong)."""
 
 
 def normalise(
@@ -71,12 +69,13 @@ def normalise(
     tensors, options = request.tensors, request.options
     q, k, v, bias, sinks, slopes = tensors
     layout, mask, scale, softcap, dropout_p, seed, _, pages = options
-    check_layout(layout)
+    if layout not in LAYOUTS:
+        check_layout(layout)
     if needs is None:
         needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
-    facts = _Facts(device, needs, scale is not None and scale <= 0)
+    facts = device, needs, scale is not None and scale <= 0
     key = _signature(request, facts)
     try:
         known = _known.get(key)
@@ -122,7 +121,7 @@ def check_kinds_and_sizes(request: Request) -> None:
     if options.scale is not None:
         checked_scale(options.scale)
     needs = tuple(torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in tensors)
-    problem = describe(request, _Facts(None, needs, False))
+    problem = describe(request, (None, needs, False))
     check_seed(options.dropout_seed, tensors.q.device)
     sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
     checked_mask(options.mask).check(*sizes, packed=problem.packed, device=tensors.q.device)
@@ -178,7 +177,7 @@ _NO_GRADIENTS = (False,) * 6
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 
-def _signature(request: Request, facts: _Facts) -> object:
+def _signature(request: Request, facts: Facts) -> object:
     """Everything that `describe` looks at, so that a repeated call is a dictionary look-up."""
     q, k, v, bias, sinks, slopes = request.tensors
     layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
@@ -198,7 +197,7 @@ def _signature(request: Request, facts: _Facts) -> object:
             k.stride(),
             v.stride(),
             return_lse,
-            facts,
+            *facts,
         )
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
             return key
@@ -219,12 +218,12 @@ def _check_tensors(request: Request) -> None:
             check_tensor(name, tensor)
 
 
-def describe(request: Request, facts: _Facts) -> Problem:
+def describe(request: Request, facts: Facts) -> Problem:
     """The problem of a request, all of it checked but the mask, which comes later, and scale and seed, which are
     values."""
     q, k, v, bias, sinks, slopes = request.tensors
     layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
-    needs = facts.needs
+    device, needs, _ = facts
     _check_tensors(request)
     check_scalars(softcap, dropout_p, return_lse)
     check_ranks(q, k, v, layout, pages)
@@ -238,7 +237,7 @@ def describe(request: Request, facts: _Facts) -> Problem:
         kv_len, kv_heads, page_size = check_pages(q, k, v, layout, pages, gradients=needs[1] or needs[2])
     check_extras(q, bias, sinks, slopes, heads)
     return Problem(
-        device=facts.device or q.device.type,
+        device=device or q.device.type,
         dtype=q.dtype,
         layout=layout,
         batch=batch,
@@ -258,8 +257,8 @@ def describe(request: Request, facts: _Facts) -> Problem:
     )
 
 
-def _features(request: Request, facts: _Facts, grouped: bool) -> frozenset[str]:
-    (q, k, v, bias, sinks, slopes), options, needs = request.tensors, request.options, facts.needs
+def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
+    (q, k, v, bias, sinks, slopes), options, (_, needs, flipped) = request.tensors, request.options, facts
     present = {
         "backward": any(needs),
         "bias": bias is not None,
@@ -275,7 +274,7 @@ def _features(request: Request, facts: _Facts, grouped: bool) -> frozenset[str]:
         "lse": options.return_lse,
         "lse_grad": options.return_lse and any(needs),
         "paged": options.pages is not None,
-        "flipped": facts.flipped,
+        "flipped": flipped,
         "strided": not all(t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0 for t in (q, k, v)),
     }
     return frozenset(name for name, needed in present.items() if needed)

@@ -196,7 +196,8 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
         raise InputError("deterministic", "be True, False or None", repr(deterministic))
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    key = (backend, deterministic, _current_switch(), environment(), switches)
+    block = _block.get()
+    key = (backend, deterministic, _process if block is None else block.switch, environment(), switches)
     try:
         found = _policies.get(key)
     except TypeError:  # a list, say: the check below tells which argument it was

@@ -18,7 +18,7 @@ from undivided import _autograd, _compile, _sdp_switches, masks
 from undivided._arguments import check_tensor
 from undivided._policy import policy
 from undivided._prepare import prepare
-from undivided._request import Options, Request, Tensors
+from undivided._request import Options, Request, Tensors, made
 from undivided._sdpa_refusals import NO_KERNEL, as_pytorchs
 from undivided._tensors import is_observed
 from undivided._validation import DTYPES
@@ -92,7 +92,8 @@ def scaled_dot_product_attention(
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         if isinstance(scale, Tensor):
             scale = _number(scale)
-        out = _attend(Request(Tensors(q, k, v, bias), Options("bhsd", mask, scale, None, dropout_p)))
+        options = made(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
+        out = _attend(made(Request, (made(Tensors, (q, k, v, bias, None, None)), options, None, None)))
     except InputError as error:
         if torch.compiler.is_compiling():
             raise

@@ -15,7 +15,7 @@ from undivided._layout import Layout
 from undivided._machine import Machine
 from undivided._policy import policy
 from undivided._prepare import explained, prepare
-from undivided._request import Options, Request, Tensors
+from undivided._request import Options, Request, Tensors, made
 from undivided._sdpa import scaled_dot_product_attention
 from undivided._selection import Decision
 from undivided._tensors import is_observed
@@ -149,13 +149,10 @@ def attention(
         if torch.compiler.is_compiling():  # which cannot make a class
             raise error
         raise error.as_also(TypeError)  # which Python raises for an unknown keyword
-    q, k, v = _autograd.autocast(q, k, v)
-    request = Request(
-        Tensors(q, k, v, bias, sinks, alibi_slopes),
-        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
-        backend,
-        deterministic,
-    )
+    if _autograd.any_autocast():
+        q, k, v = _autograd.autocast(q, k, v)
+    options = made(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
+    request = made(Request, (made(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic))
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
@@ -191,8 +188,8 @@ def explain(
     Args:
         machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
-        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic,
-            return_lse, pages: as for `attention`; tensors on the meta device are enough.
+        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
+            deterministic, return_lse, pages: as for `attention`; tensors on the meta device are enough.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.

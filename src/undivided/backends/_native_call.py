@@ -114,21 +114,22 @@ def plain_record(
 ) -> bytes:
     """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
     pages."""
-    problem = call.problem
-    q, k, v, layout = tensors.q, tensors.k, tensors.v, call.problem.layout
+    # unpacked at once: asking for each field by name would take as long as the kernel's launch
+    _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = call.problem[:10]
+    q, k, v, _, _, _ = tensors
     if not (out_at := out.data_ptr()):
         in_memory(out)  # of fake memory, under a mode
     of_q, of_keys = STRIDES[layout], STRIDES[layout if call.pages is None else "bshd"]
     head = _PACK_TENSORS(
         _SIZE,
-        DTYPES[problem.dtype],
-        problem.batch,
-        problem.heads,
-        problem.kv_heads,
-        problem.q_len,
-        problem.kv_len,
-        problem.qk_dim,
-        problem.v_dim,
+        DTYPES[dtype],
+        batch,
+        heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        qk_dim,
+        v_dim,
         torch.get_num_threads(),
         call.scale,
         call.softcap or 0.0,

@@ -15,7 +15,7 @@ from undivided import _layout
 from undivided._call import Call
 from undivided._machine import Machine
 from undivided._problem import Problem
-from undivided._request import Tensors
+from undivided._request import Tensors, made
 from undivided._result import UNREAD, Result
 from undivided.backends import _native_backward
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
@@ -74,15 +74,19 @@ class Native(Backend):
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         problem = call.problem
-        tensors, at = placed(tensors)
-        out, lse = _new_output(problem, tensors.q), UNREAD
-        if problem.lse_is_read:
+        q, k, v, _, _, _ = tensors
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if 0 in at or q.is_neg() or k.is_neg() or v.is_neg():
+            tensors, at = placed(tensors)
+        out, lse = _new_output(problem, q), UNREAD
+        features = problem.features
+        if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the price of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(call, tensors):
             _table, pages = pages_of(call, tensors)
             strides = STRIDES[problem.layout](out.stride())
             library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
-            return Result(out, lse)
+            return made(Result, (out, lse))
         out_BHSD = _layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
         for rows in records.slices():
