@@ -38,7 +38,7 @@ def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     given = [t for t in tensors if isinstance(t, Tensor)]
     if not all(map(_is_plain, (*given, *(o for o in others if isinstance(o, Tensor))))):
         return None
-    if others[-1] and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
+    if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
         return None  # with enable_gqa it divides by the number of heads, which ends the process
     found = _raised(*map(_without_data, tensors), *map(_without_data, others))
     if found is None and len(given) == 3:

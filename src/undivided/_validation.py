@@ -125,6 +125,8 @@ def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None
 def _heads_hint(heads: int, kv_heads: int) -> str:
     if kv_heads > heads:
         return "k has more heads than q: were q and k given in the other order?"
+    if heads > 1024:  # a list of divisors would take long to make and to read
+        return f"grouped-query attention needs a number of key heads that divides the query heads ({heads})"
     *fewer, most = (str(n) for n in range(1, heads + 1) if heads % n == 0)
     divisors = f"{', '.join(fewer)} or {most}" if fewer else most
     return (
