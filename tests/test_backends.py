@@ -62,7 +62,7 @@ def _problems() -> Iterator[Any]:
                     yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}")
 
 
-_asked = functools.lru_cache(maxsize=2)(contract.asked)
+_asked = functools.lru_cache(maxsize=2)(contract.build_request)
 
 
 def _bytes(built: Inputs) -> list[Tensor]:

@@ -1240,6 +1240,6 @@ def test_a_block_table_is_checked_again_once_it_was_changed_in_place() -> None:
 
 def test_a_hint_does_not_search_billions_of_heads() -> None:
     """It lists the divisors of the query heads: for 2^31 - 1 heads that took a minute and a half."""
-    q, k = torch.empty(1).expand(1, 4, 2**31 - 1, 1), torch.empty(1).expand(1, 4, 3, 1)
+    q, k = torch.empty(1).expand(1, 4, 2**31 - 1, 1), torch.empty(1).expand(1, 5, 3, 1)
     with pytest.raises(InputError, match="a number of key heads that divides the query heads"):
         undivided.explain(q, k, k, layout="bshd")

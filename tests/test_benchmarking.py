@@ -92,7 +92,7 @@ class TestTurns:
         assert dict(clock.calls[2:]) == {"long": 1, "short": 400}
 
     @pytest.mark.parametrize(
-        ("patience", "turns"), [(0.0, timing.FEWEST_TURNS), (1e9, timing.MOST_TURNS)], ids=["none", "endless"]
+        ("patience", "turns"), [(0.0, timing.MIN_TURNS), (1e9, timing.MAX_TURNS)], ids=["none", "endless"]
     )
     def test_there_are_never_too_few_turns_nor_too_many(self, patience: float, turns: int) -> None:
         assert timing.race({"a": lambda: "a"}, patience, Clock(a=0.1))[1] == turns
@@ -157,7 +157,7 @@ class TestPeak:
     def test_every_probe_gives_a_rate_and_a_share(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peak, "BURST", 1e-4)
         monkeypatch.setattr(peak, "SIDE", 32)
-        monkeypatch.setattr(peak, "PATIENCE", 0.0)
+        monkeypatch.setattr(peak, "MAX_SECONDS", 0.0)
         probes = [*(peak.arithmetic(dtype) for dtype in DTYPES.values()), peak.reading(4096)]
         for probe in probes:
             rate, share = probe.measure()
@@ -166,7 +166,7 @@ class TestPeak:
         assert [probe.unit for probe in probes] == ["FLOP/s"] * 3 + ["B/s"]
 
     def test_a_forced_instruction_set_is_held_against_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(peak, "_products_matter", lambda library, dtype: True)
+        monkeypatch.setattr(peak, "_products_are_fast", lambda library, dtype: True)
         native = not isinstance(peak.cpu.load(), str)
         monkeypatch.delenv("UNDIVIDED_ISA", raising=False)
         assert "matrix product" in peak.arithmetic(torch.bfloat16).what
@@ -209,7 +209,7 @@ class TestCatalogue:
             benchmarking.plan(suites, dtypes)
 
     def test_a_filter_that_leaves_nothing_is_refused(self) -> None:
-        with pytest.raises(undivided.InputError, match="leave something"):
+        with pytest.raises(undivided.InputError, match="select at least one"):
             benchmarking.plan(filter="nothing like this")
 
     def test_the_whole_is_the_sum_of_its_suites(self) -> None:
@@ -425,7 +425,7 @@ class TestCompetitors:
         chosen = undivided.explain(*(torch.empty(1, 2, 24, 16) for _ in range(3)), layout="bhsd").backend.name
         found, absent = competitors.competitors(prepare(tiny()), (chosen, "reference"), ())
         assert [one.name for one in found] == ["undivided", "reference"]
-        assert absent[chosen] == "it is what undivided chose"
+        assert absent[chosen] == "undivided chose it"
 
     def test_a_backend_that_cannot_is_absent_with_its_reasons(self) -> None:
         _, absent = competitors.competitors(prepare(tiny()), ("flash_attn",), ())
@@ -435,11 +435,11 @@ class TestCompetitors:
         ("changes", "name", "why"),
         [
             pytest.param({"softcap": 5.0}, "sdpa", "softcap", id="softcap"),
-            pytest.param({"dropout_p": 0.1}, "sdpa", "pattern of its own", id="dropout"),
+            pytest.param({"dropout_p": 0.1}, "sdpa", "its own dropout pattern", id="dropout"),
             pytest.param(
                 {"q_len": 1, "kv_len": 24, "page_size": 4, "layout": "bshd", "mask": lambda: masks.lengths([24])},
                 "math",
-                "no pages",
+                "not read pages",
                 id="pages",
             ),
             pytest.param({"needs": None, "backward": True}, "flex", "no backward", id="flex-backward"),
@@ -455,7 +455,7 @@ class TestCompetitors:
         assert why in absent[name]
 
     def test_math_stays_away_where_its_tables_would_fill_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(competitors, "MOST_SCORES", 1000)
+        monkeypatch.setattr(competitors, "MAX_SCORE_BYTES", 1000)
         assert "GiB" in competitors.competitors(prepare(tiny()), (), ("math",))[1]["math"]
 
     def test_onnxruntime_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -692,7 +692,7 @@ class TestCommand:
         monkeypatch.setattr("undivided.benchmarking.overhead.verify", lambda *tensors, **arguments: Red())
         done = command("--suite", "overhead", "--quick")
         assert done.exit_code == 1
-        assert "verification is red" in done.stderr
+        assert "verification failed" in done.stderr
 
     def test_the_overhead_names_its_unit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suites, "_OVERHEAD", {True: (1, 1)})

@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[1]
 
 class TestWorkers:
     def test_a_process_that_dies_hangs_or_raises_costs_its_task_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(workers, "START", 20.0)
+        monkeypatch.setattr(workers, "START_SECONDS", 20.0)
         tasks = ["raises", "first", "dies", "second", "hangs"]
         found = {}
-        for done in workers.work(tasks, worker_faults.misbehave, jobs=1, patience=1.0):
+        for done in workers.work(tasks, worker_faults.misbehave, jobs=1, task_seconds=1.0):
             found[done.task] = done
         assert set(found) == set(tasks)
         assert "exit code -9" in found["dies"].failure
@@ -49,7 +49,7 @@ class TestWorkers:
 
     def test_the_backend_that_ends_its_process_is_found_and_the_others_are_judged(self) -> None:
         task = Task("cpu", "case", "float32", ("good", "bad"))
-        lines = list(in_processes([task], worker_faults.one_backend_kills, jobs=1, seconds=60.0, patience=30.0))
+        lines = list(in_processes([task], worker_faults.one_backend_kills, jobs=1, seconds=60.0, task_seconds=30.0))
         assert {line.backend: line.verdict for line in lines} == {"good": "right", "bad": "wrong"}
         assert "its process ended" in next(line for line in lines if line.backend == "bad").detail[0]
 
@@ -108,7 +108,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def install(stale: bool) -> None:
         step, graph, recording = capture._step, FakeGraph(stale), []
 
-        def recorded(held: capture.Held, backend: str | None) -> tuple[Tensor, ...]:
+        def recorded(held: capture.StaticProblem, backend: str | None) -> tuple[Tensor, ...]:
             found = step(held, backend)
             if recording:
                 graph.recorded.append((found, lambda: step(held, backend)))
@@ -144,20 +144,20 @@ def test_the_checks_of_a_captured_call_pass_where_it_is_right(
     no_cuda: Callable[[bool], None], check: str, problem: str
 ) -> None:
     no_cuda(False)
-    lines = capture.lines_of(Task("cpu", f"{check}/{problem}", "bfloat16", ("chosen", "reference")))
+    lines = capture.task_lines(Task("cpu", f"{check}/{problem}", "bfloat16", ("chosen", "reference")))
     assert [line.verdict for line in lines] == ["right", "right"], lines
 
 
 @pytest.mark.parametrize("problem", capture.PROBLEMS)
 def test_a_graph_that_keeps_old_values_is_wrong(no_cuda: Callable[[bool], None], problem: str) -> None:
     no_cuda(True)
-    line = capture.lines_of(Task("cpu", f"graph/{problem}", "bfloat16", ("reference",)))[0]
+    line = capture.task_lines(Task("cpu", f"graph/{problem}", "bfloat16", ("reference",)))[0]
     assert line.verdict == "wrong"
     assert "AssertionError" in line.detail[0]
 
 
 def test_a_backend_that_cannot_is_refused_with_its_reason() -> None:
-    line = capture.lines_of(Task("cpu", "compile/causal", "bfloat16", ("torch_cudnn",)))[0]
+    line = capture.task_lines(Task("cpu", "compile/causal", "bfloat16", ("torch_cudnn",)))[0]
     assert line.verdict == "refused"
     assert "device=cpu" in line.detail[0]
 

@@ -16,7 +16,7 @@ def test_every_case_is_within_its_budget_and_no_other_on_more_threads(case: Case
     for dtype in case.dtypes:
         if dtype == torch.float64:
             continue
-        _, asked = contract.asked(case, dtype)
+        _, asked = contract.build_request(case, dtype)
         for level in levels.here():
             outcomes = []
             for threads in (1, 2, 3):

@@ -22,9 +22,9 @@ from undivided.benchmarking import __main__ as plainly
 from undivided.benchmarking import ranks as made
 from undivided.benchmarking import timing
 from undivided.benchmarking.catalogue import GPU_SUITES, benchmarks
-from undivided.benchmarking.competitors import rivals
+from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.runs import Settings
-from undivided.benchmarking.suites import begun
+from undivided.benchmarking.suites import empty_report
 from undivided.cli._app import app
 from undivided.cli.commands import bench
 from undivided.verification import workers
@@ -421,8 +421,8 @@ class TestCommands:
         """They were the CPU's, with the native kernel: nothing that selection chooses between on a GPU was timed."""
         seen: list[Any] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(bench, "rivals", lambda device: ("cudnn", "triton"))
-        monkeypatch.setattr(bench, "execute", lambda *given: seen.extend(given) or begun(given[0], Settings()))
+        monkeypatch.setattr(bench, "selectable_backends", lambda device: ("cudnn", "triton"))
+        monkeypatch.setattr(bench, "execute", lambda *given: seen.extend(given) or empty_report(given[0], Settings()))
         command("bench", "--device", "cuda", "--json", str(tmp_path / "h100.json"))
         assert _measured.read(tmp_path / "h100.ranks.json") == {}, "written, beside the report"
         assert {benchmark.suite for benchmark in seen[0].single} == set(GPU_SUITES)
@@ -499,7 +499,7 @@ class TestReports:
     def test_a_backward_without_its_forward_is_left_out(self, forward: dict[str, Any]) -> None:
         found = made.ranks(report(forward, case("a-backward", True, cudnn=1.0)), "made.json")
         assert not any("/training/" in kind for kind in found.table)
-        assert found.left_out["no undisturbed forward beside the backward"] == ("a-backward",)
+        assert found.left_out["no undisturbed forward for the backward"] == ("a-backward",)
 
     def test_what_was_disturbed_wrong_or_not_the_librarys_does_not_count(self) -> None:
         wrong = case("a", cudnn=0.001, triton=0.001, flash_attn=0.001)
@@ -533,7 +533,7 @@ class TestReports:
     ) -> None:
         path = tmp_path / "ranks.json"
         problem = explain().problem
-        place = made.described(problem, H100)
+        place = made.describe_place(problem, H100)
         one = case("a", cudnn=0.002, triton=0.001) | {"place": place}
         made.add(report(one), "made.json", path)
         measured(_measured.read(path))
@@ -591,8 +591,8 @@ def test_every_case_for_a_gpu_has_rivals_there_and_a_place(suite: str) -> None:
 
 
 def test_rivals_of_the_cpu() -> None:
-    assert "torch_flash" in rivals("cpu")
-    assert not {"reference", "flex", "triton"} & set(rivals("cpu"))
+    assert "torch_flash" in selectable_backends("cpu")
+    assert not {"reference", "flex", "triton"} & set(selectable_backends("cpu"))
 
 
 @pytest.mark.parametrize("machine", [H100, Machine("cpu", isa="amx")])

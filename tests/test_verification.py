@@ -350,14 +350,14 @@ def test_bad_arguments_raise_as_in_attention() -> None:
         verify(q, q[..., :4], q, layout="bshd")
     with pytest.raises(InputError, match=r"q must be a torch.Tensor, got list"):
         verify([1.0], q, q, layout="bshd")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="backends must name only"):
+    with pytest.raises(InputError, match="backends must contain only"):
         verify(q, q, q, layout="bshd", backends=["fast"])
-    with pytest.raises(InputError, match="verify must be given arguments of attention"):
+    with pytest.raises(InputError, match="verify must get only arguments of attention"):
         verify(q, q, q, layout="bshd", is_causal=True)
     empty = torch.empty(2, 5, 2, 8, device="meta")
     with pytest.raises(InputError, match=r"q must hold values.*got a meta tensor\n  HINT: undivided.explain"):
         verify(empty, empty, empty, layout="bshd")
-    with pytest.raises(InputError, match=r"finite where the mask lets them be seen(.|\n)*HINT: say with masks.lengths"):
+    with pytest.raises(InputError, match=r"finite where the mask does not hide them(.|\n)*HINT: masks.lengths"):
         verify(q.masked_fill(q > 1, math.nan), q, q, layout="bshd")
 
 

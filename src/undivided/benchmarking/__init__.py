@@ -1,12 +1,13 @@
-"""Benchmarks: interleaved, verified before anything is timed, and held against what the machine can do at most.
+"""Benchmarks: results are verified before they are timed, competitors alternate, the peak of the machine is measured.
 
-catalogue    what is timed, and the goals           competitors, onnx   who takes part
-timing       turns, medians, disturbed runs         peak                what the machine can do
-runs         one problem, from tensors to figures   overhead, memory    what a call costs, what it holds
-suites       all of it, into one report             report              the report as tables and Markdown
-tasks        one problem in a process of its own    __main__            all of it without the command line's packages
+    catalogue    problems and goals                     competitors, onnx   the implementations that are timed
+    timing       turns, medians, disturbed runs         peak                the peak rates of the machine
+    runs         one problem, from tensors to figures   overhead, memory    cost of a call, peak memory
+    suites       all problems, into one report          report              the report as tables and Markdown
+    tasks        one problem in a separate process      __main__            the benchmarks with torch alone
+    ranks        measured ranks from a report           tuning              tile sizes of the Triton kernels
 
-Machines are shared and noisy: compare figures of one run with each other, not with those of another.
+Machines are shared and noisy: compare figures only with figures of the same run.
 """
 
 from __future__ import annotations

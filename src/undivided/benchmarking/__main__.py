@@ -1,11 +1,11 @@
-"""Benchmarks without the command line's packages, for a machine that has torch and nothing else:
+"""Benchmarks for a machine that has torch and none of the packages of the command line:
 
     python -m undivided.benchmarking --device cuda --json benchmark.json
 
-Each problem runs in a process that is replaced when a kernel breaks or hangs it, problems that stand for others first,
-and the report is written after each, so that a run that is cut off keeps what it has; --resume goes on from there. With
---warm, all kernels are compiled before anything is timed, side by side. With --ranks the rates go into a table for
-selection (see `undivided ranks`). `undivided bench` is the same with tables and a progress bar.
+The problems run in a separate process, which is replaced if a kernel faults or hangs; those of --quick come first. The
+report is written after every problem, so an interrupted run keeps its results, and --resume continues it. With --warm
+all kernels are compiled in parallel before anything is timed. With --ranks the rates are added to a table for selection
+(see `undivided ranks`). `undivided bench` does the same with tables and a progress bar.
 """
 
 from __future__ import annotations
@@ -22,50 +22,53 @@ from typing import Any
 from undivided._measured import read
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
-from undivided.benchmarking.competitors import rivals
+from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.ranks import add
-from undivided.benchmarking.suites import begun
-from undivided.benchmarking.tasks import OTHERS, Task, settings, timed, warmed
+from undivided.benchmarking.suites import empty_report
+from undivided.benchmarking.tasks import OTHERS, Task, compile_task, run_task, settings
 from undivided.verification import workers
 
-PATIENCE = 240.0
-"""Seconds that one problem may take, compiling included, before its process is ended."""
+TASK_SECONDS = 240.0
+"""Time limit of one problem, compiling included."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--suite", action="append", choices=(*SUITES, *GPU_SUITES), help="the GPU's if not given")
-    parser.add_argument("--filter", default="", help="only what has this in suite/name")
-    parser.add_argument("--quick", action="store_true", help="only problems that stand for others")
-    parser.add_argument("--json", type=Path, help="write the report here, after every problem")
-    parser.add_argument("--ranks", type=Path, metavar="FILE", help="put the rates into this table for selection")
-    parser.add_argument("--resume", action="store_true", help="keep the cases of the report, run the rest")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="end after this time")
-    parser.add_argument("--patience", type=float, default=0.5, help="seconds of timing for one problem")
-    parser.add_argument("--warm", type=int, default=0, metavar="JOBS", help="compile first, in so many processes")
+    parser.add_argument(
+        "--suite", action="append", choices=(*SUITES, *GPU_SUITES), help="may be repeated; default: the GPU suites"
+    )
+    parser.add_argument("--filter", default="", help="run only problems whose suite/name contains this text")
+    parser.add_argument("--quick", action="store_true", help="run only a representative selection")
+    parser.add_argument("--json", type=Path, help="write the report to this file, after every problem")
+    parser.add_argument("--ranks", type=Path, metavar="FILE", help="add the rates to this table for selection")
+    parser.add_argument("--resume", action="store_true", help="keep the problems of the report and run the rest")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
+    parser.add_argument("--patience", type=float, default=0.5, help="seconds of timing per problem")
+    parser.add_argument(
+        "--warm", type=int, default=0, metavar="JOBS", help="compile all kernels first, in this number of processes"
+    )
     return parser
 
 
 def main() -> int:
-    """Run a suite, print its tables as Markdown, write the report; 1 where we were wrong, 2 where something was not
-    run."""
+    """Run the command; the exit code is 1 if one of our results was wrong, 2 if something was not run."""
     given = _parser().parse_args()
-    until = time.monotonic() + given.seconds
+    deadline = time.monotonic() + given.seconds
     if given.ranks is not None:
-        read(given.ranks)  # what is no table is found before minutes are spent
+        read(given.ranks)  # fail before minutes are spent if the file is not a table
     planned = plan(given.suite or GPU_SUITES, filter=given.filter, quick=given.quick)
-    backends = rivals(given.device)
-    report = _report(given, begun(planned, settings(given.device, backends, given.patience)))
-    known = {(case["suite"], case["name"]) for case in report["cases"]}
+    backends = selectable_backends(given.device)
+    report = _report(given, empty_report(planned, settings(given.device, backends, given.patience)))
+    done_before = {(case["suite"], case["name"]) for case in report["cases"]}
     tasks = [
         Task(one.suite, one.name, given.device, backends, given.patience)
         for one in sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda one: not one.quick)
-        if (one.suite, one.name) not in known
+        if (one.suite, one.name) not in done_before
     ]
     if given.warm:
-        _warm(tasks, given.warm, until - time.monotonic())
-    for done in workers.work(tasks, timed, patience=PATIENCE, seconds=max(until - time.monotonic(), 0.0)):
+        _warm(tasks, given.warm, deadline - time.monotonic())
+    for done in workers.work(tasks, run_task, task_seconds=TASK_SECONDS, seconds=max(deadline - time.monotonic(), 0.0)):
         task = done.task
         if done.value is None:
             report["failed"][f"{task.suite}/{task.name}"] = done.failure
@@ -74,35 +77,37 @@ def main() -> int:
             report["cases"].append(done.value)
             _print_wrong(done.value)
         _write(given.json, report)
-    left = len(tasks) + len(known) - len(report["cases"]) - len(report["failed"])
+    left = len(tasks) + len(done_before) - len(report["cases"]) - len(report["failed"])
     report["interrupted"] = left > 0
     _write(given.json, report)
     if given.ranks is not None:
-        kept = given.json.name if given.json is not None else "a report that was not kept"
+        kept = given.json.name if given.json is not None else "a report that was not saved"
         print(f"{given.ranks}: {add(report, kept, given.ranks)}", file=sys.stderr)
     print(markdown(report))
     if left:
-        print(f"not run: {left} (the time was over; --resume runs the rest)")
+        print(f"not run: {left} (time limit; --resume runs the rest)")
     return 1 if report["failed"] or any(map(_is_wrong, report["cases"])) else 2 if left else 0
 
 
 def _warm(tasks: list[Task], jobs: int, seconds: float) -> None:
-    """Compile for at most half of the time that is left."""
+    """Compile the kernels of all tasks, in at most half of the time that is left."""
     start, count = time.monotonic(), 0
-    for _ in workers.work(tasks, warmed, jobs=jobs, patience=PATIENCE, seconds=seconds / 2):
+    for _ in workers.work(tasks, compile_task, jobs=jobs, task_seconds=TASK_SECONDS, seconds=seconds / 2):
         count += 1
     took = time.monotonic() - start
     print(f"compiled for {count} of {len(tasks)} problems in {took:.0f} s", file=sys.stderr, flush=True)
 
 
 def _report(given: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any]:
+    """The report to continue with --resume, otherwise the fresh one."""
     if not given.resume or given.json is None or not given.json.exists():
         return fresh
-    found: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
-    return found | {"failed": {}}
+    report: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
+    return report | {"failed": {}}
 
 
 def _write(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Replace the file atomically."""
     if path is not None:
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -120,8 +125,8 @@ def _is_wrong(case: Mapping[str, Any]) -> bool:
 def _print_wrong(case: Mapping[str, Any]) -> None:
     for entry in _ours(case):
         if not entry["ok"]:
-            words = entry.get("note") or entry["errors"]
-            print(f"WRONG {case['suite']}/{case['name']} {entry['name']}: {words}", flush=True)
+            text = entry.get("note") or entry["errors"]
+            print(f"WRONG {case['suite']}/{case['name']} {entry['name']}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Who takes part in a benchmark: the library's choice, backends asked for, and what else computes the same.
+"""The competitors of a benchmark: the library's choice, requested backends, and other implementations.
 
-Every competitor is given the problem as it likes it best (its own layout, masks and block structures built beforehand),
-and offers a call to be timed and its results to be judged. What it cannot compute it is absent from, with the reason.
+Every competitor gets the problem in its own best form (layout, masks and block structures are built in advance). It has
+a call that is timed, and results that are verified. A competitor that cannot compute a problem is absent, with a
+reason.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from undivided.verification.cases import Case
 from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build
 
-__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare", "rivals"]
+__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare", "selectable_backends"]
 
 OTHERS = ("sdpa", "math", "onnxruntime", "flex")
-"""Competitors that are not backends of this library; "flex" compiles for seconds and takes part only when asked for."""
+"""Competitors that are not backends of this library; "flex" compiles for seconds and is timed only if requested."""
 
-_attend: Callable[..., Tensor] = scaled_dot_product_attention  # called with tuples and dictionaries
+_attend: Callable[..., Tensor] = scaled_dot_product_attention  # typed for calls with tuples and dictionaries
 
-MOST_SCORES = 1 << 29
-"""Bytes of scores that PyTorch's math path may hold; it holds a few such tables at a time."""
+MAX_SCORE_BYTES = 1 << 29
+"""Largest score matrix of PyTorch's math path in bytes; it holds a few of them at a time."""
 
 
 class Absent(Exception):
-    """Why a competitor does not take part."""
+    """The reason why a competitor does not take part."""
 
 
 @dataclass(frozen=True, eq=False)
 class Competitor:
-    """One that takes part.
+    """One implementation in a benchmark.
 
-    label: what it is, exactly: a backend, a version. prepared: the problem that it computes. call: what is timed.
-    results: "out" and, of a backward, "dq", "dk", "dv", each as [B, heads, S, D].
+    label: the exact implementation: a backend, a version. prepared: the problem. call: the call that is timed.
+    results: computes "out" and, for a backward, "dq", "dk", "dv", each as [B, heads, S, D].
     """
 
     name: str
@@ -72,12 +73,12 @@ class Prepared:
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem that is computed."""
         return self.call.problem
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as [B, H, S, D], without history."""
+        """q, k, v as [B, H, S, D], detached."""
         q, k, v = (x.detach() for x in self.tensors.heads_first(self.problem.layout))
         return q, k, v
 
@@ -88,7 +89,7 @@ class Prepared:
 
 
 def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
-    """Draw the tensors of a benchmark.
+    """The benchmark with its tensors.
 
     >>> from undivided.benchmarking.catalogue import benchmarks
     >>> prepare(benchmarks("small")[0]).problem.q_len
@@ -98,25 +99,25 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     return Prepared(benchmark, inputs, *normalise(Request.of(**inputs.arguments)))
 
 
-def rivals(device: str) -> tuple[str, ...]:
-    """The backends that selection chooses between on this device: what ranks are made of.
+def selectable_backends(device: str) -> tuple[str, ...]:
+    """The backends between which selection chooses on this device; measured ranks are made of these.
 
-    >>> "reference" in rivals("cpu")
+    >>> "reference" in selectable_backends("cpu")
     False
     """
-    unasked = {"reference", "flex"} | ({"triton"} if device == "cpu" else set())  # there it is interpreted
-    return tuple(backend.name for backend in available(device) if backend.name not in unasked)
+    excluded = {"reference", "flex"} | ({"triton"} if device == "cpu" else set())  # interpreted on a CPU
+    return tuple(backend.name for backend in available(device) if backend.name not in excluded)
 
 
 def competitors(
     prepared: Prepared, backends: Sequence[str] = ("native",), others: Sequence[str] = ("sdpa", "math", "onnxruntime")
 ) -> tuple[list[Competitor], dict[str, str]]:
-    """Those that take part, and why each of the rest does not.
+    """The competitors, and the reasons of those that are absent.
 
-    The first is "undivided": one whole call, the backend chosen. A backend that was asked for and is the chosen one is
-    not timed twice.
+    The first is "undivided": a whole call with the backend that it chooses. A requested backend that is the chosen one
+    is not timed twice.
     """
-    found: list[Competitor] = []
+    participants: list[Competitor] = []
     absent: dict[str, str] = {}
     makers: dict[str, Callable[[Prepared], Competitor]] = {"undivided": partial(_ours, backend=None)}
     makers |= {name: partial(_ours, backend=name) for name in backends}
@@ -125,29 +126,27 @@ def competitors(
     makers |= {name: _MAKERS[name] for name in others}
     for name, make in makers.items():
         try:
-            made = make(prepared)
+            competitor = make(prepared)
         except Absent as why:
             absent[name] = str(why)
         except InputError:
             raise
-        except Exception as error:  # a kernel that fails takes no part, and the others are timed
+        except Exception as error:  # a kernel that fails is absent, and the others are timed
             absent[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         else:
-            found.append(made)
-    return found, absent
-
-
-# the library
+            participants.append(competitor)
+    return participants, absent
 
 
 def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> Competitor:
+    """A call of the library with a backend, or with the one that it chooses."""
     arguments = dict(prepared.inputs.arguments)
     decision = decide(prepared.problem, Machine.this(arguments["q"].device), policy(backend))
     if decision.chosen is None:
         raise Absent("; ".join(decision.reasons.get(backend or "", ())) or "no backend can run it")
-    by_itself = decide(prepared.problem, decision.machine, policy(None)).chosen
-    if backend is not None and decision.chosen is by_itself:
-        raise Absent("it is what undivided chose")
+    default = decide(prepared.problem, decision.machine, policy(None)).chosen
+    if backend is not None and decision.chosen is default:
+        raise Absent("undivided chose it")
     call = partial(attention, **arguments, backend=backend)
     layout = prepared.problem.layout
     leaves = tuple(arguments[x] for x in "qkv")
@@ -163,7 +162,7 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
 
 
 def _without(prepared: Prepared, case: Case) -> Competitor:
-    """The same problem without what the case adds, over the same tensors."""
+    """The same tensors without the feature of the case."""
     arguments = {
         **prepared.inputs.arguments,
         "mask": case.mask() if case.mask else None,
@@ -188,43 +187,40 @@ def _competitor(
     grad: Tensor,
     heads_first: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Competitor:
-    """A competitor from its forward; the backward is timed alone, over a graph that is kept."""
+    """A competitor from its forward; a backward is timed alone, on a retained graph."""
     if not prepared.benchmark.backward:
         return Competitor(name, label, prepared, forward, lambda: {"out": heads_first(forward())})
     out = forward()
     call = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
 
     def results() -> dict[str, Tensor]:
-        found = (out.detach(), *call())
-        return {key: heads_first(x) for key, x in zip(("out", "dq", "dk", "dv"), found, strict=True)}
+        quantities = (out.detach(), *call())
+        return {key: heads_first(x) for key, x in zip(("out", "dq", "dk", "dv"), quantities, strict=True)}
 
     return Competitor(name, label, prepared, call, results)
 
 
-# PyTorch
-
-
 def _torch(name: str, prepared: Prepared, forward: Callable[..., Tensor], label: str) -> Competitor:
-    """PyTorch's function on the same memory as [B, H, S, D]."""
+    """PyTorch's function on the same memory, viewed as [B, H, S, D]."""
     leaves = tuple(x.requires_grad_(prepared.benchmark.backward) for x in prepared.heads_first)
     return _competitor(name, label, prepared, partial(forward, *leaves), leaves, prepared.grad_out)
 
 
 def _sdpa(prepared: Prepared) -> Competitor:
     if prepared.problem.packed:
-        return _torch("sdpa", prepared, _documents(prepared), "torch SDPA, a document at a time")
+        return _torch("sdpa", prepared, _documents(prepared), "torch SDPA, one call per document")
     return _torch("sdpa", prepared, partial(_attend, **_sdpa_arguments(prepared)), "torch SDPA")
 
 
 def _math(prepared: Prepared) -> Competitor:
     problem = prepared.problem
     if problem.packed:
-        raise Absent("a document at a time it is as sdpa")
+        raise Absent("one call per document would be the same as sdpa")
     row = problem.batch * problem.heads * problem.kv_len * problem.dtype.itemsize
     expanded = 0 if problem.heads == problem.kv_heads else row * problem.qk_dim
     largest = max(row * problem.q_len, expanded)
-    if largest > MOST_SCORES:
-        raise Absent(f"its tables would take {largest / 2**30:.1f} GiB each")
+    if largest > MAX_SCORE_BYTES:
+        raise Absent(f"its score matrices would take {largest / 2**30:.1f} GiB each")
     arguments = _sdpa_arguments(prepared)
 
     def forward(*tensors: Tensor) -> Tensor:
@@ -235,14 +231,14 @@ def _math(prepared: Prepared) -> Competitor:
 
 
 def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
-    """The problem in the words of PyTorch's function; masks and biases as one tensor, built here."""
+    """The problem as arguments of PyTorch's function; masks and biases become one tensor."""
     problem, call, tensors = prepared.problem, prepared.call, prepared.tensors
     if problem.page_size is not None:
-        raise Absent("it reads no pages")
+        raise Absent("it does not read pages")
     if call.softcap is not None:
         raise Absent("it has no softcap")
     if call.dropout_p:
-        raise Absent("it draws a pattern of its own, which nothing can check")
+        raise Absent("it draws its own dropout pattern, which cannot be verified")
     arguments: dict[str, Any] = {"scale": call.scale, "enable_gqa": problem.heads != problem.kv_heads}
     if problem.mask.kinds == {"causal"} and problem.align != "bottom_right":
         return arguments | {"is_causal": True}
@@ -264,10 +260,10 @@ def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
 
 
 def _documents(prepared: Prepared) -> Callable[..., Tensor]:
-    """One call for each document of a packed batch: the strongest that PyTorch's function offers."""
+    """One call per document of a packed batch, the fastest way with PyTorch's function."""
     kinds, features = prepared.problem.mask.kinds, prepared.problem.features - {"backward"}
     if not kinds <= {"documents", "causal"} or features:
-        raise Absent("a document at a time it is timed on plain and causal documents only")
+        raise Absent("one call per document is timed only on plain and causal documents")
     is_causal = "causal" in kinds
     form = prepared.call.normal_form(prepared.tensors.q.device)
     lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
@@ -301,7 +297,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
     is_causal = problem.mask.kinds == {"causal"}
     extras = problem.features - {"backward"}
     if (problem.mask.kinds and not is_causal) or extras or problem.packed or problem.q_len != problem.kv_len:
-        raise Absent("its MultiHeadAttention is timed on plain and causal problems only")
+        raise Absent("its MultiHeadAttention is timed only on plain and causal problems")
     try:
         attend = onnx.multi_head_attention(prepared.call, prepared.tensors, is_causal)
     except onnx.Unavailable as why:

@@ -1,6 +1,6 @@
-"""Peak resident memory of a forward and a backward over long sequences, each in a process of its own. On Linux only.
+"""Peak resident memory of a forward and a backward over long sequences, each in a separate process; Linux only.
 
-The output is checked against the fp64 oracle on a sample of its rows before the figure counts.
+A sample of the rows of the output is compared with the fp64 oracle before the figure counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = (16 * 1024, 64 * 1024)
 QUICK_LENGTHS = (4 * 1024, 16 * 1024)
 HEAD_SIZE = 32
 GROWTH = 1.25
-"""Memory of the longer sequence over that of the shorter, relative to the lengths, at most: 1 is proportional."""
+"""Largest growth of the memory relative to that of the length: 1 is proportional."""
 
 _PROGRAM = """
 import json, sys
@@ -40,8 +40,7 @@ print(json.dumps(measure(int(sys.argv[1]), sys.argv[2])))
 def memory(
     lengths: Sequence[int] = LENGTHS, dtype: str = "float32", step: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """What causal self-attention of one head adds to the resident memory, for each length, and whether that grows with
-    it.
+    """The resident memory that causal self-attention of one head adds, for each length, and its growth with the length.
 
     Raises:
         RuntimeError: a process failed, its output was wrong, or this is not Linux.
@@ -65,25 +64,25 @@ def memory(
 
 
 def measure(length: int, dtype: str) -> dict[str, Any]:
-    """Run once in this process, which should do nothing else."""
+    """The figures of one length, measured in this process, which should do nothing else."""
 
     def once(length: int) -> tuple[int, list[Tensor], Tensor]:
         q, k, v, grad = (torch.randn(1, 1, length, HEAD_SIZE).to(getattr(torch, dtype)) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         before = _resident()
         out = attention(*leaves, layout="bhsd", mask=masks.causal())
-        found = torch.autograd.grad(out, leaves, grad)
-        assert len(found) == 3  # held until the peak is read
+        gradients = torch.autograd.grad(out, leaves, grad)
+        assert len(gradients) == 3  # kept until the peak is read
         return _peak() - before, leaves, out.detach()
 
-    once(64)  # what is loaded and started once
+    once(64)  # loads libraries and starts threads
     added, leaves, out = once(length)
     with torch.no_grad():
         call, inputs = normalise(Request.of(*leaves, layout="bhsd", mask=masks.causal()))
     sample = sample_of(call, inputs, None)
     error, budget = sample.error("out", out), sample.allowed["out"]
     if not error <= budget:
-        raise RuntimeError(f"the output is wrong: error {error:.1e} where {budget:.1e} is allowed")
+        raise RuntimeError(f"the output is wrong: error {error:.1e}, allowed {budget:.1e}")
     tensors = 4 * length * HEAD_SIZE * out.element_size()
     backend = explain(*leaves, layout="bhsd", mask=masks.causal()).backend.name
     return {
@@ -99,16 +98,16 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
 
 
 def _resident() -> int:
-    """Bytes resident now; the peak starts anew from here.
+    """The resident bytes; resets the peak to this value.
 
-    Source: proc_pid_clear_refs(5): writing 5 resets the peak to what is resident.
+    Source: proc_pid_clear_refs(5): writing 5 resets the peak to the resident size.
     """
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status("VmRSS")
 
 
 def _peak() -> int:
-    """The most bytes resident since `_resident`."""
+    """The peak of the resident bytes since `_resident`."""
     return _status("VmHWM")
 
 

@@ -1,4 +1,4 @@
-"""onnxruntime's MultiHeadAttention as a competitor: a model of one node, built when first needed.
+"""onnxruntime's MultiHeadAttention as a competitor: a model with one node, built when it is first needed.
 
 Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md, com.microsoft.MultiHeadAttention.
 """
@@ -19,16 +19,16 @@ from undivided._request import Tensors
 __all__ = ["Attend", "Unavailable", "multi_head_attention"]
 
 OPSET = 17
-"""Of the standard operators; none is used, and every onnxruntime from 1.12 on knows it."""
+"""Version of the standard operators, of which the model uses none; onnxruntime has it since 1.12."""
 
 
 class Unavailable(Exception):
-    """Why onnxruntime cannot take part."""
+    """The reason why onnxruntime cannot take part."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attend:
-    """A session with its inputs bound: `call` runs it, `out` runs it and gives [B, H, S, Dv]."""
+    """A session with its inputs: `call` runs it, `out` runs it and returns [B, H, S, Dv]."""
 
     label: str
     call: Callable[[], Any]
@@ -36,10 +36,9 @@ class Attend:
 
 
 def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Attend:
-    """onnxruntime on the same numbers, in its own layout [B, S, H * D].
+    """A session of onnxruntime on the same values, in its own layout [B, S, H * D].
 
-    Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0): they would take the cores from
-    whoever's turn comes next.
+    Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0), which would slow the next competitor.
 
     Raises:
         Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
@@ -50,7 +49,7 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
             raise Unavailable(f"{package} is not installed (pip install 'undivided[bench]')")
     if problem.dtype != torch.float32 or problem.device != "cpu":
         raise Unavailable(
-            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device} (it is timed in fp32 on a CPU)"
+            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device} (it is timed only in fp32 on a CPU)"
         )
     import onnxruntime
 
@@ -68,14 +67,14 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
         return session.run(None, feed)[0]
 
     def out() -> Tensor:
-        found: Tensor = torch.from_numpy(run())
-        return found.unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        result: Tensor = torch.from_numpy(run())
+        return result.unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
     return Attend(f"onnxruntime {onnxruntime.__version__} MultiHeadAttention", run, out)
 
 
 def _model(heads: int, scale: float, is_causal: bool) -> bytes:
-    """The model, serialised."""
+    """The serialised model."""
     from onnx import TensorProto, helper
 
     tensors = {

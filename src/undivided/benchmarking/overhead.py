@@ -1,4 +1,4 @@
-"""What a repeated small call of `attention` costs above its backend: normalising, selecting, recording, restoring."""
+"""The overhead of a repeated small call of `attention` over its backend: validation, selection, autograd, layout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from undivided.functional import attention
 from undivided.verification import verify
 
 BUDGET_MICROSECONDS = 15.0
-"""What a repeated small call may cost above the backend's own time."""
+"""Target for the overhead of a repeated small call over its backend."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """One small problem: microseconds of a whole `attention` call, of its backend alone, and of PyTorch's SDPA."""
+    """One small problem: microseconds of an `attention` call, of its backend alone, and of PyTorch's SDPA."""
 
     problem: str
     backend: str
@@ -35,7 +35,7 @@ class Overhead:
 
     @property
     def above_backend(self) -> float:
-        """What normalising, selecting, recording for the backward and restoring cost."""
+        """Microseconds of the call without those of the backend."""
         return self.call - self.backend_alone
 
 
@@ -46,20 +46,20 @@ class _Case(NamedTuple):
 
 
 def overhead(turns: int = 31, calls: int = 200, step: Callable[[str], None] = lambda _: None) -> list[Overhead]:
-    """What a repeated small call costs above its backend, for a few small problems on the CPU. Each is verified first.
+    """The overhead of a repeated small call, for a few small problems on the CPU, each verified first.
 
     Args:
-        turns, calls: each competitor has so many turns of so many calls; a figure is the median over the turns.
-        step: called with the name of each problem as its turn comes.
+        turns, calls: each competitor has `turns` turns of `calls` calls; a figure is the median over the turns.
+        step: called with the name of each problem before it starts.
 
     Raises:
-        RuntimeError: a problem's verification is red.
+        RuntimeError: the result of a problem is outside its error budget.
     """
-    found = []
+    rows = []
     for name, case in _overhead_cases().items():
         step(name)
-        found.append(_overhead(name, case, turns, calls))
-    return found
+        rows.append(_overhead(name, case, turns, calls))
+    return rows
 
 
 def _overhead_cases() -> dict[str, _Case]:
@@ -91,7 +91,7 @@ def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
     backend = select(call.problem, Machine.this(tensors[0].device), policy()).backend
     report = verify(*tensors, **arguments, backends=[backend.name])
     if not report.ok:
-        raise RuntimeError(f"verification is red, so nothing is timed\n{report}")
+        raise RuntimeError(f"the verification failed, so nothing is timed\n{report}")
 
     def alone() -> object:
         with torch.no_grad():
@@ -108,6 +108,6 @@ def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Callable[[], object]:
-    """PyTorch's own call on the same numbers, in the layout that it takes."""
+    """PyTorch's call on the same values, in its own layout."""
     query, key, value = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)

@@ -1,17 +1,14 @@
-"""What a machine can do at most, measured beside every figure, so that figures can be given as a fraction of it.
+"""The peak rates of a machine, measured in the same run as every figure, so that figures can be given as fractions.
 
-- Multiply-adds (fp32): independent multiply-adds in registers on every thread, by the instructions that the native
-kernel uses.
-  Where `UNDIVIDED_ISA` chooses them, half types too: `UNDIVIDED_ISA=avx2` is measured against the peak of AVX2.
-- Matrix products (half types; everything on a GPU): `torch.mm` of large square matrices, which no attention takes part
-in, or
-  the multiply-adds above where these are faster: a processor without fp16 arithmetic computes fp16 in fp32. Matrix
-  units (AMX) do more than twice that from registers alone, at a rate that no product of matrices in memory comes near.
-- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem, which takes
-turns with
-  the competitors, so that what a cache holds of one it holds of the other: alone, a buffer may stay in it. On a GPU a
-  copy between two halves of such a buffer, bytes read and written counted, for that is what its memory does at most; at
-  least 1 GiB, which no cache holds.
+- Multiply-adds (fp32): independent multiply-adds in registers on every thread, with the instructions that the native
+  kernel uses. If `UNDIVIDED_ISA` selects them, half types too: `UNDIVIDED_ISA=avx2` is compared with the peak of AVX2.
+- Matrix products (half types; all dtypes on a GPU): `torch.mm` of large square matrices, or the multiply-adds above if
+  these are faster, because a processor without fp16 arithmetic computes fp16 in fp32. Matrix units (AMX) reach more
+  than twice that rate from registers alone, which no product of matrices in memory comes near.
+- Reads (decoding): one pass of `torch.sum` over a buffer as large as the keys and values of the problem. It alternates
+  with the competitors, so that the caches hold as much of it as of their data; alone, a buffer might stay in a cache.
+  On a GPU, a copy between two halves of a buffer of at least 1 GiB, larger than any cache; bytes read and written
+  count.
 """
 
 from __future__ import annotations
@@ -32,35 +29,36 @@ from undivided.kernels import cpu
 
 BURSTS = 5
 BURST = 0.012
-"""Seconds of a burst of multiply-adds; a probe is the median of five."""
+"""Seconds of a burst of multiply-adds; a probe is the median of five bursts."""
 
 SIDE = 2048
-"""Rows of the matrices of a product: 8 MiB each in half types, beyond which the rate no longer rises."""
+"""Rows of the matrices of a product: 8 MiB per matrix in half types; larger ones reach no higher rate."""
 
 GPU_SIDE = 8192
-"""The same on a GPU: smaller products do not fill it, and take less than the events around them cost."""
+"""Rows of the matrices on a GPU: smaller products do not fill it, and are faster than the events that time them."""
 
 WITNESS_SIDE, WITNESS_PRODUCTS = 256, 20
-"""Of a witness: 128 KiB a matrix, and 0.8 ms on one core."""
+"""Size and number of the products of a witness: 128 KiB per matrix, 0.8 ms on one core."""
 
 TILES = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
-"""The levels of the native library that compute in matrix units."""
+"""The levels of the native library that use matrix units, by dtype."""
 
-COPIED = 1 << 30
-"""Bytes that a copy moves at least: more than twenty times the level-2 cache of a large GPU."""
+MIN_COPY_BYTES = 1 << 30
+"""Smallest copy in bytes: more than twenty times the level-2 cache of a large GPU."""
 
-PATIENCE = 0.1
-"""Seconds after which no further product or read begins; there are at least two."""
+MAX_SECONDS = 0.1
+"""Seconds after which no further product or read starts; there are at least two."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As the native library numbers them."""
+"""The numbers of the dtypes in the native library."""
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One rate of this machine: what it is, in what unit ("FLOP/s" or "B/s"), and how to measure it now.
+    """A peak rate of this machine.
 
-    turn: a call that does `work` and takes turns with competitors; what they are held against then.
+    what: its name. unit: "FLOP/s" or "B/s". measure: measures it now.
+    turn: a call that does `work` and alternates with the competitors; then its rate is the peak.
     """
 
     what: str
@@ -71,7 +69,7 @@ class Probe:
 
 
 def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
-    """The arithmetic peak that attention in this dtype is held against.
+    """The probe of the arithmetic peak for attention in this dtype.
 
     >>> arithmetic(torch.float32).unit
     'FLOP/s'
@@ -82,7 +80,7 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:
         if library.level in TILES[dtype]:
             return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype))
-        if _products_matter(library, dtype):
+        if _products_are_fast(library, dtype):
 
             def faster() -> Reading:
                 return max(matrix_product(dtype), multiply_adds(library, dtype))
@@ -92,7 +90,7 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
 
 
 def tiles() -> Callable[[], object] | None:
-    """For a witness of the matrix unit, where the native library computes on one: products that stay in the caches."""
+    """The call of a witness, matrix products in the caches; None if the native library uses no matrix unit."""
     library = cpu.load()
     if isinstance(library, str) or library.level not in TILES[torch.bfloat16]:
         return None
@@ -101,19 +99,19 @@ def tiles() -> Callable[[], object] | None:
 
 
 @functools.cache
-def _products_matter(library: cpu.Library, dtype: torch.dtype) -> bool:
-    """Whether products are near the rate of multiply-adds: without instructions for the dtype they may take seconds."""
+def _products_are_fast(library: cpu.Library, dtype: torch.dtype) -> bool:
+    """Whether products come near the rate of multiply-adds; without instructions for the dtype they take seconds."""
     return matrix_product(dtype, side=512).rate > 0.3 * multiply_adds(library, dtype).rate
 
 
 def reading(size: int, device: str = "cpu") -> Probe:
-    """The rate at which a buffer of `size` bytes is read.
+    """The probe of the rate at which a buffer of `size` bytes is read.
 
     >>> reading(1 << 20).what
     'read of 1 MiB'
     """
     if device != "cpu":
-        size = max(size, COPIED)
+        size = max(size, MIN_COPY_BYTES)
         return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy(size, device))
     buffer = torch.ones(max(size // 4, 1), device=device)
     name, work = f"read of {round(size / 2**20)} MiB", float(buffer.numel() * buffer.element_size())
@@ -121,46 +119,46 @@ def reading(size: int, device: str = "cpu") -> Probe:
 
 
 def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:
-    """Operations a second of independent multiply-adds on all of torch's threads; a multiply-add is two."""
+    """FLOP/s of independent multiply-adds on all threads of torch; a multiply-add is two operations."""
     code, threads = _DTYPES[dtype], torch.get_num_threads()
     start, repeats = time.perf_counter(), 1 << 15
     library.peak(code, repeats)
     repeats = max(int(repeats * BURST / (time.perf_counter() - start)), 1)
     rates = []
     with ThreadPoolExecutor(threads) as pool:
-        used, begun = time.process_time(), time.perf_counter()
+        cpu_start, start_time = time.process_time(), time.perf_counter()
         for _ in range(BURSTS):
             start = time.perf_counter()
             done = sum(pool.map(lambda _: library.peak(code, repeats), range(threads)))
             rates.append(done / (time.perf_counter() - start))
-        share = (time.process_time() - used) / (time.perf_counter() - begun) / threads
+        share = (time.process_time() - cpu_start) / (time.perf_counter() - start_time) / threads
     return Reading(statistics.median(rates), share)
 
 
 def matrix_product(dtype: torch.dtype, device: str = "cpu", side: int | None = None) -> Reading:
-    """Operations a second of large matrix products."""
+    """FLOP/s of large matrix products."""
     side = side or (SIDE if device == "cpu" else GPU_SIDE)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return _rate(2 * side**3, lambda: torch.mm(a, b), device)
 
 
 def copy(size: int, device: str) -> Reading:
-    """Bytes a second, read and written, of a copy from one half of `size` bytes to the other."""
+    """B/s, read and written, of a copy from one half of `size` bytes to the other."""
     source, target = torch.ones(2, max(size // 2, 1), dtype=torch.uint8, device=device)
     return _rate(2 * source.numel(), lambda: target.copy_(source), device)
 
 
 def read(buffer: Tensor) -> Reading:
-    """Bytes a second of one pass over a buffer."""
+    """B/s of one pass over a buffer."""
     return _rate(buffer.numel() * buffer.element_size(), buffer.sum, buffer.device.type)
 
 
 def _rate(work: float, call: Callable[[], object], device: str) -> Reading:
-    """Work a second by the median of a few calls; the first does not count."""
+    """The work per second, by the median of a few calls after a first one that does not count."""
     call()
     watch, times = stopwatch(device), list[float]()
-    used, begun = time.process_time(), time.perf_counter()
-    while len(times) < 2 or (sum(times) < PATIENCE and len(times) < 3 * BURSTS):
+    cpu_start, start_time = time.process_time(), time.perf_counter()
+    while len(times) < 2 or (sum(times) < MAX_SECONDS and len(times) < 3 * BURSTS):
         times.append(watch(call, 1))
-    share = (time.process_time() - used) / (time.perf_counter() - begun) / torch.get_num_threads()
+    share = (time.process_time() - cpu_start) / (time.perf_counter() - start_time) / torch.get_num_threads()
     return Reading(work / statistics.median(times), share if device == "cpu" else 1.0)

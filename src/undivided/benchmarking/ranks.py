@@ -1,8 +1,7 @@
-"""A report turned into the table that selection orders backends by (`undivided._measured`).
+"""Measured ranks: a benchmark report as the table by which selection orders backends (`undivided._measured`).
 
-Only whole calls of the library count, each under the name of the backend that ran: what was right, in cases that
-nothing disturbed. What trains takes forward and backward together, so a backward counts with the forward of the same
-name.
+Only whole calls of the library count, each for the backend that ran, if the result was right and the run undisturbed.
+Training runs forward and backward, so the time of a backward is added to that of the forward with the same name.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from undivided._measured import Entry, Place, Run, Table
 from undivided._problem import Problem
 from undivided.errors import InputError
 
-__all__ = ["Ranks", "add", "described", "ranks"]
+__all__ = ["Ranks", "add", "describe_place", "ranks"]
 
 Case = Mapping[str, Any]
 BACKWARD = "-backward"
-"""The end of the name of a case that times a backward alone."""
+"""The suffix of the names of cases that time a backward alone."""
 
 
 class Ranks(NamedTuple):
-    """A table, and what was left out of it: why -> names of cases."""
+    """A table of rates, and the names of the cases that it leaves out, by reason."""
 
     table: Table
     left_out: Mapping[str, tuple[str, ...]]
@@ -39,15 +38,15 @@ class Ranks(NamedTuple):
         return "\n".join(lines)
 
 
-class Timed(NamedTuple):
-    """The work of a case, and the seconds that backends took for it."""
+class Timing(NamedTuple):
+    """The work of a case, and the seconds that each backend took for it."""
 
     work: float
     seconds: Mapping[str, float]
 
 
-def described(problem: Problem, machine: Machine) -> dict[str, Any] | None:
-    """Where a problem stands in a table, and its work, for a report."""
+def describe_place(problem: Problem, machine: Machine) -> dict[str, Any] | None:
+    """The place of a problem in the table, and its work, for a report; None if it has no place."""
     at = _measured.place(problem, machine)
     return None if at is None else {**at._asdict(), "operations_or_bytes": _measured.work(problem)}
 
@@ -56,62 +55,63 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
     """The rates of a report.
 
     Args:
-        report: what `execute` returned, or what ``--json`` wrote.
-        name: of the file it lies in, for those who ask where a figure comes from.
+        report: the result of `execute`, or the contents of a file that ``--json`` wrote.
+        name: the name of that file, which the table keeps as the source of the figures.
 
     Raises:
-        InputError: it is no such report, or one of a version that did not note what was asked.
+        InputError: it is not such a report, or one of a version that did not store the problems.
     """
     try:
         run = _run(report, name)
-        found, left_out = _gathered(report["cases"])
+        timings, left_out = _gather(report["cases"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} (no {error})") from None
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for at, timed in found.items():
-        if rates := dict(_rates(timed)):
+    for at, place_timings in timings.items():
+        if rates := dict(_rates(place_timings)):
             table.setdefault(at.kind, {})[at.length, at.work] = Entry(run, rates)
     return Ranks(table, {why: tuple(names) for why, names in left_out.items()})
 
 
 def add(report: Mapping[str, Any], name: str, path: Path) -> Ranks:
-    """Put the rates of a report into the table at `path`, in place of what it has for the same problems.
+    """The rates of a report, after they replaced those of the same problems in the table at `path`.
 
     Raises:
-        InputError: as `ranks`; or the file is there and no table.
+        InputError: as for `ranks`, or the file exists and is not a table.
     """
-    found = ranks(report, name)
-    _measured.write(path, _measured.merged(_measured.read(path), found.table))
-    return found
+    new = ranks(report, name)
+    _measured.write(path, _measured.merged(_measured.read(path), new.table))
+    return new
 
 
 def _run(report: Mapping[str, Any], name: str) -> Run:
+    """The source of the figures of a report."""
     machine = report["machine"]
     threads = machine["threads"]
-    what = machine.get("gpu") or f"{machine['processor']}, {threads} thread{'' if threads == 1 else 's'}"
-    return Run(report["when"], what, str(report["commit"]), machine["torch"], name)
+    device = machine.get("gpu") or f"{machine['processor']}, {threads} thread{'' if threads == 1 else 's'}"
+    return Run(report["when"], device, str(report["commit"]), machine["torch"], name)
 
 
-def _gathered(cases: Sequence[Case]) -> tuple[dict[Place, list[Timed]], dict[str, list[str]]]:
-    """What was timed at each place; and why -> which cases were left out."""
-    named = {case["name"]: case for case in cases}
-    found: dict[Place, list[Timed]] = defaultdict(list)
+def _gather(cases: Sequence[Case]) -> tuple[dict[Place, list[Timing]], dict[str, list[str]]]:
+    """The timings at each place, and the names of the cases that are left out, by reason."""
+    by_name = {case["name"]: case for case in cases}
+    timings: dict[Place, list[Timing]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for case in cases:
-        times = _times(case, named)
+        times = _times(case, by_name)
         if isinstance(times, str):
             left_out[times].append(case["name"])
         else:
             place = dict(case["place"])
             work = place.pop("operations_or_bytes")
-            found[Place(**place)].append(Timed(work, times))
-    return found, left_out
+            timings[Place(**place)].append(Timing(work, times))
+    return timings, left_out
 
 
 def _times(case: Case, cases: Mapping[str, Case]) -> dict[str, float] | str:
-    """Seconds by backend; or why the case is left out."""
+    """The seconds by backend, or the reason why the case is left out."""
     if case.get("place") is None:
-        return "their report does not say what was asked, or on what architecture"
+        return "the report does not name the problem or the architecture"
     if case["rate"]["contended"]:
         return "disturbed"
     own = dict(_right(case))
@@ -119,27 +119,27 @@ def _times(case: Case, cases: Mapping[str, Case]) -> dict[str, float] | str:
         return own
     forward = cases.get(case["name"].removesuffix(BACKWARD))
     if forward is None or forward["rate"]["contended"] or _sizes(forward) != _sizes(case):
-        return "no undisturbed forward beside the backward"
+        return "no undisturbed forward for the backward"
     also = dict(_right(forward))
     return {name: time + also[name] for name, time in own.items() if name in also}
 
 
 def _sizes(case: Case) -> str:
-    """The problem without what it needs of a backend."""
+    """The text of a problem without the features that it needs."""
     return str(case["problem"]).partition("; needs ")[0]
 
 
 def _right(case: Case) -> Iterator[tuple[str, float]]:
-    """(backend, seconds) of the library's own calls that gave the right answer: those labelled with their backend."""
+    """(backend, seconds) of the library's own calls with a right result: their labels are names of backends."""
     for entry in case["entries"]:
         if entry["ok"] and "seconds" in entry and entry["name"] in ("undivided", entry["label"]):
             yield entry["label"], entry["seconds"]
 
 
-def _rates(timed: Sequence[Timed]) -> Iterator[tuple[str, float]]:
-    """Rates by backend over all the cases of one place; one that sat one of them out is not comparable."""
-    work = sum(one.work for one in timed)
-    for name in timed[0].seconds:
-        if all(name in one.seconds for one in timed):
-            rate = work / sum(one.seconds[name] for one in timed)
+def _rates(timings: Sequence[Timing]) -> Iterator[tuple[str, float]]:
+    """The rates by backend over all cases of one place; a backend without one of the cases is left out."""
+    work = sum(timing.work for timing in timings)
+    for name in timings[0].seconds:
+        if all(name in timing.seconds for timing in timings):
+            rate = work / sum(timing.seconds[name] for timing in timings)
             yield name, float(f"{rate:.4g}")

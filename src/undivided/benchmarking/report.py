@@ -1,4 +1,4 @@
-"""A report as tables: for the terminal, and as Markdown for a page. Both show the same cells."""
+"""A report as tables, for the terminal and as Markdown, with the same cells."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TITLES = {
 }
 
 WORST = 8
-"""Small problems over their goal that are named."""
+"""Number of small problems over their goal that are listed."""
 
 
 class Cell(NamedTuple):
-    """A text, and whether it is "good", "bad" or neither."""
+    """A text, and its tone: "good", "bad" or neither."""
 
     text: str
     tone: str = ""
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """One suite. The first column is text, and so is the last where it is called goal; the rest are numbers."""
+    """One suite. The first column is text, and so is a last column called goal; all others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -56,29 +56,35 @@ class Table:
 def tables(report: Report) -> list[Table]:
     """The tables of a report, one for every suite in it.
 
+    Args:
+        report: the result of `execute`.
+
     Raises:
-        InputError: it is no report, or one of another version.
+        InputError: it is not a report, or one of another version.
     """
     if not isinstance(report, Mapping) or report.get("schema") != SCHEMA:
-        found = report.get("schema") if isinstance(report, Mapping) else type(report).__name__
-        raise InputError("report", f"be one of schema {SCHEMA}, written by this version's bench", repr(found))
+        schema = report.get("schema") if isinstance(report, Mapping) else type(report).__name__
+        raise InputError("report", f"have schema {SCHEMA}, that of this version's bench", repr(schema))
     suites = dict.fromkeys(case["suite"] for case in report["cases"])
-    made = [
-        (_small if suite == "small" else _of_cases)(suite, [x for x in report["cases"] if x["suite"] == suite])
+    result = [
+        (_small if suite == "small" else _case_table)(suite, [x for x in report["cases"] if x["suite"] == suite])
         for suite in suites
     ]
     if "overhead" in report:
-        made.append(_overhead(report["overhead"]))
+        result.append(_overhead(report["overhead"]))
     if "memory" in report:
-        made.append(_memory(report["memory"]))
-    return made
+        result.append(_memory(report["memory"]))
+    return result
 
 
 def markdown(report: Report) -> str:
-    """The tables as Markdown, below a line that says where and when.
+    """The tables of a report as Markdown, after a line with the machine and the date.
+
+    Args:
+        report: the result of `execute`.
 
     Raises:
-        InputError: as `tables`.
+        InputError: as for `tables`.
     """
     parts = [f"{headline(report)}\n"]
     for table in tables(report):
@@ -91,7 +97,7 @@ def markdown(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Where and when, in one line."""
+    """The machine, the versions and the date, in one line."""
     machine = report["machine"]
     isa = machine["native"] + (" (forced)" if machine["UNDIVIDED_ISA"] else "")
     parts = [
@@ -102,7 +108,7 @@ def headline(report: Report) -> str:
     ]
     parts += [f"onnxruntime {machine['onnxruntime']}"] if machine["onnxruntime"] else []
     parts += [f"commit {report['commit']}"] if report["commit"] else []
-    parts += ["a quick run"] if report["quick"] else []
+    parts += ["quick run"] if report["quick"] else []
     parts += ["interrupted"] if report["interrupted"] else []
     return ", ".join([*parts, report["when"][:10]])
 
@@ -111,10 +117,8 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
 
 
-# suites of single problems
-
-
-def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
+def _case_table(suite: str, cases: Sequence[Case]) -> Table:
+    """The table of a suite of single problems."""
     others = dict.fromkeys(entry["name"] for case in cases for entry in case["entries"])
     others.pop("undivided", None)
     reads = any(case["bytes"] for case in cases)
@@ -123,20 +127,20 @@ def _of_cases(suite: str, cases: Sequence[Case]) -> Table:
     peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
     best = {what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks}
     unit = "B/s" if reads else "FLOP/s"
-    named = f"; {', '.join(map(_short, others))}: times our time" if others else ""
-    notes = [f"{columns[2]}: fraction of it{named}."]
+    ratios = f"; {', '.join(map(_short, others))}: their time / our time" if others else ""
+    notes = [f"{columns[2]}: fraction of the peak below{ratios}."]
     notes += [f"Peaks: {', '.join(f'{what} {human(rate, unit)}' for what, rate in best.items())}."]
-    return Table(TITLES[suite], columns, rows, (*notes, *_contended_note(cases)))
+    return Table(TITLES[suite], columns, rows, (*notes, *_contention_note(cases)))
 
 
 def _short(name: str) -> str:
-    """A competitor's name as it fits above a column."""
+    """The name of a competitor as a column title."""
     return name.replace("onnxruntime", "onnx")
 
 
-def _contended_note(cases: Sequence[Case]) -> list[str]:
+def _contention_note(cases: Sequence[Case]) -> list[str]:
     if any(case["rate"]["contended"] for case in cases):
-        return ["~ the machine was busy with something else in every attempt."]
+        return ["~ other load on the machine disturbed every attempt."]
     return []
 
 
@@ -153,7 +157,7 @@ def _row(case: Case, others: Iterable[str]) -> tuple[Cell, ...]:
 
 
 def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
-    """How many times our time another takes."""
+    """The time of a competitor divided by ours."""
     if entry is None:
         return Cell("")
     if not entry["ok"]:
@@ -162,14 +166,14 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
 
 
 def _goals(case: Case) -> Cell:
-    found = case.get("goals", ())
-    words = [f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in found]
-    good = all(goal["met"] for goal in found)
-    return Cell(", ".join(words), "" if not words else "good" if good else "bad")
+    goals = case.get("goals", ())
+    texts = [f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in goals]
+    good = all(goal["met"] for goal in goals)
+    return Cell(", ".join(texts), "" if not texts else "good" if good else "bad")
 
 
 def missed(goal: Mapping[str, Any]) -> str:
-    """By how much a goal is missed.
+    """The distance by which a goal is missed.
 
     >>> missed({"short": 0.12})
     '-12 %'
@@ -177,11 +181,8 @@ def missed(goal: Mapping[str, Any]) -> str:
     return f"-{100 * goal['short']:.0f} %"
 
 
-# the others
-
-
 def _small(suite: str, cases: Sequence[Case]) -> Table:
-    """A row for each dtype and direction; the problems furthest over their goal are named."""
+    """One row for each dtype and direction; the problems furthest over their goal are listed."""
     groups: dict[tuple[str, bool], list[Case]] = {}
     for case in cases:
         groups.setdefault((case["name"].partition("-")[0], case["backward"]), []).append(case)
@@ -206,25 +207,25 @@ def _small(suite: str, cases: Sequence[Case]) -> Table:
                 Cell(f"{len(wrong)}", "bad" if wrong else ""),
             )
         )
-    notes = ["Goal: at most 1.05 times PyTorch's SDPA plus 15 us; x sdpa is the median."]
+    notes = ["Goal: at most 1.05 x PyTorch's SDPA + 15 us; x sdpa is the median of its time / ours."]
     over = [
         (goal["found"] - goal["wanted"], case) for case in cases for goal in case.get("goals", ()) if not goal["met"]
     ]
     over.sort(key=lambda pair: pair[0], reverse=True)
     if over:
         notes.append(
-            "Furthest over it: " + ", ".join(f"{case['name']} by {span(by)}" for by, case in over[:WORST]) + "."
+            "Furthest over the goal: " + ", ".join(f"{case['name']} by {span(by)}" for by, case in over[:WORST]) + "."
         )
     return Table(
         TITLES[suite],
         ("problems", "count", "within goal", "x sdpa", "wrong"),
         tuple(rows),
-        (*notes, *_contended_note(cases)),
+        (*notes, *_contention_note(cases)),
     )
 
 
-def _overhead(found: Mapping[str, Any]) -> Table:
-    limit = found["budget_microseconds"]
+def _overhead(study: Mapping[str, Any]) -> Table:
+    limit = study["budget_microseconds"]
     rows = tuple(
         (
             Cell(row["problem"]),
@@ -233,31 +234,31 @@ def _overhead(found: Mapping[str, Any]) -> Table:
             Cell(f"{row['above_backend']:.1f}", "good" if row["above_backend"] < limit else "bad"),
             Cell("" if row["sdpa"] is None else f"{row['sdpa']:.1f}"),
         )
-        for row in found["problems"]
+        for row in study["problems"]
     )
     note = (
-        f"Medians of {found['turns']} turns of {found['calls']} calls, one thread. Goal: below "
-        f"{limit:g} above the backend."
+        f"Medians of {study['turns']} turns of {study['calls']} calls on one thread. Goal: less than {limit:g} us "
+        "above the backend."
     )
-    return Table(TITLES["overhead"], ("microseconds", "call", "backend alone", "above it", "torch SDPA"), rows, (note,))
+    return Table(TITLES["overhead"], ("microseconds", "call", "backend alone", "overhead", "torch SDPA"), rows, (note,))
 
 
-def _memory(found: Sequence[Mapping[str, Any]]) -> Table:
+def _memory(measured: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
-    for row in found:
+    for row in measured:
         growth = Cell("") if "growth" not in row else Cell(f"{row['growth']:.2f}", "good" if row["met"] else "bad")
         rows.append(
             (Cell(f"{row['tokens']}"), Cell(human(row["bytes"], "B")), Cell(human(row["tensors"], "B")), growth)
         )
     note = (
-        "Forward and backward of one causal head, above what the process held before; tensors: the output "
-        "and the gradients. Growth is relative to the tokens: 1 is proportional."
+        "Forward and backward of one causal head, above the memory before the call; tensors: the output and the "
+        "gradients. Growth is relative to the number of tokens: 1 is proportional."
     )
     return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
 
 
 def span(seconds: float) -> str:
-    """``span(0.00123)`` -> ``'1.23 ms'``."""
+    """A time with its unit: ``span(0.00123)`` is ``'1.23 ms'``."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -265,7 +266,7 @@ def span(seconds: float) -> str:
 
 
 def human(count: float, unit: str) -> str:
-    """``human(3.1e11, "FLOP/s")`` -> ``'310 GFLOP/s'``."""
+    """A count with its unit: ``human(3.1e11, "FLOP/s")`` is ``'310 GFLOP/s'``."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {prefix}{unit}"

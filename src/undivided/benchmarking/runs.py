@@ -1,7 +1,6 @@
 """A benchmark, from its tensors to its figures: prepare, verify, time between probes, compare with the goal.
 
-A competitor whose results are outside the error budget is not timed. What comes out are plain values that JSON can
-hold.
+A competitor whose results are outside the error budget is not result. The results are plain values for JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from undivided.benchmarking import peak, timing
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
-from undivided.benchmarking.ranks import described
+from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.verification.sample import Sample, sample_of
 
@@ -31,12 +30,17 @@ Case = dict[str, Any]
 
 @dataclass(eq=False)
 class Settings:
-    """How to run.
+    """The settings of a run.
 
-    backends: of ours, timed beside the chosen one. others: who else takes part. device: "cpu" or "cuda".
-    patience: seconds of timing for one benchmark, and for a small one. attempts: how often a disturbed run is made at
-        most.
-    watch: takes the time. best: the largest that each probe has shown so far.
+    Attributes:
+        backends: our backends that are timed in addition to the chosen one.
+        others: the other competitors.
+        device: "cpu" or "cuda".
+        patience: seconds of timing per benchmark.
+        small_patience: seconds of timing per benchmark of the suite "small".
+        attempts: largest number of attempts if a run is disturbed.
+        watch: the stopwatch; None is that of the device.
+        best: the largest rate of each probe so far.
     """
 
     backends: Sequence[str] = ("native",)
@@ -49,97 +53,98 @@ class Settings:
     best: dict[str, float] = field(default_factory=dict)
 
     def hurried(self) -> Settings:
-        """The same for a quick run."""
+        """The same settings for a quick run."""
         return dataclasses.replace(self, patience=0.3, small_patience=0.03, attempts=2)
 
     @functools.cached_property
     def witness(self) -> timing.Witness | None:
-        """One for all runs: it remembers its best."""
+        """The witness, one for all runs, because it stores its best time; None without a matrix unit."""
         call = peak.tiles() if self.device == "cpu" else None
         return timing.Witness(call) if call else None
 
     def race(self, competitors: Mapping[str, timing.Call], patience: float) -> timing.Race:
-        """Competitors in turns."""
+        """The times of alternating competitors."""
         return timing.race(competitors, patience, self.stopwatch, self.witness, self.attempts)
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """The given one, or that of the device."""
+        """`watch`, or the stopwatch of the device."""
         return self.watch or timing.stopwatch(self.device)
 
 
 def run(benchmark: Benchmark, settings: Settings) -> Case:
-    """Time one benchmark.
+    """The case that a benchmark reports: its figures, as plain values for JSON.
 
     >>> from undivided.benchmarking.catalogue import benchmarks
     >>> from undivided.benchmarking.runs import Settings
-    >>> found = run(benchmarks("small")[0], Settings(backends=(), others=("sdpa",), patience=0.001, attempts=1))
-    >>> [entry["name"] for entry in found["entries"]], found["entries"][0]["ok"]
+    >>> case = run(benchmarks("small")[0], Settings(backends=(), others=("sdpa",), patience=0.001, attempts=1))
+    >>> [entry["name"] for entry in case["entries"]], case["entries"][0]["ok"]
     (['undivided', 'sdpa'], True)
     """
     prepared = _competitors.prepare(benchmark, settings.device)
-    found, absent = _competitors.competitors(prepared, settings.backends, settings.others)
-    entries, right = _verified(found)
+    participants, absent = _competitors.competitors(prepared, settings.backends, settings.others)
+    entries, right = _verify(participants)
     probe = _probe(prepared, settings)
     calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
     if probe.turn is not None:
         calls[probe.what] = probe.turn
-    timed = _steadily(lambda: settings.race(calls, settings.patience), probe, settings)
-    seconds, turns, slowed = timed.value
-    used = probe.work / seconds[probe.what] if probe.turn is not None else timed.peak
+    result = _measure_steadily(lambda: settings.race(calls, settings.patience), probe, settings)
+    seconds, turns, slowed = result.value
+    used = probe.work / seconds[probe.what] if probe.turn is not None else result.peak
     rate = {
         "what": probe.what,
         "unit": probe.unit,
-        "before": timed.before.rate,
-        "after": timed.after.rate,
-        "share": min(timed.before.share, timed.after.share),
+        "before": result.before.rate,
+        "after": result.after.rate,
+        "share": min(result.before.share, result.after.share),
         "used": used,
-        "attempts": timed.attempts,
-        "contended": timed.contended or slowed,
+        "attempts": result.attempts,
+        "contended": result.contended or slowed,
     }
-    case = _described(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
+    case = _describe(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
         problem = prepared.problem
         case["share_of_pairs"] = _pairs(prepared) / (problem.batch * problem.q_len * problem.kv_len)
-    _with_figures(case, seconds, benchmark)
+    _add_figures(case, seconds, benchmark)
     return case
 
 
 def run_small(
     group: Sequence[Benchmark], settings: Settings, step: Callable[[str], None] = lambda _: None
 ) -> list[Case]:
-    """Time small benchmarks between one pair of probes: a probe takes longer than they do.
+    """The cases of small benchmarks, timed between one pair of probes, because a probe takes longer than they do.
 
-    step: called with the name of each as its turn to be verified comes.
+    step: called with the name of each benchmark before it is verified.
     """
     ready = []
     for benchmark in group:
         step(f"{benchmark.suite}: {benchmark.name}")
         prepared = _competitors.prepare(benchmark, settings.device)
-        found, absent = _competitors.competitors(prepared, settings.backends, ("sdpa",))
-        entries, right = _verified(found)
+        participants, absent = _competitors.competitors(prepared, settings.backends, ("sdpa",))
+        entries, right = _verify(participants)
         ready.append(
             (
-                _described(prepared) | {"entries": entries, "absent": absent},
+                _describe(prepared) | {"entries": entries, "absent": absent},
                 {competitor.name: competitor.call for competitor in right},
             )
         )
 
-    def all_of_them() -> list[timing.Race]:
+    def race_all() -> list[timing.Race]:
         return [settings.race(calls, settings.small_patience) for _, calls in ready]
 
     probe = peak.arithmetic(group[0].dtype, settings.device)
-    timed = _steadily(all_of_them, probe, settings)
-    for (case, _), (seconds, turns, slowed), benchmark in zip(ready, timed.value, group, strict=True):
-        case |= {"turns": turns, "rate": {"contended": timed.contended or slowed, "attempts": timed.attempts}}
-        _with_figures(case, seconds, benchmark)
+    result = _measure_steadily(race_all, probe, settings)
+    for (case, _), (seconds, turns, slowed), benchmark in zip(ready, result.value, group, strict=True):
+        case |= {"turns": turns, "rate": {"contended": result.contended or slowed, "attempts": result.attempts}}
+        _add_figures(case, seconds, benchmark)
     return [case for case, _ in ready]
 
 
-def _steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:
-    found = timing.steady(measure, probe.measure, settings.best.get(probe.what, 0.0), settings.attempts)
-    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), found.before.rate, found.after.rate)
-    return found
+def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:
+    """The measurement between two probes; stores the best rate of the probe."""
+    result = timing.steady(measure, probe.measure, settings.best.get(probe.what, 0.0), settings.attempts)
+    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), result.before.rate, result.after.rate)
+    return result
 
 
 def _probe(prepared: Prepared, settings: Settings) -> Probe:
@@ -148,49 +153,44 @@ def _probe(prepared: Prepared, settings: Settings) -> Probe:
     return peak.arithmetic(prepared.problem.dtype, settings.device)
 
 
-# verification
-
-
-def _verified(found: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
-    """An entry for each competitor, and those whose results are right."""
+def _verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
+    """An entry for each competitor, and the competitors whose results are within the budget."""
     samples: dict[Prepared, Sample] = {}
     entries, right = [], []
-    for competitor in found:
+    for competitor in participants:
         prepared = competitor.prepared
         if prepared not in samples:
             grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
             samples[prepared] = sample_of(prepared.call, prepared.tensors, grad)
         entry: Entry = {"name": competitor.name, "label": competitor.label, "note": ""}
-        entry |= _judged(competitor, samples[prepared])
+        entry |= _judge(competitor, samples[prepared])
         entries.append(entry)
         if entry["ok"]:
             right.append(competitor)
     return entries, right
 
 
-def _judged(competitor: Competitor, sample: Sample) -> Entry:
+def _judge(competitor: Competitor, sample: Sample) -> Entry:
     try:
         results = competitor.results()
-        far = {name: sample.error(name, value) for name, value in results.items()}
-    except Exception as error:  # whatever a kernel raises is a finding
+        measured = {name: sample.error(name, value) for name, value in results.items()}
+    except Exception as error:  # whatever a kernel raises is reported
         return {"ok": False, "errors": {}, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
     errors = {
         name: {"error": _finite(error), "budget": sample.allowed[name], "ok": error <= sample.allowed[name]}
-        for name, error in far.items()
+        for name, error in measured.items()
     }
     return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
 
 
-# figures
-
-
-def _described(prepared: Prepared) -> Case:
+def _describe(prepared: Prepared) -> Case:
+    """The fields of a case that describe its problem."""
     benchmark, problem = prepared.benchmark, prepared.problem
     return {
         "suite": benchmark.suite,
         "name": benchmark.name,
         "problem": str(problem),
-        "place": described(problem, Machine.this(prepared.tensors.q.device)),
+        "place": describe_place(problem, Machine.this(prepared.tensors.q.device)),
         "backward": benchmark.backward,
         "operations": operations(prepared),
         "bytes": _bytes_read(prepared) if benchmark.reads else None,
@@ -198,8 +198,7 @@ def _described(prepared: Prepared) -> Case:
 
 
 def operations(prepared: Prepared) -> float:
-    """What the allowed pairs cost: a multiply-add is two, and a backward multiplies five times where a forward does
-    twice."""
+    """The FLOP of the allowed pairs: a multiply-add is two, a forward has two matrix products and a backward five."""
     problem = prepared.problem
     pairs = _pairs(prepared) * problem.heads
     if prepared.benchmark.backward:
@@ -208,8 +207,7 @@ def operations(prepared: Prepared) -> float:
 
 
 def _pairs(prepared: Prepared) -> int:
-    """Allowed pairs of one head, over the batch. A dense mask counts whole: tiles of it are computed and then
-    masked."""
+    """The allowed pairs of one head, over the batch; a dense mask counts in full, because its tiles are computed."""
     problem, call = prepared.problem, prepared.call
     if call.mask.is_full:
         return problem.batch * problem.q_len * problem.kv_len
@@ -219,14 +217,14 @@ def _pairs(prepared: Prepared) -> int:
 
 
 def _bytes_read(prepared: Prepared) -> int:
-    """The keys and values within the lengths, once."""
+    """The bytes of the keys and values within the lengths, each read once."""
     problem = prepared.problem
     row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
     return _pairs(prepared) // max(problem.q_len, 1) * row
 
 
-def _with_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark) -> None:
-    """Add to a case what was timed: seconds, rate, fraction of the peak, times ours; and how the goal fared."""
+def _add_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark) -> None:
+    """Add the figures to a case: seconds, rate, fraction of the peak, ratio to our time, results of the goals."""
     ours = seconds.get("undivided")
     work = case["bytes"] or case["operations"]
     for entry in case["entries"]:
@@ -239,51 +237,53 @@ def _with_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark
 
 
 def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
-    goal, found = benchmark.goal, []
+    goal, results = benchmark.goal, []
     entries = {entry["name"]: entry for entry in case["entries"] if "seconds" in entry}
     ours = entries["undivided"]
     if goal.fraction is not None:
         what = "reads" if benchmark.reads else "peak"
-        found.append(_goal(what, goal.fraction, ours["fraction"]))
+        results.append(_goal(what, goal.fraction, ours["fraction"]))
     for name, factor in goal.faster:
         if name in entries:
-            found.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
+            results.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
     if goal.within is not None and "without" in entries:
-        found.append(_goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True))
-    found += _goals_of_the_kernel(entries, benchmark)
+        results.append(
+            _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
+        )
+    results += _kernel_goals(entries, benchmark)
     if goal.pairs is not None and case.get("share_of_pairs") and "without" in entries:
         predicted = entries["without"]["seconds"] * case["share_of_pairs"]
-        found.append(_goal("x its pairs", goal.pairs, ours["seconds"] / predicted, at_most=True))
+        results.append(_goal("x its pairs", goal.pairs, ours["seconds"] / predicted, at_most=True))
     others = [entry["of_ours"] for name, entry in entries.items() if name not in ("undivided", "without")]
     if goal.best is not None and others:
-        found.append(_goal("x the best other", goal.best, 1 / min(others), at_most=True))
+        results.append(_goal("x the best other", goal.best, 1 / min(others), at_most=True))
     if goal.allowance is not None and "sdpa" in entries:
         allowed = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
-        found.append(_goal("seconds", allowed, ours["seconds"], at_most=True))
-    return found
+        results.append(_goal("seconds", allowed, ours["seconds"], at_most=True))
+    return results
 
 
-def _goals_of_the_kernel(entries: Mapping[str, Entry], benchmark: Benchmark) -> list[dict[str, Any]]:
-    """Those of our own GPU kernel: chosen, or timed beside what was."""
+def _kernel_goals(entries: Mapping[str, Entry], benchmark: Benchmark) -> list[dict[str, Any]]:
+    """The goals of our own GPU kernel, whether it was chosen or timed in addition."""
     goal, chosen = benchmark.goal, entries["undivided"]
     kernel = chosen if chosen["label"] == "triton" else entries.get("triton")
     if kernel is None:
         return []
-    found = [] if goal.kernel is None else [_goal("peak by triton", goal.kernel, kernel["fraction"])]
+    results = [] if goal.kernel is None else [_goal("peak by triton", goal.kernel, kernel["fraction"])]
     for name, factor in goal.kernel_faster:
         if name in entries:
             ratio = entries[name]["seconds"] / kernel["seconds"]
-            found.append(_goal(f"x {name} by triton", factor, ratio))
-    return found
+            results.append(_goal(f"x {name} by triton", factor, ratio))
+    return results
 
 
-def _goal(what: str, wanted: float, found: float, at_most: bool = False) -> dict[str, Any]:
-    """One goal; `short` is how far it is missed, relative to what was wanted."""
-    short = found / wanted - 1 if at_most else 1 - found / wanted
+def _goal(what: str, target: float, measured: float, at_most: bool = False) -> dict[str, Any]:
+    """The result of one goal; `short` is the relative distance by which it is missed."""
+    short = measured / target - 1 if at_most else 1 - measured / target
     return {
         "what": what,
-        "wanted": wanted,
-        "found": found,
+        "wanted": target,
+        "found": measured,
         "at_most": at_most,
         "met": short <= 0,
         "short": max(short, 0.0),

@@ -1,4 +1,4 @@
-"""Suites: which benchmarks run, one after the other, and the report they make."""
+"""Suites: the benchmarks that run, one after the other, and their report."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from undivided.kernels import cpu
 __all__ = ["SCHEMA", "Plan", "execute", "plan"]
 
 SCHEMA = 1
-"""Of the report; it changes when a reader of an older one would misunderstand it."""
+"""Version of the report; it changes when readers of older reports would misunderstand a new one."""
 
 _OVERHEAD = {False: (31, 200), True: (5, 50)}
-"""(turns, calls) of the study of the overhead; True is quick."""
+"""(turns, calls) of the overhead suite; True is quick."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: single problems, groups of small ones, and whether the overhead and the memory are looked at."""
+    """The benchmarks to run: single problems, groups of small ones, and whether overhead and memory are measured."""
 
     single: tuple[Benchmark, ...]
     small: tuple[tuple[Benchmark, ...], ...]
@@ -46,69 +46,83 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """How many steps of progress it takes."""
-        few = 6 * self.overhead + 2 * self.memory
-        return len(self.single) + sum(map(len, self.small)) + few
+        """The number of progress steps."""
+        others = 6 * self.overhead + 2 * self.memory
+        return len(self.single) + sum(map(len, self.small)) + others
 
 
 def plan(
     suites: Sequence[str] = SUITES, dtypes: Sequence[str] = tuple(DTYPES), filter: str = "", quick: bool = False
 ) -> Plan:
-    """Choose benchmarks.
+    """The benchmarks of some suites.
 
     Args:
-        suites: of `SUITES` and `GPU_SUITES`. dtypes: of `DTYPES`; the overhead and the memory are looked at in fp32.
-        filter: a part of ``suite/name``, such as ``forward/bf16-d128``; empty for all.
-        quick: only those that stand for others.
+        suites: names from `SUITES` and `GPU_SUITES`.
+        dtypes: names from `DTYPES`; overhead and memory are always measured in fp32.
+        filter: text that ``suite/name`` contains, such as ``forward/bf16-d128``; empty selects all.
+        quick: select only a representative part.
+
+    Returns:
+        A `Plan`, for `execute`.
 
     Raises:
-        InputError: an unknown suite or dtype, or nothing is left.
+        InputError: a suite or dtype is unknown, or nothing is selected.
 
     >>> [benchmark.name for benchmark in plan(["forward"], ["bf16"], quick=True).single]
     ['bf16-d128-2048-full', 'bf16-d128-2048-causal']
     """
-    for flag, words, known in (("suite", suites, (*SUITES, *GPU_SUITES)), ("dtype", dtypes, tuple(DTYPES))):
-        for word in words:
-            if word not in known:
-                raise InputError(flag, f"be one of {', '.join(known)}", repr(word))
-    wanted = {DTYPES[name] for name in dtypes}
-    chosen = [
+    for flag, names, known in (("suite", suites, (*SUITES, *GPU_SUITES)), ("dtype", dtypes, tuple(DTYPES))):
+        for name in names:
+            if name not in known:
+                raise InputError(flag, f"be one of {', '.join(known)}", repr(name))
+    selected_dtypes = {DTYPES[name] for name in dtypes}
+    selected = [
         benchmark
         for suite in (*SUITES, *GPU_SUITES)
         if suite in suites and suite not in ("overhead", "memory")
         for benchmark in benchmarks(suite)
-        if benchmark.dtype in wanted and (benchmark.quick or not quick) and filter in f"{suite}/{benchmark.name}"
+        if benchmark.dtype in selected_dtypes
+        and (benchmark.quick or not quick)
+        and filter in f"{suite}/{benchmark.name}"
     ]
-    small = [benchmark for benchmark in chosen if benchmark.suite == "small"]
+    small = [benchmark for benchmark in selected if benchmark.suite == "small"]
     groups = itertools.groupby(small, key=lambda one: (one.dtype, one.backward, one.case.qk_dim))
-    made = Plan(
-        tuple(benchmark for benchmark in chosen if benchmark.suite != "small"),
+    planned = Plan(
+        tuple(benchmark for benchmark in selected if benchmark.suite != "small"),
         tuple(tuple(group) for _, group in groups),
         "overhead" in suites and filter in "overhead",
         "memory" in suites and filter in "memory",
         quick,
     )
-    if not made.steps:
+    if not planned.steps:
         raise InputError(
-            "filter", "leave something to run", repr(filter), hint="parts of suite/name, such as forward/bf16"
+            "filter", "select at least one benchmark", repr(filter), hint="text in suite/name, such as forward/bf16"
         )
-    return made
+    return planned
 
 
 def execute(
     planned: Plan, settings: Settings, threads: int | None = None, step: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Run a plan; the report holds nothing but what JSON can. An interrupt (Ctrl-C) ends it with what was found so far.
+    """The report of a plan, as plain values for JSON. An interrupt (Ctrl-C) ends the run and keeps its results so far.
 
     Args:
-        planned, settings: what, and how. threads: of every competitor; torch's own number if None.
-        step: called with the name of each benchmark as it begins.
+        planned: the benchmarks, from `plan`.
+        settings: the settings of the run.
+        threads: number of threads of every competitor; None is that of torch.
+        step: called with the name of each benchmark before it starts.
 
     Returns:
-        The report; "failed" says why the overhead or the memory is not in it, where it was asked for.
+        The report, for `tables` and `markdown`. If overhead or memory failed, "failed" holds the reason.
+
+    >>> from undivided.benchmarking.runs import Settings
+    >>> quick = Settings(backends=(), others=("sdpa",), small_patience=0.001, attempts=1)
+    >>> report = execute(plan(["small"], ["fp32"], "b1-h1-1-d32"), quick)
+    >>> [case["name"] for case in report["cases"]]
+    ['fp32-b1-h1-1-d32', 'fp32-b1-h1-1-d32-backward']
     """
     with _threads(threads):
-        report = begun(planned, settings)
+        report = empty_report(planned, settings)
         try:
             _fill(report, planned, settings, step)
         except KeyboardInterrupt:
@@ -116,8 +130,8 @@ def execute(
     return report
 
 
-def begun(planned: Plan, settings: Settings) -> dict[str, Any]:
-    """A report without a case: where and when, of what, and how."""
+def empty_report(planned: Plan, settings: Settings) -> dict[str, Any]:
+    """A report without cases: the time, the machine, the commit and the settings."""
     return {
         "schema": SCHEMA,
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -132,29 +146,29 @@ def begun(planned: Plan, settings: Settings) -> dict[str, Any]:
 
 
 def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Callable[[str], None]) -> None:
-    """Run a plan into a report, one finding after the other, so that what was found is kept whatever comes."""
+    """Run a plan and add each result to the report at once, so that an interrupted run keeps its results."""
     for benchmark in planned.single:
         step(f"{benchmark.suite}: {benchmark.name}")
         report["cases"].append(run(benchmark, settings))
     for group in planned.small:
         report["cases"] += run_small(group, settings, step)
     lengths = _memory.QUICK_LENGTHS if planned.quick else _memory.LENGTHS
-    further: dict[str, Callable[[], Any]] = {}
+    others: dict[str, Callable[[], Any]] = {}
     if planned.overhead:
-        further["overhead"] = lambda: _overhead(*_OVERHEAD[planned.quick], step)
+        others["overhead"] = lambda: _overhead(*_OVERHEAD[planned.quick], step)
     if planned.memory:
-        further["memory"] = lambda: _memory.memory(lengths, step=step)
-    for name, look in further.items():
+        others["memory"] = lambda: _memory.memory(lengths, step=step)
+    for name, measure in others.items():
         try:
-            report[name] = look()
+            report[name] = measure()
         except RuntimeError as error:
             report["failed"][name] = str(error)
 
 
 @contextlib.contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
@@ -162,7 +176,7 @@ def _threads(wanted: int | None) -> Iterator[None]:
 
 
 def _overhead(turns: int, calls: int, step: Callable[[str], None]) -> dict[str, Any]:
-    with _threads(1):  # threads would wait for each other longer than these calls last
+    with _threads(1):  # synchronising threads takes longer than these calls
         rows = overhead(turns, calls, lambda name: step(f"overhead: {name}"))
     return {
         "turns": turns,
@@ -173,13 +187,13 @@ def _overhead(turns: int, calls: int, step: Callable[[str], None]) -> dict[str, 
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What ran: the processor, its instruction sets, threads, and versions.
+    """The machine: processor, instruction sets, threads and versions.
 
     >>> machine()["threads"] >= 1
     True
     """
     library = cpu.load()
-    found = {
+    values = {
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -193,9 +207,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "onnxruntime": _version("onnxruntime"),
     }
     if device != "cpu":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["libraries"] = str(Machine.this(device))
-    return found
+        values["gpu"] = torch.cuda.get_device_name(device)
+        values["libraries"] = str(Machine.this(device))
+    return values
 
 
 def _processor() -> str:
@@ -215,7 +229,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of a checkout, where this is one, with ``+`` where sources differ from it."""
+    """The commit if this is a checkout, with ``+`` if the sources differ from it; None otherwise."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""A benchmark as a task for a process of its own (see `undivided.verification.workers`)."""
+"""A benchmark as a task for a separate process (see `undivided.verification.workers`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from undivided.benchmarking import competitors
 from undivided.benchmarking.catalogue import Benchmark, benchmarks
 from undivided.benchmarking.runs import Settings, run
 
-__all__ = ["OTHERS", "Task", "settings", "timed", "warmed"]
+__all__ = ["OTHERS", "Task", "compile_task", "run_task", "settings"]
 
 OTHERS = ("sdpa", "flex")
-"""Who else takes part; flex not on a CPU, where it compiles for seconds and is slow then."""
+"""The other competitors; flex only on a GPU, because on a CPU it compiles for seconds and is slow."""
 COMPILED = ("undivided", "triton", "flex", "flash_attn", "cudnn")
-"""Competitors that compile something: what --warm runs once."""
+"""The competitors that compile, which --warm runs once."""
 
 
 class Task(NamedTuple):
-    """One benchmark by name, and how to run it."""
+    """One benchmark by name, and the settings of its run."""
 
     suite: str
     name: str
@@ -29,29 +29,29 @@ class Task(NamedTuple):
 
     @property
     def benchmark(self) -> Benchmark:
-        """The benchmark of this name."""
+        """The benchmark with this name."""
         return next(one for one in benchmarks(self.suite) if one.name == self.name)
 
 
 @functools.cache
 def settings(device: str, backends: tuple[str, ...], seconds: float) -> Settings:
-    """How to run, one for the whole process: it remembers the best rates that the probes have shown."""
+    """The settings, one object per process, because they store the best rates of the probes."""
     return Settings(backends, _others(device), device, patience=seconds, attempts=2)
 
 
-def timed(task: Task) -> dict[str, Any]:
-    """Run a benchmark."""
+def run_task(task: Task) -> dict[str, Any]:
+    """The case that a benchmark reports."""
     return run(task.benchmark, settings(task.device, task.backends, task.seconds))
 
 
-def warmed(task: Task) -> None:
-    """Call once what compiles, so that its kernels are in the caches on disk."""
+def compile_task(task: Task) -> None:
+    """Call each competitor that compiles once, so that its kernels are in the caches on disk."""
     prepared = competitors.prepare(task.benchmark, task.device)
     others = [name for name in _others(task.device) if name in COMPILED]
-    found, _ = competitors.competitors(prepared, task.backends, others)
-    for competitor in found:
+    participants, _ = competitors.competitors(prepared, task.backends, others)
+    for competitor in participants:
         if competitor.name in COMPILED:
-            with contextlib.suppress(Exception):  # it is found again, and reported, when it is verified
+            with contextlib.suppress(Exception):  # the verification raises and reports it again
                 competitor.call()
 
 

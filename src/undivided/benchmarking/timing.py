@@ -1,9 +1,9 @@
-"""Timing: competitors take turns in one run, and a run that was disturbed is repeated.
+"""Timing: competitors alternate in one run, and a disturbed run is repeated.
 
-What disturbs a machine disturbs all competitors of a turn alike, so a figure is the median over the turns and is to be
-compared with figures of the same run. Whether it was disturbed is asked of the machine itself: a probe of what it can
-do at most runs before and after (`undivided.benchmarking.peak`), and where the two differ the run is repeated. A
-witness may look closer, for what comes and goes in tenths of a second.
+Other load on the machine slows all competitors of a turn alike, so a figure is the median over the turns and is only
+comparable with figures of the same run. To detect other load, a probe measures the peak rate of the machine before and
+after a run (`undivided.benchmarking.peak`); if the two differ, the run is repeated. A witness detects shorter load, of
+tenths of a second.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ import torch
 
 Call = Callable[[], object]
 Stopwatch = Callable[[Call, int], float]
-"""Seconds that a number of calls, one after the other, took together."""
+"""Returns the seconds that a number of consecutive calls took together."""
 
 T = TypeVar("T")
 
 DRIFT = 0.07
-"""How far apart the probes around a run may be: on an idle machine they differ by 1 to 3 %."""
+"""Largest relative difference of the two probes of a run: on an idle machine they differ by 1 to 3 %."""
 
 SHORTFALL = 0.2
-"""How far a probe may stay below the best of the whole run: a machine may be busy from beginning to end. A processor
+"""Largest shortfall of a probe below the best probe so far, because a machine may be busy for a whole run. A processor
 that has warmed up is up to a tenth slower than a cold one."""
 
 SHARE = 0.85
-"""The part of its threads' time that a probe gets at least; the rest went to other processes. One that has the cores to
-itself gets 0.95 and more."""
+"""Smallest fraction of CPU time that a probe gets on its threads; other processes got the rest. On idle cores it is at
+least 0.95."""
 
 SLOWER = 1.5
-"""How many times its best a witness may take. Neighbours on a core's other thread that use its matrix unit make it 2 to
-2.6; a processor that has warmed up 1.2."""
+"""Largest time of a witness relative to its best. Load on the matrix unit by the other hardware thread of a core makes
+it 2 to 2.6; a processor that has warmed up, 1.2."""
 
 ATTEMPTS = 3
 PAUSE = 0.2
-"""Seconds after a race that a witness saw disturbed: what disturbs it comes in bursts about as long."""
+"""Seconds to wait after a disturbed race: bursts of other load are about as long."""
 
 TURN = 0.004
-"""Seconds that a turn takes at least: short calls are repeated within it."""
+"""Shortest turn in seconds: short calls are repeated within a turn."""
 
-FEWEST_TURNS, MOST_TURNS = 3, 15
+MIN_TURNS, MAX_TURNS = 3, 15
 
 
 def stopwatch(device: str = "cpu") -> Stopwatch:
-    """How time is taken: by the clock on a CPU, by events in the stream on a GPU.
+    """The stopwatch of a device: the clock on a CPU, events in the stream on a GPU.
 
     >>> stopwatch()(lambda: sum(range(1000)), 10) > 0
     True
@@ -75,23 +75,23 @@ def _by_events(function: Call, calls: int) -> float:
 
 
 def interleaved(competitors: Mapping[str, Call], turns: int, calls: int) -> dict[str, float]:
-    """Median seconds of one call of each competitor; they take turns of `calls` calls each.
+    """The median seconds of one call of each competitor, over alternating turns of `calls` calls each.
 
     >>> times = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(10_000))}, turns=5, calls=20)
     >>> times["a"] < times["b"]
     True
     """
     for function in competitors.values():
-        function()  # first calls fill caches and start threads
-    return _in_turns(competitors, turns, dict.fromkeys(competitors, calls), _by_clock)
+        function()  # the first call fills caches and starts threads
+    return _run_turns(competitors, turns, dict.fromkeys(competitors, calls), _by_clock)
 
 
 class Witness:
-    """A call by which a race sees, right before and right after it, whether something else uses what the competitors
-    need.
+    """A reference call, timed right before and right after a race, that other load on the matrix unit makes slower.
 
-    The probes around a run miss what comes and goes in tenths of a second, and multiply-adds do not notice who uses a
-    core's matrix unit. (It takes no turns: for some milliseconds after products on tiles, calls of 12 us took 15.)
+    The probes of a run miss load of tenths of a second, and their multiply-adds are not slowed by load on the matrix
+    unit. It does not take turns with the competitors, because calls of 12 us take 15 us for some milliseconds after
+    products on tiles.
 
     >>> witness = Witness(lambda: None)
     >>> witness.slowness() >= 1
@@ -103,14 +103,14 @@ class Witness:
         self._best = math.inf
 
     def slowness(self) -> float:
-        """How long it takes now, times the least that it ever took."""
-        now = min(self._watch(self._call, 1) for _ in range(5))  # a burst slows them all
+        """Its time now, relative to the shortest so far."""
+        now = min(self._watch(self._call, 1) for _ in range(5))  # a burst slows all five
         self._best = min(self._best, now)
         return now / self._best
 
 
 class Race(NamedTuple):
-    """Median seconds of each competitor, after so many turns; contended: the witness was slow in every attempt."""
+    """The median seconds of each competitor over `turns` turns; contended: the witness was slow in every attempt."""
 
     seconds: dict[str, float]
     turns: int
@@ -124,28 +124,29 @@ def race(
     witness: Witness | None = None,
     attempts: int = ATTEMPTS,
 ) -> Race:
-    """As `interleaved`, with as many turns as fit into `patience` seconds, and never fewer than three.
+    """The times of alternating competitors, with as many turns as fit into `patience` seconds, but at least three.
 
-    Where the witness is slow before it or after it, it is run again, up to `attempts` times; the calmest counts.
+    If the witness is slow before or after the race, the race is repeated, up to `attempts` times; the attempt with the
+    fastest witness counts.
     """
     for function in competitors.values():
         function()
     once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
     calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
-    a_turn = sum(calls[name] * once[name] for name in competitors)
-    turns = MOST_TURNS if a_turn * MOST_TURNS <= patience else max(int(patience / a_turn), FEWEST_TURNS)
-    found: list[tuple[float, Race]] = []
+    turn_seconds = sum(calls[name] * once[name] for name in competitors)
+    turns = MAX_TURNS if turn_seconds * MAX_TURNS <= patience else max(int(patience / turn_seconds), MIN_TURNS)
+    races: list[tuple[float, Race]] = []
     while True:
         before = witness.slowness() if witness else 1.0
-        seconds = _in_turns(competitors, turns, calls, watch)
+        seconds = _run_turns(competitors, turns, calls, watch)
         slowness = max(before, witness.slowness()) if witness else before
-        found.append((slowness, Race(seconds, turns, slowness > SLOWER)))
-        if slowness <= SLOWER or len(found) == attempts:
-            return min(found, key=lambda one: one[0])[1]
+        races.append((slowness, Race(seconds, turns, slowness > SLOWER)))
+        if slowness <= SLOWER or len(races) == attempts:
+            return min(races, key=lambda race: race[0])[1]
         time.sleep(PAUSE)
 
 
-def _in_turns(
+def _run_turns(
     competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch
 ) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in competitors}
@@ -156,7 +157,7 @@ def _in_turns(
 
 
 class Reading(NamedTuple):
-    """What a probe saw: a rate, and the part of its threads' time in which they ran."""
+    """The result of a probe: a rate, and the fraction of CPU time that it got on its threads."""
 
     rate: float
     share: float = 1.0
@@ -164,9 +165,9 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Steady(Generic[T]):
-    """A measurement with what the machine could do at most right before and right after it.
+    """A measurement, with the peak rate of the machine right before and right after it.
 
-    contended: in every attempt something else was running, see `disturbance`.
+    contended: other load was detected in every attempt; see `disturbance`.
     """
 
     value: T
@@ -177,15 +178,15 @@ class Steady(Generic[T]):
 
     @property
     def peak(self) -> float:
-        """The larger of the probes' rates: what a fraction is a fraction of."""
+        """The larger rate of the two probes, to which fractions refer."""
         return max(self.before.rate, self.after.rate)
 
 
 def disturbance(before: Reading, after: Reading, best: float) -> float:
-    """How much two probes say that the machine was disturbed; up to 1 it was not.
+    """The disturbance that two probes indicate; above 1 the machine was disturbed.
 
-    They differ by more than `DRIFT`, or one stays more than `SHORTFALL` below the best rate seen, or one got less than
-    `SHARE` of its threads' time.
+    It is above 1 if the probes differ by more than `DRIFT`, one is more than `SHORTFALL` below the best rate so far, or
+    one got less than `SHARE` of the CPU time of its threads.
 
     >>> disturbance(Reading(100.0), Reading(96.5), 100.0)
     0.5
@@ -199,25 +200,25 @@ def disturbance(before: Reading, after: Reading, best: float) -> float:
 def steady(
     measure: Callable[[], T], probe: Callable[[], Reading], best: float = 0.0, attempts: int = ATTEMPTS
 ) -> Steady[T]:
-    """Measure between two probes, again where they say that the machine was disturbed; the calmest attempt counts.
+    """The measurement between two probes, repeated if they indicate a disturbance; the least disturbed attempt counts.
 
     Args:
-        measure: what is wanted. probe: what the machine can do at most, in any unit.
-        best: the largest rate that the probe has shown before.
-        attempts: how often to measure at most.
+        measure: the measurement. probe: the peak rate of the machine, in any unit.
+        best: the largest rate of the probe so far.
+        attempts: the largest number of attempts.
 
     >>> rates = iter([100.0, 60.0, 99.0, 101.0])
-    >>> found = steady(lambda: "a time", lambda: Reading(next(rates)))
-    >>> found.attempts, found.contended, found.peak
+    >>> result = steady(lambda: "a time", lambda: Reading(next(rates)))
+    >>> result.attempts, result.contended, result.peak
     (2, False, 101.0)
     """
-    found: list[tuple[float, Steady[T]]] = []
+    results: list[tuple[float, Steady[T]]] = []
     for attempt in range(1, attempts + 1):
         before, value, after = probe(), measure(), probe()
         best = max(best, before.rate, after.rate)
         disturbed = disturbance(before, after, best)
-        found.append((disturbed, Steady(value, before, after, attempt, disturbed > 1)))
+        results.append((disturbed, Steady(value, before, after, attempt, disturbed > 1)))
         if disturbed <= 1:
             break
-    calmest = min(found, key=lambda one: one[0])[1]
-    return replace(calmest, attempts=len(found))
+    best_result = min(results, key=lambda result: result[0])[1]
+    return replace(best_result, attempts=len(results))

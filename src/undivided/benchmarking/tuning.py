@@ -1,7 +1,7 @@
-"""`undivided tune`: measure tiles of the Triton kernels on this GPU, and remember the fastest.
+"""`undivided tune`: measures tile sizes of the Triton kernels on this GPU and stores the fastest.
 
-A candidate that does not compile, does not fit, or gives another answer than the tiles of the table is passed over: no
-speed is taken of a wrong answer.
+A candidate that does not compile, does not fit, or gives another result than the current tiles is skipped: the speed of
+a wrong result is never measured.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from undivided.kernels.triton import config
 from undivided.kernels.triton.config import Config
 
 
-class Work(NamedTuple):
-    """What tiles of a pass are measured on, and those that it has so far."""
+class Pass(NamedTuple):
+    """One pass of the kernels: its name, its current tiles, and a call that runs it."""
 
     name: str
     tile: Config
     run: Callable[[], tuple[Tensor, ...]]
 
 
-class Found(NamedTuple):
-    """The fastest tiles of a pass, their seconds and those of the table's, and how many candidates ran and were
-    right."""
+class TuneResult(NamedTuple):
+    """The fastest tiles of a pass: their seconds, those of the tiles before, and the number of candidates that ran."""
 
     name: str
     itemsize: int
@@ -54,18 +53,21 @@ def tune(
     turns: int = 5,
     candidates: tuple[Config, ...] | None = None,
     step: Callable[[str], None] = lambda name: None,
-) -> Iterator[Found]:
+) -> Iterator[TuneResult]:
     """The fastest tiles for each pass, dtype and head size.
 
     Args:
-        length: tokens of the causal sequence that is measured; decoding has as many keys.
-        candidates: what to try; None asks `config.candidates`.
-        turns: timings of each candidate; the median counts.
-        step: called with the name of each pass as its turn comes.
+        device: a CUDA device.
+        dtypes: the dtypes to tune.
+        widths: the head sizes to tune.
+        length: number of tokens of the causal sequence that is measured, and number of keys for decoding.
+        candidates: the tiles to try; None is those of `config.candidates`.
+        turns: timings per candidate; the median counts.
+        step: called with the name of each pass before it starts.
     """
     for dtype in dtypes:
         for width in widths:
-            for work in _works(device, dtype, width, length):
+            for work in _passes(device, dtype, width, length):
                 step(f"{work.name} {str(dtype).removeprefix('torch.')} head size {width}")
                 tried = candidates
                 if tried is None:
@@ -73,10 +75,11 @@ def tune(
                 yield _fastest(work, dtype.itemsize, width, tried, turns)
 
 
-def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Work]:
+def _passes(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Pass]:
+    """The passes of one dtype and head size."""
     torch.manual_seed(0)
 
-    def made(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Call, Tensors]:
+    def build(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Call, Tensors]:
         q = torch.randn(1, q_len, heads, width, device=device, dtype=dtype, requires_grad=grad)
         k, v = (torch.randn(1, length, 4, width, device=device, dtype=dtype, requires_grad=grad) for _ in range(2))
         return normalise(Request.of(q, k, v, layout="bshd", mask=mask))
@@ -88,9 +91,9 @@ def _works(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator
         ("keys", length, 8, True),
         ("decode", 1, 32, False),
     ):
-        call, tensors = made(q_len, heads, grad, causal if q_len > 1 else masks.causal("bottom_right"))
+        call, tensors = build(q_len, heads, grad, causal if q_len > 1 else masks.causal("bottom_right"))
         tile = config.config(name, dtype.itemsize, width, architecture(tensors.q.device))
-        yield Work(name, tile, _runner(call, tensors, grad))
+        yield Pass(name, tile, _runner(call, tensors, grad))
 
 
 def _runner(call: Call, tensors: Tensors, grad: bool) -> Callable[[], tuple[Tensor, ...]]:
@@ -103,7 +106,7 @@ def _runner(call: Call, tensors: Tensors, grad: bool) -> Callable[[], tuple[Tens
 
 
 @torch.no_grad()
-def _fastest(work: Work, itemsize: int, width: int, candidates: tuple[Config, ...], turns: int) -> Found:
+def _fastest(work: Pass, itemsize: int, width: int, candidates: tuple[Config, ...], turns: int) -> TuneResult:
     right = work.run()
     before = _seconds(work.run, turns)
     best, seconds, tried = work.tile, before, 0
@@ -111,21 +114,19 @@ def _fastest(work: Work, itemsize: int, width: int, candidates: tuple[Config, ..
         with config.trial(work.name, tile):
             try:
                 answer = work.run()
-            except (
-                Exception
-            ):  # too much shared memory, too many registers, a shape that Triton refuses: not a candidate
+            except Exception:  # too much shared memory, too many registers, a shape that Triton refuses
                 continue
-            if not all(_same(a, b) for a, b in zip(answer, right, strict=True)):
+            if not all(_agree(a, b) for a, b in zip(answer, right, strict=True)):
                 continue
             tried += 1
             taken = _seconds(work.run, turns)
         if taken < seconds:
             best, seconds = tile, taken
-    return Found(work.name, itemsize, width, best, seconds, before, tried)
+    return TuneResult(work.name, itemsize, width, best, seconds, before, tried)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Within a few roundings: other tiles add in another order."""
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two results agree within a few roundings: other tiles sum in another order."""
     scale = b.float().abs().max().clamp(min=1e-6)
     return bool((a.float() - b.float()).abs().max() <= 8 * torch.finfo(b.dtype).eps * scale)
 
@@ -136,9 +137,9 @@ def _seconds(run: Callable[[], object], turns: int) -> float:
     for _ in range(turns):
         if device is not None:
             torch.accelerator.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run()
         if device is not None:
             torch.accelerator.synchronize()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -1,8 +1,10 @@
-"""Verification: every backend against an fp64 oracle, on one's own problem or on the catalogue of cases.
+"""Verification: every backend is compared with an fp64 oracle, on a user's problem or on the catalogue of cases.
 
-cases    what to try          inputs   tensors for it
-oracle   what is right        budget   how far from it a kernel may be
-runs     one backend at work  report   what was found
+case, case_tables, cases    the problems                inputs          their tensors
+pieces, oracle              the right answer            plain_attention, budget   the allowed error
+runs                        one backend on one problem  report          the result
+sample                      problems that are too large for a full oracle
+contract, capture, lines, workers                       the whole catalogue on a device, in processes
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.verification.report import Report, Row
-from undivided.verification.runs import request, run
+from undivided.verification.runs import build_request, run
 
 __all__ = ["Report", "Row", "verify"]
 
@@ -48,27 +50,29 @@ def verify(
     gradients: bool = True,
     **unknown: Any,
 ) -> Report:
-    """Run every backend that can run this problem, and hold each against an oracle in fp64.
+    """A `Report` that compares every backend that can run this problem with an oracle in fp64.
 
-    ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` for the output,
-    the log-sum-exp and every gradient x. What the mask leaves without a pair must be exactly 0. The oracle is dense and
-    slow: it visits every pair of query and key twice, in pieces that fit in memory.
+    ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` must hold for
+    the output, the log-sum-exp and every gradient x. Entries that no allowed pair reaches must be exactly 0. The oracle
+    is dense and slow: it computes every (query, key) pair twice, in pieces that fit in memory.
 
     Args:
-        backends: names or families to run; None is all of them. backend: the same for one, as in `attention`.
+        q, k, v: floating-point tensors in `layout`, as for `attention`. They and all other tensors stay unchanged:
+            gradients are taken of views of them, with random upstream gradients.
+        layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, deterministic, return_lse,
+            pages: as for `attention`. Without a seed, all backends use the same random one.
+        backend: the only backend to run, as for `attention`.
+        backends: names or families of the backends to run; None is all.
         gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A
-            backend that has no gradient for some is asked for those that require one (q, k, v if none does), then for
-            the output only.
-        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, deterministic,
-            return_lse, pages: as for `attention`. Tensors are left as they are: gradients are taken of views of them,
-            along random upstream gradients.
+            backend without some of these gradients is run with those that the tensors require (q, k, v if none does),
+            and if it refuses these too, without gradients.
 
     Returns:
         A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget), ``.refused`` (reasons by backend),
-        ``.to_dict()``; ``print`` it for the table. What a kernel raises is a failed row.
+        ``.to_dict()``; ``print`` shows it as a table. A kernel that raises gives a failed row.
 
     Raises:
-        InputError: an argument is wrong, or NaN or infinity stands where the mask lets it be seen.
+        InputError: an argument is wrong, or the inputs hold NaN or infinity where the mask does not hide it.
 
     Source: the budget is that of the flash-attention tests, github.com/Dao-AILab/flash-attention: twice the error of a
     plain low-precision attention.
@@ -85,20 +89,20 @@ def verify(
     ['dk', 'dq', 'dv', 'lse', 'out']
     """
     _check_arguments(q, unknown)
-    chosen = _chosen([backend] if backend is not None else backends)
+    selected = _select([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
         q, k, v = _autograd.autocast(q, k, v)
     if dropout_p and dropout_seed is None:
-        dropout_seed = int(torch.randint(2**62, ()))  # one pattern for all of them
+        dropout_seed = int(torch.randint(2**62, ()))  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
         options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)._asdict()
         rest = {**options, "deterministic": deterministic}
-        asked = request(tensors, rest.pop("layout"), rest, gradients)
-        outcomes = {candidate.name: run(candidate, asked) for candidate in chosen}
+        request = build_request(tensors, rest.pop("layout"), rest, gradients)
+        outcomes = {candidate.name: run(candidate, request) for candidate in selected}
     return Report(
-        str(asked.budget.problem),
+        str(request.budget.problem),
         tuple(row for outcome in outcomes.values() for row in outcome.rows),
         {name: outcome.reasons for name, outcome in outcomes.items() if not outcome.rows},
         {name: outcome.reasons for name, outcome in outcomes.items() if outcome.rows and outcome.reasons},
@@ -108,23 +112,23 @@ def verify(
 def _check_arguments(q: object, unknown: Mapping[str, object]) -> None:
     if isinstance(q, Tensor) and q.is_meta:
         hint = "undivided.explain takes meta tensors, and runs nothing"
-        raise InputError("q", "hold values, for verify computes with them", "a meta tensor", hint)
+        raise InputError("q", "hold values, because verify computes with them", "a meta tensor", hint)
     if unknown:
         known = ", ".join(sorted({*Tensors._fields[3:], *Options._fields, "backend", "deterministic"}))
         raise InputError(
-            "verify", f"be given arguments of attention ({known}), backends= or gradients=", sorted(unknown)
+            "verify", f"get only arguments of attention ({known}), backends= or gradients=", sorted(unknown)
         )
 
 
-def _chosen(words: Sequence[str] | None) -> list[Backend]:
-    """The backends of these names and families, in the order they were given; all where None."""
-    if words is None:
+def _select(names: Sequence[str] | None) -> list[Backend]:
+    """The backends with these names or families, in the order of the list; None is all."""
+    if names is None:
         return list(all_backends())
-    if not isinstance(words, list | tuple):
-        raise InputError("backends", "be a list of names, or None", repr(words))
-    for word in words:
-        if not isinstance(word, str) or word not in names_and_families():
-            raise InputError("backends", f"name only {', '.join(sorted(names_and_families()))}", repr(word))
+    if not isinstance(names, list | tuple):
+        raise InputError("backends", "be a list of names, or None", repr(names))
+    for name in names:
+        if not isinstance(name, str) or name not in names_and_families():
+            raise InputError("backends", f"contain only {', '.join(sorted(names_and_families()))}", repr(name))
     return list(
-        dict.fromkeys(candidate for word in words for candidate in all_backends() if is_called(candidate, word))
+        dict.fromkeys(candidate for name in names for candidate in all_backends() if is_called(candidate, name))
     )

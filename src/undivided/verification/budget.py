@@ -1,14 +1,13 @@
-"""How wrong a kernel may be: at most twice as wrong as plain low-precision arithmetic, plus one rounding.
+"""The error budget of a kernel: at most twice the error of plain low-precision arithmetic, plus one rounding.
 
-    error(x)  = ||x - oracle|| / ||oracle||                       Frobenius, in fp64
+    error(x)  = ||x - oracle|| / ||oracle||                       Frobenius norm, in fp64
     budget    = 2 * error(plain) + eps                            plain: the worst of three orders of summation
 
-Where the mask leaves nothing, exact values are required: output rows, and gradients that no pair reaches, are 0; their
-lse is -inf. Nothing here is an absolute tolerance: zeros have error 1. Where plain arithmetic cannot tell the right
-answer from 0 (the gradient of q with a single key is 0), there is nothing to be relative to, and norms are compared as
-they are.
+Exact values are required where no allowed pair exists: output rows and gradients are 0, their lse is -inf. There is no
+absolute tolerance: a result of zeros has error 1. If plain arithmetic cannot distinguish the right answer from 0 (the
+gradient of q with a single key is 0), a relative error is undefined, and the absolute norms are compared.
 
-Why so: docs/decisions/2026-11-20-error-budget.md.
+The reasons are in docs/decisions/2026-11-20-error-budget.md.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from undivided.verification.plain_attention import plain as plain_attention
 __all__ = ["Budget", "budget_for", "distance", "relative_error"]
 
 FACTOR = 2
-"""A kernel rounds about as often as the plain reference, but elsewhere: twice its error leaves room for that."""
+"""A kernel rounds about as often as the plain reference, but in other places: twice the error leaves room for that."""
 
 ORDERS = 3
-"""Orders of summation that the plain error is the worst of: a gradient of four sinks is four numbers, and one order may
-be lucky in all of them. Measured over the catalogue with six seeds: see the decision note."""
+"""Orders of summation, of which the largest error counts: a gradient of four sinks is only four numbers, and a single
+order may be accurate in all of them by chance. Measured over the catalogue with six seeds; see the decision note."""
 
 
 def distance(value: Tensor, right: Tensor, zero: Tensor | None = None) -> float:
-    """``||value - right||`` over the finite entries of `right`; inf where a required value is not met.
+    """``||value - right||`` over the finite entries of `right`; inf if an entry that must be exact is not.
+
+    Infinities must agree exactly, and a NaN in `value` gives inf.
 
     Args:
-        value, right: of one shape.
+        value, right: tensors of the same shape, any floating-point dtype.
         zero: bool, where `value` must be exactly 0.
-
-    Infinities must agree exactly, and a NaN is infinitely wrong.
 
     >>> distance(torch.zeros(4), torch.ones(4))
     2.0
@@ -66,7 +65,10 @@ def distance(value: Tensor, right: Tensor, zero: Tensor | None = None) -> float:
 
 
 def relative_error(value: Tensor, right: Tensor) -> float:
-    """``||value - right|| / ||right||``, the norm itself where `right` is 0.
+    """``||value - right|| / ||right||``; the absolute norm if `right` is 0.
+
+    Args:
+        value, right: tensors of the same shape, any floating-point dtype.
 
     >>> relative_error(torch.zeros(3), torch.ones(3))
     1.0
@@ -76,11 +78,13 @@ def relative_error(value: Tensor, right: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The right answer to one problem, and how far from it each quantity may be.
+    """The right answer of one problem, and the largest error that each quantity may have.
 
-    right: out [B, H, Sq, Dv], lse [B, H, Sq], dq, dk, dv [B, heads, S, D], dbias, dsinks, dalibi_slopes, in fp64.
-    scale: what the error of each is relative to. allowed: the largest error of each.
-    zero: where each must be exactly 0 (lse: -inf).
+    Attributes:
+        right: out [B, H, Sq, Dv], lse [B, H, Sq], dq, dk, dv [B, heads, S, D], dbias, dsinks, dalibi_slopes, in fp64.
+        scale: the norm to which the error of each quantity is relative.
+        allowed: the largest error of each quantity.
+        zero: where each quantity must be exactly 0 (lse: -inf).
     """
 
     problem: Problem
@@ -90,8 +94,7 @@ class Budget:
     zero: Mapping[str, Tensor]
 
     def error(self, name: str, value: Tensor | None) -> float:
-        """The relative error of a quantity as the caller gets it; inf where it is missing or an exact value is not
-        met."""
+        """The relative error of a quantity in the caller's layout; inf if it is missing or an exact value is wrong."""
         if value is None:
             return math.inf
         right = self.right[name]
@@ -111,14 +114,14 @@ class Budget:
 
 
 def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
-    """Compute the oracle and the plain reference of a problem, and from them the budget of every quantity.
+    """The budget of every quantity of a problem, from its oracle and its plain reference.
 
     Args:
-        call, tensors: as `undivided._normalise.normalise` gives them.
+        call, tensors: as `undivided._normalise.normalise` returns them.
         upstream: gradients of out (in the caller's layout) and of lse ([B, H, Sq], or None).
 
     Raises:
-        InputError: the inputs hold NaN or infinity where the mask lets them be seen.
+        InputError: the inputs hold NaN or infinity where the mask does not hide it.
 
     >>> import undivided
     >>> from undivided._normalise import normalise
@@ -140,9 +143,9 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         ):
             raise InputError(
                 "q, k, v",
-                "be finite where the mask lets them be seen, and give finite results in float64",
+                "be finite where the mask does not hide them, and give finite results in float64",
                 "NaN or infinity",
-                hint="say with masks.lengths or masks.documents what is padding; it may hold anything",
+                hint="masks.lengths or masks.documents describe padding, which may hold any values",
             )
         errors = _plain_errors(call, tensors, upstream, right)
         norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
@@ -152,23 +155,22 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
 
 
 def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far plain arithmetic is from the right answer, at worst. Where float16 overflows, bfloat16 stands in for
-    it."""
+    """The largest distance of plain arithmetic from the right answer; bfloat16 replaces float16 if that overflows."""
     problem = call.problem
     worst = dict.fromkeys(right, 0.0)
     for order in range(ORDERS):
-        # in fp64 order 0 is the oracle's own
+        # in fp64, order 0 is the order of the oracle
         plain = plain_attention(call, tensors, upstream, problem.dtype, order + (problem.dtype == torch.float64))
-        far = {name: distance(plain[name], right[name]) for name in right}
-        if problem.dtype == torch.float16 and not all(map(math.isfinite, far.values())):
+        errors = {name: distance(plain[name], right[name]) for name in right}
+        if problem.dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
             plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
-            far = {name: distance(plain[name], right[name]) for name in right}
-        worst = {name: max(worst[name], far[name]) for name in right}
+            errors = {name: distance(plain[name], right[name]) for name in right}
+        worst = {name: max(worst[name], errors[name]) for name in right}
     return worst
 
 
 def _rounding(name: str, call: Call, tensors: Tensors) -> float:
-    """One rounding of the input's dtype (lse: fp32 or fp64), or of the result's own where that is coarser."""
+    """One rounding of the input's dtype (lse: fp32 or fp64), or of the gradient's dtype if that is coarser."""
     problem = call.problem
     if name == "lse":
         return torch.finfo(lse_dtype(problem.dtype)).eps

@@ -1,4 +1,4 @@
-"""What a call on a GPU must not do: wait for the device, or break a CUDA graph or torch.compile.
+"""Checks that a call on a GPU neither waits for the device nor breaks a CUDA graph or torch.compile.
 
     no-sync     the second call, forward and backward, with PyTorch's synchronisation checks set to raise
     graph       forward and backward captured once, replayed on other values (and other lengths) in the same memory
@@ -6,7 +6,7 @@
 
     python -m undivided.verification.capture --device cuda --jobs 4 --json capture.json
 
-Each check runs for each backend that can compute the problem, and for the library's own choice ("chosen").
+Each check runs for every backend that can compute the problem, and for the backend that the library chooses ("chosen").
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from undivided.verification.contract import COMPILES, available
 from undivided.verification.lines import Line, Lines, Task, in_processes, pending
 
 CHOSEN = "chosen"
-PATIENCE = 240.0
+TASK_SECONDS = 240.0
+"""Time limit of one check on all backends, compiling included."""
 
 _attend: Callable[..., Tensor] = attention
 
 
-class Held(NamedTuple):
-    """A problem in fixed memory: what `attention` takes, the leaves that are differentiated, and new values for all of
-    it."""
+class StaticProblem(NamedTuple):
+    """A problem in fixed memory: the arguments of `attention`, the leaves to differentiate, the gradient of the output.
+
+    change: writes new values into the same memory.
+    """
 
     arguments: dict[str, Any]
     leaves: tuple[Tensor, ...]
@@ -44,7 +47,7 @@ class Held(NamedTuple):
     change: Callable[[], None]
 
 
-def _held(
+def _static_problem(
     device: str,
     *,
     q_len: int,
@@ -53,8 +56,8 @@ def _held(
     batch: int = 2,
     train: bool = True,
     mask: Callable[[], tuple[Any, Callable[[], None]]],
-) -> Held:
-    """4 query and 2 key/value heads of size 64, bf16."""
+) -> StaticProblem:
+    """A problem with 4 query and 2 key/value heads of size 64, in bf16."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int, heads: int) -> Tensor:
@@ -63,7 +66,7 @@ def _held(
 
     leaves = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2)
     grad = draw(q_len, 4)
-    made, change_mask = mask()
+    mask_value, change_mask = mask()
 
     def change() -> None:
         with torch.no_grad():
@@ -71,8 +74,8 @@ def _held(
                 tensor.copy_(draw(tensor.shape[-3], tensor.shape[-2]))
         change_mask()
 
-    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": made}
-    return Held(arguments, tuple(leaf.requires_grad_() for leaf in leaves) if train else (), grad, change)
+    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": mask_value}
+    return StaticProblem(arguments, tuple(leaf.requires_grad_() for leaf in leaves) if train else (), grad, change)
 
 
 def _nothing() -> None:
@@ -93,73 +96,81 @@ def _documents(device: str) -> tuple[Any, Callable[[], None]]:
     return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _nothing
 
 
-PROBLEMS: dict[str, Callable[[str], Held]] = {
-    "full": lambda device: _held(device, q_len=200, kv_len=300, mask=lambda: (None, _nothing)),
-    "causal": lambda device: _held(device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing)),
-    "window-global": lambda device: _held(
+PROBLEMS: dict[str, Callable[[str], StaticProblem]] = {
+    "full": lambda device: _static_problem(device, q_len=200, kv_len=300, mask=lambda: (None, _nothing)),
+    "causal": lambda device: _static_problem(device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing)),
+    "window-global": lambda device: _static_problem(
         device, q_len=256, kv_len=256, mask=lambda: (masks.window(32, 0) | masks.prefix(4), _nothing)
     ),
-    "documents": lambda device: _held(device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)),
-    "decode-lengths": lambda device: _held(device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)),
+    "documents": lambda device: _static_problem(
+        device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)
+    ),
+    "decode-lengths": lambda device: _static_problem(
+        device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)
+    ),
 }
 
 
-def _step(held: Held, backend: str | None) -> tuple[Tensor, ...]:
-    """Output, and gradients where the problem has any."""
-    out = _attend(**held.arguments, backend=backend)
-    if not held.leaves:
+def _step(problem: StaticProblem, backend: str | None) -> tuple[Tensor, ...]:
+    """The output, and the gradients if the problem has any."""
+    out = _attend(**problem.arguments, backend=backend)
+    if not problem.leaves:
         return (out,)
-    return out.detach(), *torch.autograd.grad(out, held.leaves, held.grad)
+    return out.detach(), *torch.autograd.grad(out, problem.leaves, problem.grad)
 
 
-def _no_sync(held: Held, backend: str | None) -> None:
-    _step(held, backend)
+def _no_sync(problem: StaticProblem, backend: str | None) -> None:
+    _step(problem, backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _step(held, backend)
+        _step(problem, backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _graph(held: Held, backend: str | None) -> None:
+def _graph(problem: StaticProblem, backend: str | None) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # what is compiled and kept is so before the capture, as PyTorch's notes on graphs ask
+        # compile and allocate before the capture, as PyTorch's notes on CUDA graphs require
         for _ in range(3):
-            _step(held, backend)
+            _step(problem, backend)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = _step(held, backend)
+        captured = _step(problem, backend)
     for _ in range(2):
-        held.change()
+        problem.change()
         graph.replay()
-        found = [x.clone() for x in captured]
-        _same(found, _step(held, backend))
+        results = [x.clone() for x in captured]
+        _assert_close(results, _step(problem, backend))
 
 
-def _compiled(held: Held, backend: str | None) -> None:
+def _compiled(problem: StaticProblem, backend: str | None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda **given: _attend(**given), fullgraph=True)
-    out = compiled(**held.arguments, backend=backend)
-    found: tuple[Tensor, ...] = (out,)
-    if held.leaves:
-        found = (out.detach(), *torch.autograd.grad(out, held.leaves, held.grad))
-    _same(found, _step(held, backend))
+    out = compiled(**problem.arguments, backend=backend)
+    results: tuple[Tensor, ...] = (out,)
+    if problem.leaves:
+        results = (out.detach(), *torch.autograd.grad(out, problem.leaves, problem.grad))
+    _assert_close(results, _step(problem, backend))
 
 
-def _same(found: Any, wanted: Any) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+def _assert_close(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
-CHECKS: dict[str, Callable[[Held, str | None], None]] = {"no-sync": _no_sync, "graph": _graph, "compile": _compiled}
+CHECKS: dict[str, Callable[[StaticProblem, str | None], None]] = {
+    "no-sync": _no_sync,
+    "graph": _graph,
+    "compile": _compiled,
+}
 
 
-def lines_of(task: Task) -> list[Line]:
-    """A line for each backend of one check ("check/problem"); the dtype is always bf16."""
+def task_lines(task: Task) -> list[Line]:
+    """One line for each backend of one check ("check/problem"); the dtype is always bf16."""
     check, problem = task.case.split("/")
     return [Line(task.case, task.dtype, name, *_verdict(check, problem, name, task.device)) for name in task.backends]
 
@@ -175,7 +186,7 @@ def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tup
 
 
 def tasks(device: str) -> list[Task]:
-    """Every check of every problem, all backends of the machine in one."""
+    """One task for every check of every problem, with all backends of the machine."""
     names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
     return [
         Task(device, f"{check}/{problem}", "bfloat16", (CHOSEN, *names)) for check in CHECKS for problem in PROBLEMS
@@ -183,20 +194,22 @@ def tasks(device: str) -> list[Task]:
 
 
 def main() -> int:
-    """The command; 1 where anything was wrong, 2 where some was not run."""
+    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--filter", default="", help="only what has this in check/problem")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="end after this time")
-    parser.add_argument("--json", type=Path, help="write every line here, as it comes")
-    parser.add_argument("--resume", action="store_true", help="keep the lines of the file, run the rest")
+    parser.add_argument("--filter", default="", help="run only checks whose check/problem contains this text")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
+    parser.add_argument("--json", type=Path, help="write every line to this file as it arrives")
+    parser.add_argument("--resume", action="store_true", help="keep the lines of the file and run the rest")
     arguments = parser.parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     planned = [task for task in tasks(arguments.device) if arguments.filter in task.case]
     report = Lines(arguments.json, arguments.resume)
     left = pending(planned, report.lines)
-    for line in in_processes(left, lines_of, jobs=arguments.jobs, seconds=arguments.seconds, patience=PATIENCE):
+    for line in in_processes(
+        left, task_lines, jobs=arguments.jobs, seconds=arguments.seconds, task_seconds=TASK_SECONDS
+    ):
         report.add(line)
     return report.end(planned)
 

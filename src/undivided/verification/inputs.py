@@ -1,6 +1,6 @@
-"""Tensors for a case: seeded, of unit scale, laid out in memory as the case says, and poisoned where nothing may look.
+"""Tensors for a case: seeded, of unit scale, stored as the case requires, and NaN in memory that must not be read.
 
-Values are drawn in one order of axes and then laid out, so that a case has the same values in every layout.
+Values are drawn in one order of axes and then rearranged, so a case has the same values in every layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEQUENCES = frozenset({"lengths", "documents", "document_ids"})
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Everything that one call of `attention` takes, by name, and a gradient for what it returns."""
+    """The arguments of one call of `attention`, by name, and gradients for its outputs."""
 
     case: Case
     arguments: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Inputs:
         return {name: t for name in DIFFERENTIABLE if (t := self.arguments.get(name)) is not None and t.requires_grad}
 
     def attention(self, **overrides: Any) -> Any:
-        """``undivided.attention`` of these arguments, some of them overridden."""
+        """The result of ``undivided.attention`` with these arguments, some of them overridden."""
         return undivided.functional.attention(**{**self.arguments, **overrides})
 
 
@@ -52,19 +52,19 @@ def build(
     """Random tensors for a case.
 
     Args:
-        case: what to build.
-        dtype: of q, k and v; the case's first if None.
-        device: where the tensors are to be. Mask tensors stay on the CPU.
-        seed: of everything random.
-        poison: NaN in every row, key, page and gap in memory that lies outside the real lengths, documents and used
-            pages, and in the upstream gradients there.
+        case: the case.
+        dtype: of q, k and v; None is the first dtype of the case.
+        device: of the tensors. The tensors of the mask stay on the CPU.
+        seed: of all random values.
+        poison: write NaN to every row, key, page and gap in memory that lies outside the real lengths, documents and
+            used pages, and to the upstream gradients there.
 
     Returns:
         `Inputs`: ``inputs.attention()`` runs the case.
 
     >>> from undivided.verification.cases import get
     >>> inputs = build(get("documents-padded-offsets-thd"), poison=True)
-    >>> int(inputs.arguments["q"].isnan().any(-1).any(-1).sum())                        # 13 rows, 9 of them real
+    >>> int(inputs.arguments["q"].isnan().any(-1).any(-1).sum())                             # 13 rows, 9 of them real
     4
     >>> bool(inputs.attention().isfinite().all())
     True
@@ -85,11 +85,11 @@ def build(
         grad_lse = grad_lse.masked_fill(dead_rows[:, None], torch.nan)
     arguments = {"layout": case.layout, "mask": mask, "return_lse": case.return_lse, **extras}
     if case.page_size is None:
-        q, k, v = _placed(case, q, k, v)
+        q, k, v = _store(case, q, k, v)
         arguments |= {"q": q, "k": k, "v": v}
     else:
         arguments |= {"q": _contiguous(q, case), **_paged(case, k, v, dead_keys, poison)}
-    for name in _needed(case, arguments):
+    for name in _names_with_gradient(case, arguments):
         arguments[name].requires_grad_()
     grad_lse = grad_lse.squeeze(0) if case.layout == "thd" else grad_lse
     if dtype == torch.float64:
@@ -98,12 +98,11 @@ def build(
 
 
 _LARGE = 1 << 22
-"""Entries from which a GPU draws its own: a processor takes seconds for the keys of a long sequence."""
+"""Entries from which a GPU draws the values itself: a CPU takes seconds for the keys of a long sequence."""
 
 
 class _Draw:
-    """Normal random tensors of any shape from one seed, drawn on the CPU so that every device sees the same, but large
-    ones."""
+    """Normal random tensors from one seed; all but large ones are drawn on the CPU, the same for every device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -121,7 +120,7 @@ class _Draw:
 
 
 def upstream(out: Tensor, seed: int = 0) -> Tensor:
-    """A gradient for an output: normal random numbers, so that no two rows, heads or entries weigh the same.
+    """A random gradient for an output, of the same shape, dtype and device, with different weights for all entries.
 
     >>> upstream(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
@@ -132,34 +131,35 @@ def upstream(out: Tensor, seed: int = 0) -> Tensor:
 def _extras(case: Case, draw: _Draw) -> dict[str, Any]:
     """The arguments besides q, k, v and the mask."""
     batch, q_len, kv_len, heads, *_ = case.sizes
-    found: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "dropout_p": case.dropout_p}
+    extras: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "dropout_p": case.dropout_p}
     if case.dropout_p:
-        found["dropout_seed"] = case.dropout_seed
+        extras["dropout_seed"] = case.dropout_seed
     if case.bias is not None:
         sizes = {"b": batch, "h": heads, "q": q_len, "k": kv_len, "1": 1}
-        found["bias"] = draw(*(sizes[axis] for axis in case.bias), dtype=case.bias_dtype)
+        extras["bias"] = draw(*(sizes[axis] for axis in case.bias), dtype=case.bias_dtype)
     if case.bias_holes:
-        holes = draw(*found["bias"].shape) > 1.3  # a tenth
+        holes = draw(*extras["bias"].shape) > 1.3  # a tenth of the entries
         holes[..., 3, :] = True
-        found["bias"] = found["bias"].masked_fill(holes, -torch.inf)
+        extras["bias"] = extras["bias"].masked_fill(holes, -torch.inf)
     if case.alibi == "usual":
-        found["alibi_slopes"] = usual_slopes(heads, draw.device)
+        extras["alibi_slopes"] = usual_slopes(heads, draw.device)
     elif case.alibi is not None:
         sequences = _sequences(case) if case.alibi == "bh" else 1
         slopes = draw(sequences, heads, dtype=torch.float32).abs() * 0.2
-        found["alibi_slopes"] = slopes if case.alibi == "bh" else slopes.squeeze(0)
+        extras["alibi_slopes"] = slopes if case.alibi == "bh" else slopes.squeeze(0)
     if case.sinks:
-        found["sinks"] = draw(heads, dtype=torch.float32)
-    return found
+        extras["sinks"] = draw(heads, dtype=torch.float32)
+    return extras
 
 
 def _sequences(case: Case) -> int:
+    """The number of sequences: documents if the mask has them, else batch elements."""
     sizes = case.mask().document_sizes if case.mask is not None else None
     return case.batch if sizes is None else sizes[0]
 
 
 def padding(mask: Mask | None, sizes: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Rows ``[B, Sq]`` and keys ``[B, Sk]`` that belong to no sequence, or to one that has nothing on the other side.
+    """The rows [B, Sq] and keys [B, Sk] that are padding: bool, in no sequence or in one without keys or without rows.
 
     >>> from undivided import masks
     >>> rows, keys = padding(masks.lengths([2, 3]) & masks.causal(align="top_left"), (2, 1, 3, 1))
@@ -171,13 +171,12 @@ def padding(mask: Mask | None, sizes: tuple[int, ...], device: str = "cpu") -> t
         nowhere = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         return nowhere.expand(batch, q_len), nowhere.expand(batch, kv_len)
     parts = tuple(part for part in mask.parts if part.name in _SEQUENCES)
-    together = dataclasses.replace(mask, left=None, right=None, parts=parts).to_dense(batch, 1, q_len, kv_len, device)[
-        :, 0
-    ]
-    return ~together.any(2), ~together.any(1)
+    sequences = dataclasses.replace(mask, left=None, right=None, parts=parts)
+    pairs = sequences.to_dense(batch, 1, q_len, kv_len, device)[:, 0]
+    return ~pairs.any(2), ~pairs.any(1)
 
 
-def _needed(case: Case, arguments: Mapping[str, Any]) -> list[str]:
+def _names_with_gradient(case: Case, arguments: Mapping[str, Any]) -> list[str]:
     present = [name for name in DIFFERENTIABLE if arguments.get(name) is not None]
     return [name for name in present if case.needs is None or name in case.needs]
 
@@ -186,14 +185,14 @@ def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
     return _layout.restore(x_BSHD, case.layout).contiguous()
 
 
-def _placed(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
-    """q, k, v in the layout of the case, in memory as it says. Gaps between rows are NaN."""
+def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v in the layout of the case, stored as it requires. Gaps between rows are NaN."""
     tensors = [_contiguous(x, case) for x in tensors_BSHD]
     if case.memory == "contiguous":
         return tuple(tensors)
     if case.memory == "packed-qkv":
-        together = torch.cat(tensors, dim=-2 if case.layout != "bhsd" else 1)
-        return tuple(torch.split(together, [x.shape[-2] for x in tensors], dim=-2))
+        packed = torch.cat(tensors, dim=-2 if case.layout != "bhsd" else 1)
+        return tuple(torch.split(packed, [x.shape[-2] for x in tensors], dim=-2))
     if case.memory == "strided-last":
         return tuple(x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in tensors)
     if case.memory == "sliced":
@@ -201,19 +200,19 @@ def _placed(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
     if case.memory == "shared-kv":
         shared = [_layout.restore(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
         return tensors[0], *shared
-    raise InputError("memory", "be a known way to lie in memory", repr(case.memory))
+    raise InputError("memory", "be a storage that `Case` documents", repr(case.memory))
 
 
 def _sliced(x: Tensor) -> Tensor:
-    """The same values as every second row of a larger buffer, 3 entries off its beginning."""
+    """The same values as every second row of a larger buffer, with an offset of 3 entries."""
     buffer = x.new_full((*(2 * size + 1 for size in x.shape[:-1]), x.shape[-1] + 5), torch.nan)
-    where = (*(slice(1, None, 2) for _ in x.shape[:-1]), slice(3, 3 + x.shape[-1]))
-    buffer[where] = x
-    return buffer[where]
+    slices = (*(slice(1, None, 2) for _ in x.shape[:-1]), slice(3, 3 + x.shape[-1]))
+    buffer[slices] = x
+    return buffer[slices]
 
 
 def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
-    """In thd each sequence's keys begin at its own first page."""
+    """The mask with the keys of each sequence starting at its first page, in thd."""
     if case.page_size is None or case.layout != "thd" or mask is None:
         return mask
     rows = _sequences(case)
@@ -221,21 +220,21 @@ def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
-    """Pools of pages in a shuffled order with three spare pages, and the block table.
+    """Page pools in a shuffled order with three unused pages, and the block table.
 
-    Poisoned, the spare pages are NaN, and the table's entries for pages without a real key are -1.
+    With poison, the unused pages are NaN, and entries of the block table for pages without a real key are -1.
     """
     assert case.page_size is not None
     rows = _sequences(case)
     pages = k.shape[0] * k.shape[1] // case.page_size
     order = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(7))[:pages].to(k.device)
-    found: dict[str, Tensor] = {}
+    arguments: dict[str, Tensor] = {}
     for name, x in (("k", k), ("v", v)):
         pool = x.new_full((pages + 3, case.page_size, *x.shape[2:]), torch.nan if poison else 0.0)
         pool[order] = x.reshape(pages, case.page_size, *x.shape[2:])
-        found[name] = pool
+        arguments[name] = pool
     table = order.to(torch.int32).reshape(rows, -1)
     if poison:
         unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)
         table = table.masked_fill(unused, -1)
-    return found | {"pages": table}
+    return arguments | {"pages": table}

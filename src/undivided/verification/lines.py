@@ -1,5 +1,5 @@
-"""What is checked on a device, as lines: a case, a dtype, a backend, a verdict. Run in processes, written as they
-come."""
+"""Checks on a device, as lines: a case, a dtype, a backend and a verdict. They run in processes and are written as they
+arrive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from undivided.verification import workers
 __all__ = ["Line", "Lines", "Task", "in_processes", "pending"]
 
 WRITE_EVERY = 2.0
-"""Seconds between two versions of the file."""
+"""Seconds between two writes of the file."""
 
 
 class Line(NamedTuple):
-    """One case in one dtype with one backend: verdict "right", "wrong" or "refused", and what was wrong or why
-    refused."""
+    """The verdict on one case in one dtype on one backend: "right", "wrong" or "refused", with details."""
 
     case: str
     dtype: str
@@ -30,7 +29,7 @@ class Line(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One case in one dtype on a device, with these backends: what a process is given."""
+    """One case in one dtype on a device, for some backends: the unit of work of a process."""
 
     device: str
     case: str
@@ -39,23 +38,26 @@ class Task(NamedTuple):
 
 
 def in_processes(
-    planned: Sequence[Task], lines_of: Callable[[Task], list[Line]], *, jobs: int, seconds: float, patience: float
+    planned: Sequence[Task], task_lines: Callable[[Task], list[Line]], *, jobs: int, seconds: float, task_seconds: float
 ) -> Iterator[Line]:
-    """The lines of all tasks, as they come. A task whose process ended is run again with each backend alone, to find
-    which.
+    """The lines of all tasks, as they arrive.
+
+    If the process of a task ends, the task is repeated with each backend alone, to find the one that ended it.
 
     Args:
-        lines_of: a line for each backend of a task; importable, as `workers.work` wants it.
-        jobs: processes at a time. seconds, patience: of the whole, and of one task.
+        planned: the tasks.
+        task_lines: returns one line for each backend of a task; importable by name, as `workers.work` requires.
+        jobs: number of processes.
+        seconds, task_seconds: time limits of the whole and of one task.
     """
-    until = time.monotonic() + seconds
-    again: list[Task] = []
-    for turn in (planned, again):
-        left = max(until - time.monotonic(), 0.0)
-        for done in workers.work(turn, lines_of, jobs=jobs, patience=patience, seconds=left):
+    deadline = time.monotonic() + seconds
+    repeated: list[Task] = []
+    for tasks in (planned, repeated):
+        left = max(deadline - time.monotonic(), 0.0)
+        for done in workers.work(tasks, task_lines, jobs=jobs, task_seconds=task_seconds, seconds=left):
             task = done.task
             if done.broken and len(task.backends) > 1:
-                again += [task._replace(backends=(name,)) for name in task.backends]
+                repeated += [task._replace(backends=(name,)) for name in task.backends]
             elif done.value is not None:
                 yield from done.value
             else:
@@ -63,17 +65,17 @@ def in_processes(
 
 
 def pending(planned: Iterable[Task], known: Iterable[Line]) -> list[Task]:
-    """What is left to do when these lines are known."""
-    have = {line[:3] for line in known}
+    """The tasks without the backends whose lines are known."""
+    done = {line[:3] for line in known}
     left = (
-        task._replace(backends=tuple(name for name in task.backends if (task.case, task.dtype, name) not in have))
+        task._replace(backends=tuple(name for name in task.backends if (task.case, task.dtype, name) not in done))
         for task in planned
     )
     return [task for task in left if task.backends]
 
 
 class Lines:
-    """The lines so far: wrong ones are printed as they come, all are in the file."""
+    """The lines so far: wrong ones are printed as they arrive, all are written to a file."""
 
     def __init__(self, path: Path | None = None, resume: bool = False) -> None:
         self.path, self._written = path, 0.0
@@ -81,16 +83,16 @@ class Lines:
         self.lines = [Line(**{**row, "detail": tuple(row["detail"])}) for row in rows]
 
     def add(self, line: Line) -> None:
-        """Print and keep one more."""
+        """Add a line, and print it if it is wrong."""
         self.lines.append(line)
         if line.verdict == "wrong":
-            words = " ".join("; ".join(line.detail).split())
-            print(f"WRONG {line.backend} {line.case} {line.dtype}: {words[:600]}", flush=True)
+            text = " ".join("; ".join(line.detail).split())
+            print(f"WRONG {line.backend} {line.case} {line.dtype}: {text[:600]}", flush=True)
         if time.monotonic() > self._written + WRITE_EVERY:
             self.write()
 
     def write(self) -> None:
-        """The file, as a whole or not at all."""
+        """Replace the file atomically."""
         self._written = time.monotonic()
         if self.path is not None:
             fresh = self.path.with_suffix(".new")
@@ -98,13 +100,12 @@ class Lines:
             fresh.replace(self.path)
 
     def end(self, planned: Iterable[Task]) -> int:
-        """Write, print a count for each backend; 1 where anything was wrong, 2 where some of what was planned was not
-        run."""
+        """Write the file and print counts; the result is 1 if anything was wrong, 2 if something was not run."""
         self.write()
         counts = Counter((line.backend, line.verdict) for line in self.lines)
         for name in sorted({line.backend for line in self.lines}):
             print(f"{name}: " + ", ".join(f"{counts[name, word]} {word}" for word in ("right", "wrong", "refused")))
         left = sum(len(task.backends) for task in pending(planned, self.lines))
         if left:
-            print(f"not run: {left} (the time was over; --resume runs the rest)", flush=True)
+            print(f"not run: {left} (time limit; --resume runs the rest)", flush=True)
         return 1 if any(line.verdict == "wrong" for line in self.lines) else 2 if left else 0

@@ -1,4 +1,4 @@
-"""What a verification found: for every backend and quantity an error, a budget and a verdict."""
+"""The result of a verification: an error, a budget and a verdict for every backend and quantity."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ __all__ = ["Report", "Row"]
 
 @dataclass(frozen=True)
 class Row:
-    """One backend and one quantity.
+    """The error of one quantity of one backend.
 
-    quantity: "out", "lse", or the gradient of an argument: "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes".
-    error: relative to the norm of the right answer; inf where it is NaN, missing, or not exact where it must be.
-    budget: the largest error allowed. note: what was raised, where nothing came back.
+    Attributes:
+        backend: name of the backend.
+        quantity: "out", "lse", or the gradient of an argument: "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes".
+        error: relative to the norm of the right answer; inf if the quantity is missing or NaN, or an entry that must
+            be exact is not.
+        budget: the largest allowed error.
+        note: what was raised, or what else is wrong; empty otherwise.
+
+    >>> Row("native", "out", 1e-7, 3e-7).ok
+    True
     """
 
     backend: str
@@ -33,12 +40,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `undivided.verify`. ``print`` it for the table.
+    """The result of `undivided.verify`. ``print`` shows it as a table.
 
-    problem: what was asked, in words.
-    rows: one for every backend that ran and every quantity it returned.
-    refused: the reasons of the backends that did not run at all, by name.
-    unchecked: what was not checked of a backend that ran, and its reasons, by name.
+    Attributes:
+        problem: a description of the problem.
+        rows: one `Row` for every backend that ran and every quantity that it returned.
+        refused: the reasons of the backends that did not run, by name.
+        unchecked: the quantities that a backend that ran did not return, with its reasons, by name.
 
     >>> report = Report("a problem", (Row("reference", "out", 1e-7, 3e-7),), {"flex": ("no support for sinks",)})
     >>> report.ok
@@ -61,7 +69,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something ran, and all that ran is within its budget."""
+        """Whether at least one backend ran, and all rows are within their budgets."""
         return bool(self.rows) and not self.failures
 
     @property
@@ -75,11 +83,11 @@ class Report:
         return tuple(dict.fromkeys(row.backend for row in self.rows))
 
     def of(self, backend: str) -> dict[str, Row]:
-        """The rows of one backend, by quantity; empty where it refused."""
+        """The rows of one backend, by quantity; empty if it refused."""
         return {row.quantity: row for row in self.rows if row.backend == backend}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values that JSON can hold; an infinite error is None.
+        """The report as plain values for JSON; an infinite error is None.
 
         >>> Report("a problem", (Row("x", "out", math.inf, 1e-7),), {}).to_dict()["rows"][0]["error"] is None
         True
@@ -108,33 +116,35 @@ class Report:
         lines = [f"{self._headline()}: {self.problem}"]
         if self.rows:
             lines.append(f"  {'backend':<{width}}  {'quantity':<{quantities}}  {'error':>7}  {'budget':>7}")
-        before = None
+        previous = None
         for row in self.rows:
-            name = row.backend if row.backend != before else ""
+            name = row.backend if row.backend != previous else ""
             numbers = f"{row.error:>7.1e}  {row.budget:>7.1e}  {'ok' if row.ok else 'WRONG'}"
             line = f"  {name:<{width}}  {row.quantity:<{quantities}}  {numbers}"
             lines.append(f"{line}  {row.note}" if row.note else line)
-            before = row.backend
-        for word, which in (("not checked", self.unchecked), ("refused", self.refused)):
-            lines += [line for name, reasons in which.items() for line in _listed(name, width, word, reasons)]
+            previous = row.backend
+        for label, by_name in (("not checked", self.unchecked), ("refused", self.refused)):
+            lines += [
+                line for name, reasons in by_name.items() for line in _format_reasons(name, width, label, reasons)
+            ]
         return "\n".join(lines)
 
     def _headline(self) -> str:
         wrong = len({row.backend for row in self.failures})
         right = len(self.backends) - wrong
         counts = [(wrong, "WRONG"), (right, "right"), (len(self.refused), "refused")]
-        said = [f"{_backends(n) if not i else n} {word}" for i, (n, word) in enumerate(c for c in counts if c[0])]
-        return ", ".join(said) or "nothing ran"
+        texts = [f"{_backends(n) if not i else n} {word}" for i, (n, word) in enumerate(c for c in counts if c[0])]
+        return ", ".join(texts) or "nothing ran"
 
 
 def _backends(count: int) -> str:
     return f"{count} backend{'' if count == 1 else 's'}"
 
 
-def _listed(name: str, width: int, word: str, reasons: Iterable[str]) -> list[str]:
+def _format_reasons(name: str, width: int, label: str, reasons: Iterable[str]) -> list[str]:
     first, *rest = reasons
-    indent = " " * (width + 4 + len(word) + 2)
-    return [f"  {name:<{width}}  {word}: {first}", *(f"{indent}{reason}" for reason in rest)]
+    indent = " " * (width + 4 + len(label) + 2)
+    return [f"  {name:<{width}}  {label}: {first}", *(f"{indent}{reason}" for reason in rest)]
 
 
 def _finite(number: float) -> float | None:

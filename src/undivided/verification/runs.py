@@ -1,4 +1,4 @@
-"""One problem, run through one backend after another and held against its budget."""
+"""One problem, run on one backend after another and compared with its budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from undivided.verification.inputs import upstream
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.report import Row
 
-__all__ = ["Outcome", "Request", "request", "run"]
+__all__ = ["Outcome", "Request", "build_request", "run"]
 
 Leaves = Mapping[str, Tensor | None]
 _attention: Callable[..., Tensor | tuple[Tensor, Tensor]] = (
@@ -36,14 +36,14 @@ _explain: Callable[..., Decision] = explain
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A caller's problem, ready to be run any number of times.
+    """A problem that can be run any number of times.
 
-    tensors: the differentiable arguments by name, detached. wanted: those that need a gradient, as the caller has them.
-    rest: every other argument of `attention`.
+    tensors: the differentiable arguments by name, detached. requires_grad: the names of those that require a gradient.
+    rest: all other arguments of `attention`.
     """
 
     tensors: Leaves
-    wanted: frozenset[str]
+    requires_grad: frozenset[str]
     rest: Mapping[str, Any]
     upstream: Upstream
     budget: Budget
@@ -51,35 +51,35 @@ class Request:
 
     @property
     def return_lse(self) -> bool:
-        """Whether the caller wants the lse, and gradients through it."""
+        """Whether the request returns the lse, with gradients through it."""
         return bool(self.rest.get("return_lse"))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one backend: rows if it ran, reasons for what it refused (everything, if there are no rows)."""
+    """The result of one backend: rows if it ran, and reasons for what it refused (everything, if there are no rows)."""
 
     rows: tuple[Row, ...]
     reasons: tuple[str, ...] = ()
 
 
-def request(
+def build_request(
     tensors: Leaves,
     layout: Layout,
     rest: Mapping[str, Any],
     gradients: bool = True,
     grads: tuple[Tensor, Tensor | None] | None = None,
 ) -> Request:
-    """Check a problem, and compute its right answer and its budget.
+    """The validated request, with its right answer and its budget.
 
     Args:
-        tensors: q, k, v, bias, sinks, alibi_slopes by name; those that require a gradient are wanted.
-        layout, rest: the other arguments of `attention`; with dropout the seed must be said.
-        gradients: check gradients, also of tensors that require none.
-        grads: upstream gradients of out and lse, as the caller gets these; random if None.
+        tensors: q, k, v, bias, sinks, alibi_slopes by name.
+        layout, rest: the other arguments of `attention`; with dropout, the seed is required.
+        gradients: check gradients, also of tensors that do not require one.
+        grads: upstream gradients of out and lse in the shapes that `attention` returns; random if None.
 
     Raises:
-        InputError: as `attention`.
+        InputError: as for `attention`.
     """
     rest = {"layout": layout, **rest}
     detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
@@ -93,13 +93,12 @@ def request(
         grads = upstream(out), upstream(like_lse, seed=1) if rest.get("return_lse") else None
     grad_lse = None if grads[1] is None else grads[1].reshape(shape)
     up = Upstream(grads[0], grad_lse)
-    wanted = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)
-    return Request(detached, wanted, rest, up, budget_for(call, leaves, up), gradients)
+    requires_grad = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)
+    return Request(detached, requires_grad, rest, up, budget_for(call, leaves, up), gradients)
 
 
 def _detached(name: str, tensor: Any) -> Any:
-    """The tensor without its history; an inference tensor as a normal one. What is no tensor is for `normalise` to
-    refuse."""
+    """The tensor without its autograd history; a copy if it is an inference tensor. `normalise` refuses other types."""
     if not isinstance(tensor, Tensor):
         return tensor
     check_tensor(name, tensor)
@@ -108,92 +107,96 @@ def _detached(name: str, tensor: Any) -> Any:
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
-def run(backend: Backend, asked: Request) -> Outcome:
-    """Run one backend: out and the gradients that it computes, and lse.
+def run(backend: Backend, request: Request) -> Outcome:
+    """The outcome of one backend: its out, the gradients that it computes, and its lse.
 
-    A backend that refuses the gradient of every tensor is asked for those the caller wants, then for none.
+    A backend that refuses the gradients of all tensors is run with the required ones, and then without gradients.
     """
     refusals: list[str] = []
     reasons: tuple[str, ...] = ()
-    for needs in _attempts(asked):
-        reasons = _objections(backend, asked, needs)
+    for needs in _attempts(request):
+        reasons = _reasons(backend, request, needs)
         if reasons:
             refusals.append(_refusal(needs, reasons))
             continue
-        rows = _rows(backend, asked, needs)
-        if not asked.return_lse:
-            reasons = _objections(backend, asked, (), return_lse=True)
-            rows += [] if reasons else _rows(backend, asked, (), only="lse", return_lse=True)
+        rows = _rows(backend, request, needs)
+        if not request.return_lse:
+            reasons = _reasons(backend, request, (), return_lse=True)
+            rows += [] if reasons else _rows(backend, request, (), only="lse", return_lse=True)
             refusals += [f"lse: {'; '.join(reasons)}"] if reasons else []
         return Outcome(tuple(rows), tuple(refusals))
     return Outcome((), reasons)
 
 
-def _attempts(asked: Request) -> list[tuple[str, ...]]:
-    """Which gradients to ask for, most first."""
-    if not asked.gradients:
+def _attempts(request: Request) -> list[tuple[str, ...]]:
+    """The sets of gradients to try, the largest first."""
+    if not request.gradients:
         return [()]
-    paged = asked.rest.get("pages") is not None
-    all_of_them = [name for name in NAMES if asked.tensors.get(name) is not None and not (paged and name in ("k", "v"))]
-    wanted = asked.wanted or {"q", "k", "v"}
-    attempts = [tuple(all_of_them), tuple(name for name in all_of_them if name in wanted), ()]
+    paged = request.rest.get("pages") is not None
+    names = [name for name in NAMES if request.tensors.get(name) is not None and not (paged and name in ("k", "v"))]
+    required = request.requires_grad or {"q", "k", "v"}
+    attempts = [tuple(names), tuple(name for name in names if name in required), ()]
     return list(dict.fromkeys(attempts))
 
 
-def _leaves(asked: Request, needs: Sequence[str]) -> dict[str, Tensor | None]:
-    """The caller's tensors in their own memory, as leaves of their own."""
-    return {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in asked.tensors.items()}
+def _leaves(request: Request, needs: Sequence[str]) -> dict[str, Tensor | None]:
+    """New leaves that share the memory of the caller's tensors."""
+    return {
+        name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in request.tensors.items()
+    }
 
 
-def _objections(backend: Backend, asked: Request, needs: Sequence[str], **changes: Any) -> tuple[str, ...]:
-    """Why the backend does not run this; empty where it does."""
-    decision = _explain(**_leaves(asked, needs), backend=backend.name, **{**asked.rest, **changes})
+def _reasons(backend: Backend, request: Request, needs: Sequence[str], **changes: Any) -> tuple[str, ...]:
+    """The reasons why the backend refuses the request; empty if it runs it."""
+    decision = _explain(**_leaves(request, needs), backend=backend.name, **{**request.rest, **changes})
     if decision.chosen is backend:
         return ()
     return decision.reasons.get(backend.name) or ("it was not chosen and gave no reason",)
 
 
 def _refusal(needs: Sequence[str], reasons: Sequence[str]) -> str:
-    what = f"gradients of {', '.join(needs)}" if needs else "output"
-    return f"{what}: {'; '.join(reasons)}"
+    subject = f"gradients of {', '.join(needs)}" if needs else "output"
+    return f"{subject}: {'; '.join(reasons)}"
 
 
-def _rows(backend: Backend, asked: Request, needs: Sequence[str], only: str | None = None, **changes: Any) -> list[Row]:
-    """Run with these gradients and judge all that comes back, or one quantity of it."""
-    leaves, rest = _leaves(asked, needs), {**asked.rest, **changes}
+def _rows(
+    backend: Backend, request: Request, needs: Sequence[str], only: str | None = None, **changes: Any
+) -> list[Row]:
+    """The rows of a run with these gradients: of all quantities, or only of one."""
+    leaves, rest = _leaves(request, needs), {**request.rest, **changes}
     names = ["out", *(["lse"] if rest.get("return_lse") else []), *(f"d{name}" for name in needs)]
     try:
         returned = _attention(**leaves, backend=backend.name, **rest)
         outputs = [returned] if isinstance(returned, Tensor) else list(returned)
-        found = dict(zip(names, [*outputs, *_gradients(outputs, leaves, needs, asked)], strict=True))
-        return [_judged(backend, name, x, asked) for name, x in found.items() if only in (None, name)]
-    except Exception as error:  # whatever a kernel raises is a finding
+        quantities = dict(zip(names, [*outputs, *_gradients(outputs, leaves, needs, request)], strict=True))
+        return [_row(backend, name, x, request) for name, x in quantities.items() if only in (None, name)]
+    except Exception as error:  # whatever a kernel raises is a failed row
         text = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         name = only or "out"
-        return [Row(backend.name, name, math.inf, asked.budget.allowed[name], text)]
+        return [Row(backend.name, name, math.inf, request.budget.allowed[name], text)]
 
 
 def _gradients(
-    outputs: list[Tensor], leaves: Leaves, needs: Sequence[str], asked: Request
+    outputs: list[Tensor], leaves: Leaves, needs: Sequence[str], request: Request
 ) -> tuple[Tensor | None, ...]:
     if not needs:
         return ()
-    grads = [asked.upstream.out]
-    if len(outputs) == 2 and asked.upstream.lse is not None:
-        grads.append(asked.upstream.lse.reshape(outputs[1].shape).to(outputs[1].dtype))
-    wanted = [leaf for name in needs if (leaf := leaves[name]) is not None]
-    return torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
+    grads = [request.upstream.out]
+    if len(outputs) == 2 and request.upstream.lse is not None:
+        grads.append(request.upstream.lse.reshape(outputs[1].shape).to(outputs[1].dtype))
+    required = [leaf for name in needs if (leaf := leaves[name]) is not None]
+    return torch.autograd.grad(outputs, required, grads, allow_unused=True)
 
 
-def _judged(backend: Backend, name: str, value: Tensor | None, asked: Request) -> Row:
-    budget = asked.budget
+def _row(backend: Backend, name: str, value: Tensor | None, request: Request) -> Row:
+    budget = request.budget
     allowed, note = budget.allowed[name], ""
     if value is None:
-        return Row(backend.name, name, math.inf, allowed, "no gradient came back")
-    tensor = asked.tensors["q" if name == "out" else name[1:]] if name != "lse" else None
+        return Row(backend.name, name, math.inf, allowed, "no gradient was returned")
+    tensor = request.tensors["q" if name == "out" else name[1:]] if name != "lse" else None
     dtype = lse_dtype(budget.problem.dtype) if tensor is None else tensor.dtype
     if value.dtype != dtype:
-        return Row(backend.name, name, math.inf, allowed, f"{value.dtype} where {dtype} is right")
+        return Row(backend.name, name, math.inf, allowed, f"dtype {value.dtype}, expected {dtype}")
     if name != "lse" and not bool(value.isfinite().all()):
         note = "NaN or infinity"
     return Row(backend.name, name, budget.error(name, value), allowed, note)

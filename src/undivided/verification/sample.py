@@ -1,9 +1,9 @@
-"""The budget of a problem that is too large to compute whole in fp64: held on a sample of its heads and rows.
+"""The budget of a problem that is too large for a full oracle: checked on a sample of its heads and rows.
 
-Attention falls into parts that are right or wrong by themselves. An output row and its gradient depend on that row of q
-and on all keys; the gradients of a head's keys and values depend on that head. So a sample is exact on what it looks
-at, by the oracle and the budget of `undivided.verification.budget`, and says nothing of the rest; a small problem is
-its own sample, whole.
+Parts of attention are independent of each other. An output row and its gradient depend on that row of q and on all
+keys; the gradients of the keys and values of a head depend on that head. So the check is exact for the sampled parts,
+with the oracle and the budget of `undivided.verification.budget`, and covers nothing else. The sample of a small
+problem is the whole problem.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from undivided.verification.plain_attention import plain_piece
 
 __all__ = ["Sample", "sample_of"]
 
-WHOLE = 1 << 18
-"""Pairs of query and key, over all heads, of a problem that is looked at whole."""
+MAX_FULL_PAIRS = 1 << 18
+"""Largest problem that is checked in full, in (query, key) pairs over all heads."""
 
 ROWS = 32
-"""Query rows of each stretch of a sampled head."""
+"""Query rows of each sampled block."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The right answer on some pieces of a problem, and how far from it each quantity may be.
+    """The right answer for some pieces of a problem, and the largest error that each quantity may have there.
 
-    right, zero: each quantity's entries in the pieces, flat, in fp64, and where they must be exactly 0.
+    right: the entries of each quantity in the pieces, flat, in fp64. zero: where they must be exactly 0.
     allowed: the largest relative error of each quantity.
     """
 
@@ -47,25 +47,25 @@ class Sample:
     allowed: Mapping[str, float]
 
     def error(self, name: str, value: Tensor) -> float:
-        """The relative error of "out", "dq", "dk" or "dv", given whole as [B, heads, S, D]."""
+        """The relative error of "out", "dq", "dk" or "dv" in the sample, from the full tensor [B, heads, S, D]."""
         right = self.right[name]
-        found = torch.cat([value[_where(name, piece, self.problem)].flatten() for piece in self.pieces])
-        return distance(found, right, self.zero[name]) / (float(right.norm()) or 1.0)
+        sampled = torch.cat([value[_slices(name, piece, self.problem)].flatten() for piece in self.pieces])
+        return distance(sampled, right, self.zero[name]) / (float(right.norm()) or 1.0)
 
 
 def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
-    """Compute the oracle and the budget on a sample.
+    """The sample of a problem, with its oracle and its budget.
 
     Args:
-        call, tensors: as `undivided._normalise.normalise` gives them.
-        grad_out: gradient of the output in the caller's layout, where dq, dk and dv are to be judged; else None.
+        call, tensors: as `undivided._normalise.normalise` returns them.
+        grad_out: gradient of the output in the caller's layout, if dq, dk and dv are checked; otherwise None.
 
     >>> import undivided
     >>> from undivided._normalise import normalise
     >>> from undivided._request import Request
     >>> q, k, v = (torch.randn(1, 4, 3000, 16) for _ in range(3))
     >>> sample = sample_of(*normalise(Request.of(q, k, v, layout="bhsd")), None)
-    >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                               # two heads, two stretches of rows
+    >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")
     >>> sample.error("out", out) <= sample.allowed["out"] < sample.error("out", 1.001 * out)
@@ -76,9 +76,9 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         names = ("out",) if grad_out is None else ("out", "dq", "dk", "dv")
         upstream = None if grad_out is None else Upstream(grad_out)
         pieces = _pieces(problem, whole_heads=grad_out is not None)
-        gather = functools.partial(_gathered, pieces, names)
+        gather = functools.partial(_gather, pieces, names)
         right = gather(lambda piece: oracle.piece_oracle(piece, call, tensors, upstream))
-        reached = gather(lambda piece: _expanded(oracle.piece_reach(piece, call, tensors), problem))
+        reached = gather(lambda piece: _expand(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
         for order in range(ORDERS):
 
@@ -93,46 +93,45 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:
-    """Everything where it is small; else the first group of heads of the first sequence and the last group of the
-    last."""
+    """One piece if the problem is small; otherwise parts of the first and of the last head group."""
     rows = slice(0, problem.q_len)
-    if problem.batch * problem.heads * problem.q_len * problem.kv_len <= WHOLE:
+    if problem.batch * problem.heads * problem.q_len * problem.kv_len <= MAX_FULL_PAIRS:
         return (Piece(slice(0, problem.batch), slice(0, problem.heads), rows),)
     group = problem.heads // problem.kv_heads
-    first, last = ([rows], [rows]) if whole_heads else _stretches(problem.q_len)
+    first, last = ([rows], [rows]) if whole_heads else _row_blocks(problem.q_len)
     corners = {(0, 0): first, (problem.batch - 1, problem.kv_heads - 1): last}
     return tuple(
-        Piece(slice(b, b + 1), slice(n * group, (n + 1) * group), stretch)
-        for (b, n), stretches in corners.items()
-        for stretch in stretches
+        Piece(slice(b, b + 1), slice(n * group, (n + 1) * group), block)
+        for (b, n), blocks in corners.items()
+        for block in blocks
     )
 
 
-def _stretches(length: int) -> tuple[list[slice], list[slice]]:
-    """Rows of the first head, from the beginning and the middle, and of the last, from the middle and the end."""
+def _row_blocks(length: int) -> tuple[list[slice], list[slice]]:
+    """Rows of the first head, from the start and the middle, and of the last head, from the middle and the end."""
     if length <= 4 * ROWS:
         return [slice(0, length)], [slice(0, length)]
-    middle = (length - ROWS) // 2 | 1  # an odd row begins inside every tile
+    middle = (length - ROWS) // 2 | 1  # an odd row starts inside a tile of every size
     head, body, tail = (slice(start, start + ROWS) for start in (0, middle, length - ROWS))
     return [head, body], [body, tail]
 
 
-def _where(name: str, piece: Piece, problem: Problem) -> tuple[slice, ...]:
-    """Where a piece lies in a whole quantity [B, heads, S, D]."""
+def _slices(name: str, piece: Piece, problem: Problem) -> tuple[slice, ...]:
+    """The slices of a piece in a full quantity [B, heads, S, D]."""
     if name in ("dk", "dv"):
         return piece.batch, kv_span(piece, problem)
     return tuple(piece)
 
 
-def _expanded(reached: Quantities, problem: Problem) -> Quantities:
-    """Counts of pairs in the shape of the quantities: one for each entry of a row."""
+def _expand(reached: Quantities, problem: Problem) -> Quantities:
+    """Counts of pairs in the shape of the quantities: one count for each entry of a row."""
     sizes = {"out": problem.v_dim, "dq": problem.qk_dim, "dk": problem.qk_dim, "dv": problem.v_dim}
     return {name: reached[name].expand(*reached[name].shape[:-1], size) for name, size in sizes.items()}
 
 
-def _gathered(
-    pieces: tuple[Piece, ...], names: tuple[str, ...], of: Callable[[Piece], Quantities]
+def _gather(
+    pieces: tuple[Piece, ...], names: tuple[str, ...], compute: Callable[[Piece], Quantities]
 ) -> dict[str, Tensor]:
-    """What `of` finds in every piece, each quantity flat and in fp64."""
-    found = [of(piece) for piece in pieces]
-    return {name: torch.cat([one[name].double().flatten() for one in found]) for name in names}
+    """The quantities that `compute` returns for all pieces, each one flat and in fp64."""
+    parts = [compute(piece) for piece in pieces]
+    return {name: torch.cat([part[name].double().flatten() for part in parts]) for name in names}

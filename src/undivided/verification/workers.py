@@ -1,7 +1,7 @@
-"""Work in processes that may die: a kernel that faults, hangs or breaks its CUDA context costs one task, not the run.
+"""Work in separate processes: a kernel that faults, hangs or breaks its CUDA context loses one task, not the run.
 
-After an illegal address every later CUDA call of a process fails, so a process that has broken its context ends itself,
-and the next task is given to a fresh one. The parent never touches the device.
+After an illegal address all later CUDA calls of a process fail, so a process with a broken context ends, and a new one
+gets the next task. The parent process never uses the device.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ __all__ = ["Done", "work"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-START = 120.0
-"""Seconds that a process has to import torch and take its first task; a busy machine needs a tenth of that."""
+START_SECONDS = 120.0
+"""Time limit for a process to import torch and take its first task; a busy machine needs a tenth of that."""
 
-
-END = 5.0
-"""Seconds that an idle process has to end by itself."""
+END_SECONDS = 5.0
+"""Time limit for an idle process to end by itself."""
 
 
 @dataclass(frozen=True)
 class Done(Generic[T, R]):
-    """A task and what became of it: its value, or the failure in words. `broken`: its process ended with it."""
+    """The result of a task: its value, or a text that describes the failure. `broken`: its process ended."""
 
     task: T
     value: R | None
@@ -43,72 +42,80 @@ class Done(Generic[T, R]):
 
 @dataclass(eq=False)
 class _Worker(Generic[T]):
-    """One process, the pipe to it, and what it is doing until when."""
+    """One process, the pipe to it, its task and the deadline of the task."""
 
     process: Any
     pipe: connection.Connection
     task: T | None = None
-    until: float = field(default=0.0)
+    deadline: float = field(default=0.0)
 
-    def end(self, patience: float = 0.0) -> None:
-        """Ask it to end by closing the pipe, and end it when the patience is over."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Close the pipe, so that the process ends, and kill it after this time."""
         self.pipe.close()
-        self.process.join(patience)
+        self.process.join(seconds)
         self.process.kill()
         self.process.join()
 
 
 def work(
-    tasks: Iterable[T], function: Callable[[T], R], *, jobs: int = 1, patience: float = 120.0, seconds: float = 3600.0
+    tasks: Iterable[T],
+    function: Callable[[T], R],
+    *,
+    jobs: int = 1,
+    task_seconds: float = 120.0,
+    seconds: float = 3600.0,
 ) -> Iterator[Done[T, R]]:
-    """Run `function` on every task, in `jobs` processes; yields each as it is done.
+    """The results of `function` on every task, computed in `jobs` processes, as they arrive.
 
     Args:
-        tasks: picklable. function: importable by its name, as a fresh process must find it.
-        jobs: processes at a time.
-        patience: seconds that one task may take before its process is ended.
-        seconds: after these no further task begins and those that run are ended; neither is yielded.
+        tasks: picklable values.
+        function: importable by its name, because a new process imports it.
+        jobs: number of processes.
+        task_seconds: time limit of one task, after which its process is killed.
+        seconds: time limit of the whole: then no further task starts, running tasks are killed, and neither is yielded.
 
     >>> [done.value for done in work([4, 9], abs)]
     [4, 9]
     """
-    waiting, until = deque(tasks), time.monotonic() + seconds
+    waiting, deadline = deque(tasks), time.monotonic() + seconds
     workers: list[_Worker[T]] = []
     try:
         while waiting or any(worker.task is not None for worker in workers):
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 return
             while waiting and len(workers) < jobs:
-                workers.append(_started(function))
+                workers.append(_start(function))
             for worker in workers:
                 if worker.task is None and waiting:
-                    _give(worker, waiting.popleft(), patience)
-            yield from _collected(workers, until)
+                    _assign(worker, waiting.popleft(), task_seconds)
+            yield from _collect(workers, deadline)
     finally:
         for worker in workers:
-            worker.end(END if worker.task is None else 0.0)
+            worker.end(END_SECONDS if worker.task is None else 0.0)
 
 
-def _started(function: Callable[[T], R]) -> _Worker[T]:
+def _start(function: Callable[[T], R]) -> _Worker[T]:
+    """A new process that serves tasks."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, function), daemon=True)
     process.start()
-    theirs.close()
-    worker: _Worker[T] = _Worker(process, ours)
-    worker.until = time.monotonic() + START
+    child_end.close()
+    worker: _Worker[T] = _Worker(process, parent_end)
+    worker.deadline = time.monotonic() + START_SECONDS
     return worker
 
 
-def _give(worker: _Worker[T], task: T, patience: float) -> None:
-    worker.task, worker.until = task, max(worker.until, time.monotonic()) + patience
-    with contextlib.suppress(OSError):  # a process that is gone is found out when it is asked
+def _assign(worker: _Worker[T], task: T, seconds: float) -> None:
+    """Send a task to a process."""
+    worker.task, worker.deadline = task, max(worker.deadline, time.monotonic()) + seconds
+    with contextlib.suppress(OSError):  # `_collect` finds that the process has ended
         worker.pipe.send(task)
 
 
-def _collected(workers: list[_Worker[T]], until: float) -> Iterator[Done[T, Any]]:
-    """What is there now, or after a wait; processes that died or took too long are taken out."""
-    first = min([until, *(worker.until for worker in workers if worker.task is not None)])
+def _collect(workers: list[_Worker[T]], deadline: float) -> Iterator[Done[T, Any]]:
+    """The results that have arrived, after a wait if there are none; removes processes that ended or took too long."""
+    first = min([deadline, *(worker.deadline for worker in workers if worker.task is not None)])
     connection.wait([worker.pipe for worker in workers], timeout=max(first - time.monotonic(), 0.0) + 0.01)
     for worker in list(workers):
         task, done = worker.task, None
@@ -120,8 +127,8 @@ def _collected(workers: list[_Worker[T]], until: float) -> Iterator[Done[T, Any]
                 code = worker.process.exitcode
                 value, failure, broken = None, f"its process ended (exit code {code})", True
             done = None if task is None else Done(task, value, failure, broken)
-            worker.task, worker.until = None, 0.0
-        elif task is not None and time.monotonic() >= worker.until:
+            worker.task, worker.deadline = None, 0.0
+        elif task is not None and time.monotonic() >= worker.deadline:
             done, broken = Done(task, None, "it took too long, and its process was ended", True), True
         else:
             continue
@@ -133,7 +140,7 @@ def _collected(workers: list[_Worker[T]], until: float) -> Iterator[Done[T, Any]
 
 
 def _serve(pipe: connection.Connection, function: Callable[[Any], Any]) -> None:
-    """What a process does: tasks, one after the other, until the pipe closes or the device is broken."""
+    """The loop of a process: it runs tasks until the pipe closes or its CUDA context is broken."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -143,16 +150,16 @@ def _serve(pipe: connection.Connection, function: Callable[[Any], Any]) -> None:
         value, failure = None, ""
         try:
             value = function(task)
-        except Exception:  # whatever a kernel raises is a finding
+        except Exception:  # whatever a kernel raises is reported
             failure = traceback.format_exc()
-        broken = _broken()
+        broken = _context_is_broken()
         pipe.send((value, failure, broken))
         if broken:
             return
 
 
-def _broken() -> bool:
-    """Whether this process' CUDA context no longer serves."""
+def _context_is_broken() -> bool:
+    """Whether the CUDA context of this process no longer works."""
     if not torch.cuda.is_initialized():
         return False
     try:

@@ -15,7 +15,7 @@ from undivided._measured import read
 from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
-from undivided.benchmarking.competitors import OTHERS, rivals
+from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import headline
 from undivided.benchmarking.runs import Settings
@@ -113,7 +113,7 @@ def bench(
                 "--ranks": ranks,
             },
         )
-    ours = ("native",) if device == "cpu" and ranks is None else rivals(device)
+    ours = ("native",) if device == "cpu" and ranks is None else selectable_backends(device)
     settings = Settings(backend or ours, _others(competitor), device)
     settings = settings.hurried() if quick else settings
     to_stdout = as_json is not None and str(as_json) == "-"
