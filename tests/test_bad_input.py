@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import undivided
-from undivided import InputError, Machine, _foreign, explain, masks, merge, use_backends
+from undivided import InputError, Machine, explain, masks, merge, use_backends
+from undivided.arguments import foreign as _foreign
 from undivided.backends import names_and_families
 
 BACKENDS = ", ".join(sorted(names_and_families()))

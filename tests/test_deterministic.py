@@ -11,10 +11,10 @@ from torch import Tensor
 
 import undivided
 from undivided import KVCache, PagedKVCache, masks
-from undivided._call import Call
-from undivided._problem import Problem
 from undivided.backends import all_backends, reference
 from undivided.context_parallel.exchange.simulate import SimulatedGroup, simulate
+from undivided.request.call import Call
+from undivided.request.problem import Problem
 
 PASSES = ("forward", "recorded", "backward")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import brute_force
 import undivided
 from undivided import DotProductAttention, masks
-from undivided._slopes import usual_slopes
+from undivided.request.slopes import usual_slopes
 
 H, G, D = 4, 2, 8
 Pairs = set[tuple[int, int, int]]

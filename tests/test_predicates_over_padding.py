@@ -16,10 +16,10 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided._machine import Machine
 from undivided.backends import flex
 from undivided.cache import KVCache
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
 
 Q_LENGTHS, KV_LENGTHS = [5, 0, 7], [4, 3, 6]  # of at most 9 queries and 8 keys

@@ -18,10 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import undivided
-from undivided import _prepare, _sdp_switches, _sdpa
-from undivided._policy import policy
-from undivided._request import Request
+from undivided import sdpa as _sdpa
 from undivided.errors import InputError, NoBackendError
+from undivided.request.request import Request
+from undivided.run import prepare as _prepare
+from undivided.selection import switches as _sdp_switches
+from undivided.selection.policy import policy
 
 ours = undivided.scaled_dot_product_attention
 # torch's own forward mode scripts its decompositions when it is first used

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _compile
-from undivided._arguments import check_tensor
-from undivided._foreign import keyword_hint
-from undivided._layout import Layout
-from undivided._machine import Machine
-from undivided._policy import policy
-from undivided._prepare import explained, prepare
-from undivided._request import Options, Request, Tensors, made
-from undivided._sdpa import scaled_dot_product_attention
-from undivided._selection import Decision
-from undivided._tensors import is_observed
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.foreign import keyword_hint
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import is_observed
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.request import Options, Request, Tensors, made
+from undivided.run import autograd as _autograd
+from undivided.run import compile as _compile
+from undivided.run.prepare import explained, prepare
+from undivided.sdpa import scaled_dot_product_attention
+from undivided.selection.decision import Decision
+from undivided.selection.policy import policy
 
 if TYPE_CHECKING:
     from undivided.context_parallel import ContextParallel

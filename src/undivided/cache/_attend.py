@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from undivided import _layout, masks
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
-from undivided._validation import checked_mask
+from undivided import masks
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
 from undivided.cache._storage import Counts, Heads
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
+from undivided.request.checks import checked_mask
 
 CAUSAL = masks.causal(align="bottom_right")
 """The meaning of `mask=None`. One object, so that caches with the same lengths share the mask made for them."""

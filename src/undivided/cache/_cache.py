@@ -9,9 +9,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
-from undivided._layout import Layout
-from undivided._validation import check_layout
+from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
@@ -19,6 +18,7 @@ from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.checks import check_layout
 
 Lengths = Sequence[int] | Tensor
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer, check_tensor
-from undivided._layout import LAYOUTS, Layout
+from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, cumulative, padded, pool_sizes

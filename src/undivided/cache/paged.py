@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
-from undivided._layout import Layout
+from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
+from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._mask import Mask

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undivided._tensors import is_captured, is_traced, versions
+from undivided.arguments.tensors import is_captured, is_traced, versions
 from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
 from undivided.masks._parts import Documents, Part

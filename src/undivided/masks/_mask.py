@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import INT32_MAX, as_integer
-from undivided._tensors import is_traced, readable
+from undivided.arguments.checks import INT32_MAX, as_integer
+from undivided.arguments.tensors import is_traced, readable
 from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve

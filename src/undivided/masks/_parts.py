@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._arguments import check_at_least, check_memory, check_offsets
-from undivided._tensors import readable, versions
+from undivided.arguments.checks import check_at_least, check_memory, check_offsets
+from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks._memory import DerivedValues
 

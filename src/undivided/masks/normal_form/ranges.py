@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.bounds import tidy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._layout import Layout
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import checked_format
 from undivided.nn.rotary import checks
