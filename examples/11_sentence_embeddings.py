@@ -94,8 +94,8 @@ for way, found in embeddings.items():
 
 question = "How do I run some code whether or not there was an error?"
 with torch.inference_mode():
-    asked = encoders["undivided"](**tokenizer(question, return_tensors="pt")).last_hidden_state.mean(1)
-scores = cosine_similarity(asked, embeddings["undivided, packed"])
+    embedding = encoders["undivided"](**tokenizer(question, return_tensors="pt")).last_hidden_state.mean(1)
+scores = cosine_similarity(embedding, embeddings["undivided, packed"])
 print(f"\n{question}")
 for score, index in zip(*scores.topk(3), strict=True):
     print(f"  {score:.2f}  {list(texts)[index]}")
