@@ -1,4 +1,4 @@
-"""Packed documents: the same answer as one document at a time, without padding and without leaks."""
+"""Packed documents: the same result as one document at a time, without padding and without leaks."""
 
 import torch
 
@@ -6,7 +6,7 @@ import undivided
 from undivided import masks
 
 lengths = [5, 300, 42]
-offsets = torch.tensor([0, *lengths]).cumsum(0)  # [0, 5, 305, 347]: where each document begins, and the end
+offsets = torch.tensor([0, *lengths]).cumsum(0)  # [0, 5, 305, 347]: the start of each document, and the end
 
 torch.manual_seed(0)
 q = torch.randn(sum(lengths), 8, 64, requires_grad=True)  # [tokens, heads, head size]
@@ -16,7 +16,7 @@ v = torch.randn(sum(lengths), 2, 64, requires_grad=True)
 packed = undivided.attention(q, k, v, layout="thd", mask=masks.documents(offsets) & masks.causal())
 packed.square().sum().backward()
 
-# One at a time, as a batch of one each: the slow way that needs no mask for documents.
+# One document at a time, each as a batch of one: slow, but it needs no document mask.
 alone = torch.cat(
     [
         undivided.attention(a[None], b[None], c[None], layout="bshd", mask=masks.causal())[0]
@@ -26,7 +26,7 @@ alone = torch.cat(
 print(f"packed and alone differ by at most {(packed - alone).abs().max():.1e}")
 assert torch.allclose(packed, alone, atol=1e-6)
 
-# Padded: the lengths say what is real, and the padding may hold anything.
+# Padded: the mask has the real lengths, and the padding may hold anything.
 real = torch.tensor(lengths)
 padded = [torch.nn.utils.rnn.pad_sequence(x.detach().split(lengths), True, float("nan")) for x in (q, k, v)]
 batch = undivided.attention(*padded, layout="bshd", mask=masks.lengths(real, real) & masks.causal())
@@ -34,6 +34,6 @@ rows = torch.cat([row[:length] for row, length in zip(batch, lengths, strict=Tru
 print(f"packed and padded differ by at most {(packed - rows).abs().max():.1e}, with NaN in the padding")
 assert torch.allclose(packed, rows, atol=1e-6)
 
-# What goes wrong without the documents: nothing is raised, and every document but the first is wrong.
+# Without the document mask nothing is raised, and every document but the first is wrong.
 leaked = undivided.attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0]
-print(f"as one long sequence the output is off by {(leaked - packed).norm() / packed.norm():.0%}")
+print(f"as one long sequence the output has an error of {(leaked - packed).norm() / packed.norm():.0%}")

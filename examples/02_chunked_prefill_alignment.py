@@ -1,5 +1,4 @@
-"""Chunked prefill: when there are more keys than queries, causal has two meanings, and only one of them is right
-here."""
+"""Chunked prefill: with more keys than queries, causal has two meanings, and only bottom-right is correct here."""
 
 import torch
 
@@ -11,7 +10,7 @@ prompt, chunk = 10, 4
 q, k, v = (torch.randn(1, prompt, 4, 32) for _ in range(3))
 whole = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
 
-# The prompt in chunks: each chunk's queries see the keys so far, their own included.
+# The prompt in chunks: each chunk's queries attend to all keys so far, including their own.
 for start in range(0, prompt, chunk):
     stop = min(start + chunk, prompt)
     part = undivided.attention(
@@ -21,15 +20,17 @@ for start in range(0, prompt, chunk):
 print("bottom-right: every chunk equals its rows of the whole prompt")
 print(masks.causal(align="bottom_right").draw(4, 8))
 
-# Top-left is PyTorch's is_causal: the chunk's first query would see the first key only.
-print("\ntop-left, for the same chunk: its queries do not even see themselves")
+# Top-left is PyTorch's is_causal: the chunk's first query would attend to the first key only.
+print("\ntop-left, for the same chunk: its queries do not attend to their own keys")
 print(masks.causal(align="top_left").draw(4, 8))
 wrong = torch.nn.functional.scaled_dot_product_attention(
     *(x.transpose(1, 2) for x in (q[:, 4:8], k[:, :8], v[:, :8])), is_causal=True
 ).transpose(1, 2)
-print(f"with is_causal=True the second chunk is off by {(wrong - whole[:, 4:8]).norm() / whole[:, 4:8].norm():.0%}")
+print(
+    f"with is_causal=True the second chunk has an error of {(wrong - whole[:, 4:8]).norm() / whole[:, 4:8].norm():.0%}"
+)
 
-# Where the two differ and nothing is said, it is an error rather than a guess.
+# The alignment is required if the two differ.
 try:
     undivided.attention(q[:, 4:8], k[:, :8], v[:, :8], layout="bshd", mask=masks.causal())
 except undivided.InputError as error:

@@ -1,5 +1,4 @@
-"""Selection is a pure function, so it can be asked about a machine that one is not on, with tensors that hold
-nothing."""
+"""Selection is a pure function: it can be evaluated for another machine, with tensors that have no data."""
 
 import torch
 
@@ -12,11 +11,11 @@ old = Machine(device="cuda", name="A100", compute_capability=(8, 0), cudnn="8.9.
 decision = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=old)
 print(decision)
 
-# Insist on cuDNN: an explicit request never falls back, and the reasons say what to do about it.
-insisted = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=old, backend="cudnn")
-assert insisted.chosen is None
+# Require cuDNN: an explicit request never falls back, and the reasons name the limits.
+required = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), machine=old, backend="cudnn")
+assert required.chosen is None
 print()
-for reason in insisted.reasons["cudnn"]:
+for reason in required.reasons["cudnn"]:
     print("cudnn:", reason)
 
 # The same problem after an upgrade.

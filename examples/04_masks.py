@@ -1,21 +1,21 @@
-"""Masks: small values that describe sets of pairs, combine with & and |, and draw themselves."""
+"""Masks describe sets of pairs, combine with & and |, and print as drawings."""
 
 import torch
 
 import undivided
 from undivided import masks
 
-print(masks.causal() & masks.window(3, 0))  # the last four tokens, its own included
-print(masks.window(2, 0) | masks.sinks(1))  # a window, and the first key always
-print(masks.causal() | masks.prefix(3))  # prefix-LM: the first three tokens see each other
+print(masks.causal() & masks.window(3, 0))  # the last four tokens, including the query's own
+print(masks.window(2, 0) | masks.sinks(1))  # a window, and always the first key
+print(masks.causal() | masks.prefix(3))  # prefix-LM: the first three tokens attend to each other
 print(masks.causal() & masks.documents([0, 3, 8]))  # packed documents of 3 and 5 tokens
 print(masks.chunks(4) & masks.causal())  # chunked attention
 
-# A mask knows its pairs without building a square: each row's keys are one range, or two.
+# A mask is stored as ranges, not as a square: each row's keys are one range, or two.
 form = (masks.window(1023, 0) | masks.sinks(4)).intervals(1_000_000, 1_000_000)
 print(f"a million tokens: {tuple(form.shape)} numbers, {form.numel() * form.element_size() / 1e6:.0f} MB")
 
-# What is no range is a boolean tensor or a function.
+# Other masks are boolean tensors or functions.
 checkerboard = masks.predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0)
 print((checkerboard & masks.causal()).draw(6, 6))
 

@@ -1,4 +1,4 @@
-"""Attention over pieces of the keys, merged: how a long cache is split, and how ranks share a sequence."""
+"""Attention over parts of the keys, merged: the basis of split caches and of context parallelism."""
 
 from itertools import pairwise
 
@@ -9,10 +9,10 @@ from undivided import masks
 
 torch.manual_seed(0)
 q = torch.randn(2, 3, 8, 64)  # 3 new tokens in each of 2 sequences
-k, v = torch.randn(2, 1000, 2, 64), torch.randn(2, 1000, 2, 64)  # and 1000 cached ones
+k, v = torch.randn(2, 1000, 2, 64), torch.randn(2, 1000, 2, 64)  # and 1000 cached tokens
 sinks = torch.randn(8)
 
-# Each part gives its output and the log-sum-exp of its scores. Sinks are applied once, at the end.
+# Each part returns its output and the log-sum-exp of its scores. Sinks are applied once, at the end.
 bounds = [0, 400, 900, 1000]
 parts = []
 for start, stop in pairwise(bounds):
@@ -23,5 +23,5 @@ outs, lses = zip(*parts, strict=True)
 out, lse = undivided.merge(outs, lses, sinks=sinks)
 
 whole = undivided.attention(q, k, v, layout="bshd", mask=masks.causal(align="bottom_right"), sinks=sinks)
-print(f"merged from {len(parts)} parts: off by {(out - whole).norm() / whole.norm():.1e}")
+print(f"merged from {len(parts)} parts: relative error {(out - whole).norm() / whole.norm():.1e}")
 assert torch.allclose(out, whole, atol=1e-5)

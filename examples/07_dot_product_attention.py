@@ -1,5 +1,4 @@
-"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, a window, a learnable
-sink."""
+"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, window, learnable sink."""
 
 import torch
 
@@ -11,8 +10,8 @@ attention = DotProductAttention(
     kv_channels=64,
     num_gqa_groups=2,
     qkv_format="thd",  # [tokens, heads, head size], packed
-    attn_mask_type="padding_causal",  # each document is causal in itself
-    window_size=(127, 0),  # 128 keys: the 127 before, and its own
+    attn_mask_type="padding_causal",  # causal within each document
+    window_size=(127, 0),  # 128 keys: the 127 before the query's own, and its own
     softmax_type="learnable",
 )
 print(attention)
@@ -23,7 +22,7 @@ q = torch.randn(sum(lengths), 8, 64, requires_grad=True)
 k, v = (torch.randn(sum(lengths), 2, 64) for _ in range(2))
 packed = attention(q, k, v, cu_seqlens_q=cu_seqlens)
 packed.square().sum().backward()
-print(f"output {list(packed.shape)}: {len(lengths)} documents, heads together")
+print(f"output {list(packed.shape)}: {len(lengths)} documents, heads joined")
 print(f"the learnable offset has a gradient for each head: {attention.softmax_offset.grad.norm():.2f}")
 
 # One document at a time, as a batch of one.
@@ -36,7 +35,7 @@ alone = torch.cat(
 print(f"packed and alone differ by at most {(packed - alone).abs().max():.1e}")
 assert torch.allclose(packed, alone, atol=1e-5)
 
-# What is wrong is said, with the repair.
+# An error names what is wrong and how to fix it.
 try:
     attention(q, k, v, cu_seqlens_q=cu_seqlens, attn_mask_type="causal")
 except ValueError as error:

@@ -1,4 +1,4 @@
-"""TransformerLayer: the layer of a Llama, packed and padded, wrong formats found out, and generation from a cache."""
+"""TransformerLayer: a Llama layer, packed and padded, generation from a cache, and the error for a wrong format."""
 
 from collections import OrderedDict
 
@@ -11,7 +11,7 @@ HIDDEN, HEADS, GROUPS, SIZE = 256, 8, 2, 32
 
 
 def layer(number: int, attn_input_format: str) -> TransformerLayer:
-    """Every other layer looks back 15 tokens only."""
+    """One layer; every second one attends to the last 16 tokens only."""
     return TransformerLayer(
         HIDDEN,
         683,
@@ -32,12 +32,12 @@ def layer(number: int, attn_input_format: str) -> TransformerLayer:
 layers = [layer(number, "thd") for number in (1, 2)]
 print(layers[1])
 
-# YaRN: four times the length that the model was trained with. Cosines and sines are worked out once for all layers.
+# YaRN: four times the length in training. Cosines and sines are computed once for all layers.
 rope = RotaryPositionEmbedding(
     SIZE, scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ).cos_sin(256)
 
-# Three documents, packed: positions and attention begin anew in each. One training step.
+# Three documents, packed: positions and attention restart in each. One training step.
 lengths = [5, 70, 42]
 cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 x = torch.randn(sum(lengths), HIDDEN)
@@ -58,7 +58,7 @@ difference = max((a[:n] - b).abs().max().item() for a, n, b in zip(padded, lengt
 print(f"padded: {list(padded.shape)}, differs by at most {difference:.1e}")
 assert difference < 1e-4
 
-# Step by step: prompts of different lengths, then one token of each at a time, keys and values in pages.
+# Step by step: prompts of different lengths, then new tokens of each, with keys and values in pages.
 cache = InferenceParams(
     max_batch_size=3,
     max_sequence_length=128,
@@ -86,7 +86,7 @@ print(f"step by step from the cache: differs by at most {difference:.1e}")
 assert done == lengths
 assert difference < 1e-4
 
-# A batch whose axes are taken for one another has legal shapes all the way. What else is known tells.
+# A batch with swapped axes has valid shapes in every layer. cu_seqlens reveal the mistake.
 try:
     layer(1, "sbhd")(padded, cu_seqlens_q=cu_seqlens)
 except ValueError as error:

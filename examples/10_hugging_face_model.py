@@ -1,7 +1,7 @@
-"""A Hugging Face model on Undivided: one name changes, and logits, gradients and generated tokens stay the same.
+"""A Hugging Face model on Undivided: one name changes; logits, gradients and generated tokens stay the same.
 
-The model is a small Gemma 2 with random weights: softcap, grouped heads, a sliding window in every other layer. With
-trained weights it is ``from_pretrained(..., attn_implementation="undivided")``.
+The model is a small Gemma 2 with random weights: softcap, grouped heads, a sliding window in every second layer. For
+trained weights call ``from_pretrained(..., attn_implementation="undivided")``.
 """
 
 import torch
@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from undivided.integrations.transformers import model_mask, register
 
-register()  # once; from then on every model knows the name
+register()  # once; afterwards every model accepts the name
 torch.manual_seed(0)
 config = Gemma2Config(
     vocab_size=512,
@@ -45,18 +45,18 @@ ours, our_tokens = step(), answer()
 model.set_attn_implementation("eager")  # the same weights, with transformers' own attention
 eager, eager_tokens = step(), answer()
 model.set_attn_implementation("undivided")
-print(f"logits differ by at most {(ours[0] - eager[0]).abs().max():.1e} of {eager[0].abs().max():.1f}")
-print(f"gradients differ by at most {(ours[1] - eager[1]).abs().max():.1e} of {eager[1].abs().max():.1e}")
-print(f"20 tokens generated for each prompt, the same: {torch.equal(our_tokens, eager_tokens)}")
+print(f"logits differ by at most {(ours[0] - eager[0]).abs().max():.1e}, the largest is {eager[0].abs().max():.1f}")
+print(f"gradients differ by at most {(ours[1] - eager[1]).abs().max():.1e}, the largest is {eager[1].abs().max():.1e}")
+print(f"the 20 generated tokens of each prompt are the same: {torch.equal(our_tokens, eager_tokens)}")
 assert torch.allclose(ours[0], eager[0], atol=1e-4)
 assert torch.allclose(ours[1], eager[1], atol=1e-5)
 assert torch.equal(our_tokens, eager_tokens)
 
-# What passes through the model is structure, in memory proportional to the text, never a length x length tensor.
+# A mask passes through the model as structure, in memory proportional to the text, never as a length x length tensor.
 mask = model_mask(2, 50, 50, attention_mask=real.bool())
-print(f"\nthe padding, as the layers get it: {mask}")
+print(f"\nthe padding mask of the layers: {mask}")
 
-# Two documents in one row: their positions begin again, and they do not see each other.
+# Two documents in one row: positions restart, and the documents do not attend to each other.
 text = prompts[:1]
 positions = torch.cat((torch.arange(30), torch.arange(20)))[None]
 with torch.no_grad():
@@ -65,7 +65,7 @@ with torch.no_grad():
 print(f"packed and alone differ by at most {(packed - torch.cat(alone, 1)).abs().max():.1e}")
 assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
 
-# The weights are computed on request alone, by the reference.
+# Attention weights are computed only on request, by the reference.
 with torch.no_grad():
     weights = model(text, output_attentions=True).attentions
 print(f"attention weights of {len(weights)} layers, {list(weights[0].shape)}; each row sums to 1")

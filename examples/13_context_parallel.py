@@ -1,7 +1,6 @@
-"""One sequence over four ranks: any mask, forward and backward, what is sent for it, and a plan for ranks you do not
-have.
+"""One sequence over four ranks: any mask, forward and backward, the bytes sent, and a plan for more ranks.
 
-Here the ranks are threads of this process, so that nothing has to be launched; with `torchrun` the only difference is
+The ranks are threads of this process, so nothing has to be launched. With `torchrun` the only difference is
 that `undivided.ContextParallel()` takes the process group (see examples/15_train_context_parallel.py).
 """
 
@@ -12,7 +11,7 @@ from undivided import masks
 from undivided.context_parallel import plan, simulate
 
 torch.manual_seed(0)
-LENGTH, RANKS = 1001, 4  # no length has to be divisible by anything
+LENGTH, RANKS = 1001, 4  # no length has to be divisible
 q = torch.randn(1, LENGTH, 8, 32)
 k, v = torch.randn(1, LENGTH, 2, 32), torch.randn(1, LENGTH, 2, 32)
 mask = masks.window(63, 0) | masks.sinks(4)  # a window with four global tokens
@@ -23,7 +22,7 @@ alone.square().sum().backward()
 
 
 def step(group, strategy, placement):
-    """What every rank runs: its tokens in, its tokens out."""
+    """The output, dk and the bytes sent by one rank, which runs this on its own tokens."""
     cp = undivided.ContextParallel(group, strategy, placement).bind(LENGTH, mask=mask)
     mine = [cp.shard(t, layout="bshd").requires_grad_() for t in (q, k, v)]
     out = undivided.attention(*mine, layout="bshd", mask=mask, context_parallel=cp)

@@ -1,10 +1,10 @@
-"""Train a small transformer whose sequence is spread over ranks; the losses are those of one process.
+"""Train a small transformer whose sequence is divided among ranks; the losses equal those of one process.
 
     torchrun --nproc-per-node 4 examples/15_train_context_parallel.py
     python examples/15_train_context_parallel.py                        # one process: the same losses
 
-Every rank has all parameters and a part of the tokens (zigzag, of packed documents). Two lines make it so: the layers
-are given the group, and tokens and labels are sharded. Gradients of parameters are added up over the ranks, as in data
+Every rank has all parameters and a part of the tokens (zigzag, of packed documents). Two changes make it parallel: the
+layers get the group, and tokens and labels are sharded. Gradients of parameters are summed over the ranks, as in data
 parallelism.
 """
 
@@ -18,7 +18,7 @@ import undivided
 from undivided import RotaryPositionEmbedding, TransformerLayer, masks
 
 HIDDEN, HEADS, GROUPS, VOCABULARY, LAYERS, STEPS = 64, 4, 2, 97, 2, 8
-LENGTHS = [130, 57, 3, 210, 99]  # packed documents; 499 tokens, which 4 ranks do not divide
+LENGTHS = [130, 57, 3, 210, 99]  # packed documents; 499 tokens, not divisible by 4 ranks
 
 if "WORLD_SIZE" in os.environ:
     dist.init_process_group("gloo")

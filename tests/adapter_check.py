@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from calls import call_of
-from undivided import _layout, masks
-from undivided._call import Call
-from undivided._request import Tensors
-from undivided._result import Result
+from undivided import masks
+from undivided.arguments import layout as _layout
 from undivided.backends import reference
 from undivided.backends._base import Backend
 from undivided.masks import Mask
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+from undivided.request.result import Result
 from undivided.verification.cases import Case
 from undivided.verification.inputs import Inputs, build
 

@@ -1,8 +1,7 @@
-"""Attention by definition: plain loops over (query, key) pairs in float64, written from the rules and from nothing
-else.
+"""Attention by definition: plain loops over (query, key) pairs in float64, written from the rules alone.
 
-It shares no code with the library. A `Places` says where every row and key stands: in which sequence and at which
-position, or in the padding. A rule is a function ``(n, i, j) -> bool`` of positions within one sequence, n = kv_len -
+It shares no code with the library. A `Places` has the sequence and the position of every row and key, or marks it as
+padding. A rule is a function ``(n, i, j) -> bool`` of positions within one sequence, n = kv_len -
 q_len of it. `attend` visits every pair; scores, weights and outputs are float64 tensors, so that autograd
 differentiates the definition. Sizes must be small: a pair costs tens of microseconds.
 """
@@ -31,7 +30,7 @@ class Places:
 
 
 def whole(batch: int, q_len: int, kv_len: int) -> Places:
-    """Every batch element is one sequence, as long as the tensors."""
+    """Every batch element is one sequence with the length of the tensors."""
     return padded(batch, q_len, kv_len, [kv_len] * batch, [q_len] * batch)
 
 
@@ -44,7 +43,7 @@ def padded(
     kv_start: Sequence[int] | None = None,
     q_start: Sequence[int] | None = None,
 ) -> Places:
-    """Batch elements with real lengths, and starts where the padding is on the left."""
+    """Batch elements with real lengths, and starts if the padding is on the left."""
     q = q or [q_len] * batch
     kv_start, q_start = kv_start or [0] * batch, q_start or [0] * batch
 
@@ -66,7 +65,7 @@ def packed(
     tokens_q: int | None = None,
     tokens_kv: int | None = None,
 ) -> Places:
-    """Documents one after another in a batch of one, each at the beginning of its slot."""
+    """Packed documents in a batch of one, each at the start of its slot."""
     slots_kv = slots_kv or (cu_kv if cu_kv is not None else slots_q)
     cu_kv = cu_kv or cu_q
     slots_q, slots_kv = slots_q or cu_q, slots_kv or cu_kv
@@ -112,7 +111,7 @@ def either(*rules: Rule) -> Rule:
 
 
 def allowed(places: Places, rules: Sequence[Rule] = (), condition: Condition | None = None) -> Condition:
-    """Whether a pair of raw indices may attend: both real, of one sequence, and every rule and the condition say so."""
+    """Whether a pair of raw indices is allowed: real tokens of one sequence, by every rule and the condition."""
 
     def pair(b: int, h: int, i: int, j: int) -> bool:
         row, key = places.rows[b][i], places.keys[b][j]
@@ -203,7 +202,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds:
 
 
 def survival(seed: int, sequence: int, head: int, i: int, j: int, dropout_p: float) -> float:
-    """What dropout multiplies the weight of one pair by: 0, or the survivors' scale."""
+    """The dropout factor of one pair: 0, or the scale of kept weights."""
     words = philox4x32((j // 8, i, head, sequence), (seed & 0xFFFFFFFF, seed >> 32), rounds=7)
     draw = words[j % 8 // 2] >> 16 * (j % 2) & 0xFFFF
     limit = round(65536 * dropout_p)
@@ -211,7 +210,7 @@ def survival(seed: int, sequence: int, head: int, i: int, j: int, dropout_p: flo
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, in float64; -inf must stand in the same places."""
+    """||got - want|| / ||want||, in float64; -inf must be at the same places."""
     got, want = got.detach().double(), want.detach().double()
     assert got.shape == want.shape, (got.shape, want.shape)
     hidden = want == -math.inf

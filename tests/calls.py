@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._normalise import normalise
-from undivided._problem import Problem
-from undivided._request import Request, Tensors
+from undivided.request.call import Call
+from undivided.request.normalise import normalise
+from undivided.request.problem import Problem
+from undivided.request.request import Request, Tensors
 
 
 def call_of(

@@ -1,13 +1,52 @@
-"""What every test file has: Triton's interpreter, and fixtures."""
+"""What every test file has: Triton's interpreter, the option --quick, and fixtures."""
 
 import os
+import re
+from pathlib import Path
 
 # Before anything imports Triton: its kernels run under its interpreter here, and need no GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-from undivided import _autograd, _sdpa, functional
+from undivided import functional
+from undivided import sdpa as _sdpa
+from undivided.run import autograd as _autograd
+
+QUICK = {
+    "test_backends": r"^(?!.*-(triton|flex)\])",
+    "test_bad_input": "",
+    "test_cli": "TestDoctor|TestExplain|TestMask|TestPaths",
+    "test_masks": "",
+    "test_masks_interface": "",
+    "test_merge": "",
+    "test_policy": "",
+    "test_prose": "",
+    "test_selection": "",
+    "test_semantics": "",
+}
+"""The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = (
+        "the core of the tests, for use while editing: under two minutes on two cores (see QUICK in tests/conftest.py)"
+    )
+    parser.addoption("--quick", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without paths on the command line, --quick collects only its own files."""
+    if config.getoption("--quick") and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args[:] = [str(path) for path in sorted(Path(__file__).parent.rglob("test_*.py")) if path.stem in QUICK]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    chosen = [item for item in items if re.search(QUICK.get(item.path.stem, "$^"), item.nodeid.partition("::")[2])]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided._layout import LAYOUTS
+from undivided.arguments.layout import LAYOUTS
 from undivided.context_parallel.exchange.collectives import gather_rows
 from undivided.verification.budget import distance
 from undivided.verification.cases import Case

@@ -1,4 +1,4 @@
-"""Small layers, every arrangement of one, and sequences in every format: what the tests of the layers share."""
+"""Small layers, every variant of one, and sequences in every format, shared by the tests of the layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from undivided import InferenceParams, TransformerLayer
 HIDDEN, FFN, HEADS = 24, 20, 4
 LENGTHS, ENCODER = (5, 3), (4, 6)
 FORMATS = ("sbhd", "bshd", "thd")
-PADDING = 7.0  # not NaN: times a gradient of 0 it would be in the gradients of the weights, whatever the attention does
+PADDING = 7.0  # not NaN, which times a gradient of 0 would reach the gradients of the weights
 STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float64}
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def cu(lengths: tuple[int, ...]) -> Tensor:
 
 
 def laid_out(sequences: list[Tensor], format: str, padding: float = torch.nan) -> Tensor:
-    """Sequences [s, hidden] side by side, padded, or packed."""
+    """Sequences [s, hidden] as a padded batch, or packed."""
     if format == "thd":
         return torch.cat(sequences)
     padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
@@ -69,7 +69,7 @@ def layer(format: str, **options: Any) -> TransformerLayer:
 
 
 def cache(paged: bool, groups: int = HEADS, sizes: tuple[int, int] = (6, 6)) -> InferenceParams:
-    """For up to three sequences of 24 tokens."""
+    """A cache for up to three sequences of 24 tokens."""
     return InferenceParams(
         3, 24, groups, sizes[0], torch.float64, sizes[1], is_paged=paged, page_size=4 if paged else None
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from undivided import _autograd
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
+from undivided.run import autograd as _autograd
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A transformer layer written down for one sequence, from a state_dict: loops over heads, no formats, no kernels.
+"""A transformer layer for one sequence, from a state_dict: loops over heads, no formats, no kernels.
 
 What the layers of the package are compared with. It shares no code with them: formulas are those of the papers.
 """
@@ -34,7 +34,7 @@ def linear(state: State, name: str, x: Tensor, prefix: str = "") -> Tensor:
 
 
 def turned(x: Tensor, start: int, interleaved: bool, base: float = 10000.0) -> Tensor:
-    """Rotary embeddings of [s, d], a pair at a time."""
+    """Rotary embeddings of [s, d], pair by pair."""
     s, d = x.shape
     columns: list[Tensor] = list(x.unbind(-1))
     for pair in range(d // 2):
@@ -132,7 +132,7 @@ GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
 
 
 def activation(name: str, x: Tensor, parameters: dict[str, float] | None = None) -> Tensor:
-    """[.., f], or [.., 2 f] where it is gated, to [.., f]."""
+    """The activation of [.., f] (gated: [.., 2 f]), as [.., f]."""
     if name in SINGLE:
         return SINGLE[name](x)
     half = x.shape[-1] // 2
@@ -191,7 +191,7 @@ def layer(
 
 
 def shaken(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """The module with every parameter at random: biases at 0 and norms at 1 would hide what is left out."""
+    """The module with random parameters: biases of 0 and scales of 1 would hide omitted terms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -15,12 +15,14 @@ import fake_gpu_kernels as fake
 import undivided
 from adapter_check import MASKS, check, tensors
 from calls import problem_of
-from undivided import _machine, masks
-from undivided._machine import Machine
-from undivided._policy import Policy
-from undivided._problem import Problem
-from undivided._selection import decide, select
-from undivided.backends import _torch_flash_cuda, torch_flash
+from undivided import machine as _machine
+from undivided import masks
+from undivided.backends import torch_flash
+from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+from undivided.selection.decision import decide, select
+from undivided.selection.policy import Policy
 
 CAPABILITY = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
 

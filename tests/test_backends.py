@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import undivided
-from undivided import _layout, masks
+from undivided import masks
+from undivided.arguments import layout as _layout
 from undivided.backends import all_backends, get
 from undivided.backends._base import Backend
 from undivided.verification import contract, inputs, runs

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import undivided
-from undivided import InputError, Machine, _foreign, explain, masks, merge, use_backends
+from undivided import InputError, Machine, explain, masks, merge, use_backends
+from undivided.arguments import foreign as _foreign
 from undivided.backends import names_and_families
 
 BACKENDS = ", ".join(sorted(names_and_families()))
@@ -312,7 +313,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have cu_seqlens_q[-1] of 9, the q tokens, got 4",
         (
             "append the missing offsets; if the last 5 tokens are padding, "
-            "give masks.documents total_q=9, or padded offsets that end there"
+            "pass masks.documents total_q=9, or padded offsets that end there"
         ),
     ),
     "documents-kv-too-short": (
@@ -320,7 +321,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have cu_seqlens_kv[-1] of 9, the kv tokens, got 8",
         (
             "append the missing offsets; if the last 1 tokens are padding, "
-            "give masks.documents total_kv=9, or padded offsets that end there"
+            "pass masks.documents total_kv=9, or padded offsets that end there"
         ),
     ),
     "padded-too-short": (
@@ -328,7 +329,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "mask must have padded_q[-1] of 9, the q tokens, got 8",
         (
             "append the missing offsets; if the last 1 tokens are padding, "
-            "give masks.documents total_q=9, or padded offsets that end there"
+            "pass masks.documents total_q=9, or padded offsets that end there"
         ),
     ),
     "documents-total-of-another-call": (
@@ -370,7 +371,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "ids-kv-shape": (
         lambda: att(mask=masks.document_ids(torch.zeros(2, 5, dtype=torch.int32))),
         "mask must have document_ids(ids_kv) of shape [2 or 1, 7], got [2, 5]",
-        "give ids_kv as well: queries and keys differ in length",
+        "pass ids_kv too: queries and keys differ in length",
     ),
     "dense-shape": (
         lambda: att(mask=masks.dense(torch.ones(5, 5, dtype=torch.bool))),
@@ -1236,3 +1237,10 @@ def test_a_block_table_is_checked_again_once_it_was_changed_in_place() -> None:
     undivided.attention(q, pool, pool, **given)
     with pytest.raises(undivided.InputError, match="0 to 1"):  # the same table, a smaller pool
         undivided.attention(q, pool[:2], pool[:2], **given)
+
+
+def test_a_hint_does_not_search_billions_of_heads() -> None:
+    """It lists the divisors of the query heads: for 2^31 - 1 heads that took a minute and a half."""
+    q, k = torch.empty(1).expand(1, 4, 2**31 - 1, 1), torch.empty(1).expand(1, 5, 3, 1)
+    with pytest.raises(InputError, match="a number of key heads that divides the query heads"):
+        undivided.explain(q, k, k, layout="bshd")

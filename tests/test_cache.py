@@ -1,4 +1,4 @@
-"""Caches: steps of any size give what one pass over the whole sequence gives, and a refusal changes nothing."""
+"""Caches: steps of any size equal one pass over the whole sequence, and a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Cache = KVCache | PagedKVCache
 
 
 def new_cache(kind: str, batch: int = 3, layout: str = "bshd", dtype: torch.dtype = torch.float32) -> Cache:
-    """A cache with room for 16 tokens a sequence, full of NaN."""
+    """A cache with room for 16 tokens per sequence, filled with NaN."""
     sizes: dict[str, Any] = {"value_dim": VALUE_DIM, "dtype": dtype, "layout": layout}
     cache: Cache
     if kind == "contiguous":
@@ -49,7 +49,7 @@ def new_sequences(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.f
 class Kind:
     """A kind of attention: `whole` are the arguments for one sequence in one pass, `step` those for some of its rows.
 
-    first: tokens that the first step must bring, because later ones would change its rows (a prefix looks ahead).
+    `first` is the minimum number of tokens of the first step, as later ones would change its rows (prefix).
     """
 
     mask: Mask | None
@@ -60,7 +60,7 @@ class Kind:
         return masks.causal() if self.mask is None else self.mask, self.options
 
 
-OF_PAIRS = "keys-of-even-position"  # refused where packed: raw indices are not positions there
+OF_PAIRS = "keys-of-even-position"  # refused if packed, as raw indices are not positions there
 ATTENTIONS = {
     "causal": Kind(None),
     "window-left3": Kind(masks.window(3, 0)),
@@ -102,7 +102,7 @@ def step(cache: Cache, tokens: list[list[Tensor]], kind: Kind) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_ragged_steps_equal_one_pass(kind: str, layout: str, attention: str) -> None:
-    """Each sequence brings 0 to 4 tokens at a step, another number than its neighbours, and ends when it likes."""
+    """Each sequence appends 0 to 4 tokens per step, and different sequences a different number."""
     how = ATTENTIONS[attention]
     chance = random.Random(f"{kind} {layout} {attention}")
     sequences, cache = new_sequences(), new_cache(kind, layout=layout)
@@ -121,7 +121,7 @@ def test_ragged_steps_equal_one_pass(kind: str, layout: str, attention: str) -> 
 @pytest.mark.parametrize("size", [1, 3, 4, 12])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_one_size_equal_one_pass(kind: str, size: int, attention: str) -> None:
-    """Sequences of one length, in chunks of 1, of 3, of a page, and all at once; no lengths are given."""
+    """Sequences of equal length, in chunks of 1, of 3, of a page, and all at once, without lengths."""
     how = ATTENTIONS[attention]
     sequences, cache = new_sequences((12, 12)), new_cache(kind, batch=2)
     bounds = [0, *range(max(size, how.first), 12, size), 12]
@@ -146,7 +146,7 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
 
 
 def check_within_budget(out: Tensor, sequence: list[Tensor]) -> None:
-    """At most twice the error of one pass in the same dtype, and one rounding more, against one pass in float64."""
+    """At most twice the error of one pass in the same dtype, plus one rounding, against one pass in float64."""
     want = in_one_pass([t.double() for t in sequence], Kind(None))
     plain = in_one_pass(sequence, Kind(None))
     assert error(out, want) <= 2 * error(plain, want) + torch.finfo(out.dtype).eps
@@ -154,8 +154,7 @@ def check_within_budget(out: Tensor, sequence: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_given_for_each_pair_ends_with_the_longest_sequence(kind: str) -> None:
-    """Bias, dense masks and document ids, [.., Sk] with Sk the longest of the lengths: also where pages reach
-    further."""
+    """Bias, dense masks and document ids have Sk = the longest length, even if pages have more room."""
     sequences, cache = new_sequences(), new_cache(kind)
     bias, dense, ids = (torch.randn(1, HEADS, 13, 13), torch.rand(13, 13) < 0.7, torch.tensor([[0] * 3 + [1] * 10]))
     per_key, one_column = torch.randn(1, 1, 1, 13), torch.randn(1, HEADS, 13, 1)
@@ -200,7 +199,7 @@ def test_every_query_of_a_batch_element_can_have_slopes_of_its_own(kind: str, la
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_sum_exp(kind: str, layout: str) -> None:
-    """[B, H, Sq], or [H, T] where packed; -inf in rows that are no token."""
+    """lse [B, H, Sq], packed [H, T]; -inf in rows that are not tokens."""
     sequences, cache = new_sequences(), new_cache(kind, layout=layout)
     q, k, v = (joined([s[n] for s in sequences], layout) for n in range(3))
     cache.append(k, v, lengths=LENGTHS)
@@ -218,7 +217,7 @@ def test_log_sum_exp(kind: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_of_another_sequence(kind: str, layout: str) -> None:
-    """Cross-attention: the keys are cached once, the queries are as many as they like, and see all of them."""
+    """Cross-attention: the keys are cached once, and any number of queries sees all of them."""
     sequences, cache = new_sequences(), new_cache(kind, layout=layout)
     cache.append(*(joined([s[n] for s in sequences], layout) for n in (1, 2)), lengths=LENGTHS)
     everything = masks.window(None, None)
@@ -232,7 +231,7 @@ def test_queries_of_another_sequence(kind: str, layout: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_that_is_rejected_was_never_there(kind: str) -> None:
-    """Speculative decoding: four tokens are tried at once, some are kept, and the next ones follow those."""
+    """Speculative decoding: four draft tokens per step, of which some are kept."""
     sequences, cache = new_sequences((12, 12)), new_cache(kind, batch=2)
     step(cache, [[t[:5] for t in s] for s in sequences], Kind(None))
     draft = new_sequences((4, 4))
@@ -248,7 +247,7 @@ def test_a_draft_that_is_rejected_was_never_there(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_goes_its_own_way(kind: str) -> None:
-    """Three sequences begin as the first does, in the middle of a page, and each goes on with tokens of its own."""
+    """Three sequences are forks of the first, in the middle of a page; each continues with its own tokens."""
     cache, start = new_cache(kind), new_sequences((6,))[0]
     nothing = [t[:0] for t in start]
     step(cache, [start, nothing, nothing], Kind(None))
@@ -270,9 +269,9 @@ def test_forks_share_pages_until_one_is_written_to() -> None:
     assert cache.free_pages == 10
     assert cache.block_table.tolist() == [[0, 1]] * 3
     one = [t[:1] for t in sequence]
-    step(cache, [nothing, one, nothing], Kind(None))  # the page in the middle of which it stands is copied, no other
+    step(cache, [nothing, one, nothing], Kind(None))  # only its partially filled page is copied
     assert cache.block_table.tolist() == [[0, 1], [0, 2], [0, 1]]
-    step(cache, [one, one, one], Kind(None))  # of the two that still share it, only one has to copy it
+    step(cache, [one, one, one], Kind(None))  # of the two that still share it, only one copies it
     assert cache.block_table.tolist() == [[0, 3], [0, 2], [0, 1]]
     for n in range(3):
         cache.free(n)
@@ -281,7 +280,7 @@ def test_forks_share_pages_until_one_is_written_to() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forks_at_once_permute(kind: str) -> None:
-    """Beams: every sequence becomes another one, in one call."""
+    """Beam search: every sequence becomes a copy of another one, in one call."""
     sequences, cache = new_sequences(), new_cache(kind)
     step(cache, [[t[:6] for t in s] for s in sequences], Kind(None))
     order = [2, 0, 1]
@@ -304,7 +303,7 @@ def test_sequences_leave_and_others_come(kind: str) -> None:
 
 
 def test_more_sequences_than_pages_for_all() -> None:
-    """Eight sequences share six pages: as many run as fit, the next one begins when one has ended."""
+    """Eight sequences share six pages: as many run as fit, and the next one starts when one has ended."""
     cache = PagedKVCache(6, 4, KV_HEADS, DIM, batch=8, value_dim=VALUE_DIM, dtype=torch.float32)
     waiting, done = dict(enumerate(new_sequences((8, 3, 7, 12, 4, 5, 8, 1)))), 0
     while waiting:
@@ -350,13 +349,12 @@ def test_a_cache_made_in_inference_mode_is_written_to_outside_and_the_other_way_
 def test_layers_with_the_same_lengths_work_out_the_mask_once(
     kind: str, layout: str, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model has one cache a layer, and a mask is made of the lengths in each: the same one, also in inference
-    mode."""
+    """A model has one cache per layer, and all layers share one mask of the lengths, also in inference mode."""
     built = []
     build = ranges.build
     monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
     for window in (None, masks.window(2, 0)):
-        lengths = (5, 3, 2 + inference)  # another test may have asked for the same ones
+        lengths = (5, 3, 2 + inference)  # other lengths than those of other tests
         sequences, caches = new_sequences(lengths), [new_cache(kind, layout=layout) for _ in range(4)]
         built.clear()
         with torch.inference_mode(inference):
@@ -367,8 +365,7 @@ def test_layers_with_the_same_lengths_work_out_the_mask_once(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_layer_is_not_compiled_again_for_every_length(kind: str) -> None:
-    """The cache stays outside of the graphs; what is around it is compiled for a prompt and for a token, and that is
-    all."""
+    """The cache stays outside of the graphs; the rest is compiled twice: for a prompt and for a token."""
     graphs = []
 
     def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -412,7 +409,7 @@ def test_lengths_are_on_the_host_and_on_the_device() -> None:
 
 
 def state(cache: Cache) -> tuple[object, ...]:
-    """All that can be seen of a cache."""
+    """The observable state of a cache."""
     pages: tuple[object, ...] = ()
     if isinstance(cache, PagedKVCache):
         ledger = cache._ledger
@@ -485,13 +482,15 @@ def test_refused_and_nothing_changed(kind: str, case: str) -> None:
     cache = new_cache(kind)
     step(cache, new_sequences((5, 4, 3)), Kind(None))
     cache.fork(0, 2)
-    cache.append(tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM), lengths=[1, 0, 2])  # a page is shared, one was copied
+    cache.append(
+        tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM), lengths=[1, 0, 2]
+    )  # one page is shared, one was copied
     before = state(cache)
     call, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         call(cache)
     assert state(cache) == before
-    step(cache, new_sequences((1, 2, 3)), Kind(None))  # and it goes on
+    step(cache, new_sequences((1, 2, 3)), Kind(None))  # the cache still works
 
 
 REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {

@@ -1,4 +1,4 @@
-"""A cache driven at random, appends, truncations, forks, frees, against a plain list of tensors."""
+"""Random appends, truncations, forks and frees of a cache, against plain lists of tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = 0  # that there ever were: each is a number of its own
+        self.tokens = 0  # appended so far; each token has a number of its own
         self.held: list[tuple[Tensor, Tensor]] = []
 
     @initialize(paged=st.booleans(), layout=st.sampled_from(["bshd", "sbhd", "bhsd", "thd"]))
@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held = [self.new(0)] * BATCH
 
     def new(self, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of new tokens, unlike any that there were."""
+        """Keys and values of new tokens, different from all earlier ones."""
         at = torch.arange(self.tokens, self.tokens + count, dtype=torch.float32).view(count, 1, 1)
         self.tokens += count
         return torch.sin(at + torch.arange(DIM)), torch.cos(at + torch.arange(VALUE_DIM))
@@ -85,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         return cache.lengths, isinstance(cache, PagedKVCache) and (cache.block_table.tolist(), cache.free_pages)
 
     def surely_fits(self, counts: list[int]) -> bool:
-        """Even if every sequence that grows had to copy its last page."""
+        """Whether the tokens fit even if every growing sequence copies its last page."""
         if isinstance(self.cache, KVCache):
             return self.may_fit(counts)
         needed = sum(self.grown(n, count) + (count > 0) for n, count in enumerate(counts))
@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_its_pages(self) -> None:
-        """A page is free, or in as many sequences as refer to it; a sequence has no page too many."""
+        """A page is free, or in as many sequences as its reference count; a sequence has no unneeded page."""
         if not self.held or not isinstance(self.cache, PagedKVCache):
             return
         ledger = self.cache._ledger

@@ -13,7 +13,8 @@ from torch import Tensor
 import undivided
 from calls import call_of
 from context_parallel_check import PLACEMENTS, alone, differences, everyone, grid, in_double, of_rank
-from undivided import _layout, masks
+from undivided import masks
+from undivided.arguments import layout as _layout
 from undivided.context_parallel import RankError, simulate
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.verification.budget import budget_for

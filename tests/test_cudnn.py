@@ -13,16 +13,18 @@ import undivided
 from adapter_check import MASKS, check, expected, tensors
 from calls import call_of, problem_of
 from fake_cudnn import FakeCudnn
-from undivided import DotProductAttention, _prepare, masks
-from undivided._call import Call
-from undivided._machine import Machine
-from undivided._policy import Policy
-from undivided._problem import Problem
-from undivided._request import Tensors
-from undivided._selection import Decision, select
-from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_graph, cudnn, reference
+from undivided import DotProductAttention, masks
+from undivided.backends import cudnn, reference
+from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.slopes import usual_slopes
+from undivided.run import prepare as _prepare
+from undivided.selection.decision import Decision, select
+from undivided.selection.policy import Policy
 from undivided.verification.cases import CASES, Case
 from undivided.verification.inputs import Inputs, build
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import undivided
 from undivided import KVCache, PagedKVCache, masks
-from undivided._problem import Problem
 from undivided.backends import all_backends, reference
 from undivided.context_parallel.exchange.simulate import SimulatedGroup, simulate
+from undivided.request.call import Call
+from undivided.request.problem import Problem
 
-PASSES = ("forward", "answer", "recorded", "backward", "gradients")
+PASSES = ("forward", "recorded", "backward")
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Problem]]]
     found: list[tuple[str, Problem]] = []
 
     def recording(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def record(problem: Problem, *rest: Any, **options: Any) -> Any:
-            found.append((name, problem))
-            return run(problem, *rest, **options)
+        def record(call: Call, *rest: Any, **options: Any) -> Any:
+            found.append((name, call.problem))
+            return run(call, *rest, **options)
 
         return record
 

@@ -1,4 +1,4 @@
-"""DotProductAttention computes what its mask types, windows, biases and softmax types say, in every format.
+"""DotProductAttention matches the definitions of its mask types, windows, biases and softmax types, in every format.
 
 Masks are compared as sets of pairs: with values that are unit vectors the output is the row of probabilities, and a
 pair is allowed where its probability is not 0. What must be allowed is written out in `definition`, from the words of
@@ -19,7 +19,7 @@ from torch import Tensor
 import brute_force
 import undivided
 from undivided import DotProductAttention, masks
-from undivided._slopes import usual_slopes
+from undivided.request.slopes import usual_slopes
 
 H, G, D = 4, 2, 8
 Pairs = set[tuple[int, int, int]]
@@ -146,7 +146,7 @@ def test_packed_sequences_see_exactly_themselves(
 
 
 def test_in_self_attention_the_offsets_of_the_queries_are_those_of_the_keys() -> None:
-    """The padded offsets [0, 4, 8, 13] of sequences [0, 3, 5, 9], given once."""
+    """The padded offsets [0, 4, 8, 13] of sequences [0, 3, 5, 9], passed once."""
     module = DotProductAttention(H, (D, 13), qkv_format="thd", attn_mask_type="padding")
     alone = {"cu_seqlens_q": torch.tensor([0, 3, 5, 9]), "cu_seqlens_q_padded": torch.tensor([0, 4, 8, 13])}
     rows = [[0, 1, 2], [4, 5], [8, 9, 10, 11]]
@@ -275,7 +275,7 @@ def test_the_mask_type_decides_its_diagonal_and_says_so(kind: str) -> None:
         assert recovered(module, 4, 6, bottom_right_diagonal=contradicting) == want
 
 
-# ---- scores, softmax, formats, against the definition in plain loops ----
+# Scores, softmax and formats, against the definition in plain loops.
 
 
 def doubles(sq: int, skv: int, d_v: int = D, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +328,7 @@ def test_biases_of_every_shape_before_and_after_the_scale(kind: str, shape: tupl
 
 
 def press_slopes(heads: int) -> list[float]:
-    """ALiBi's slopes as the paper's own code makes them: recursively, for a power of two and between two."""
+    """ALiBi slopes as in the code of the paper: recursive, for powers of two and between them."""
     if heads & (heads - 1) == 0:
         start = 2 ** (-8 / heads)
         return [start * start**i for i in range(heads)]
@@ -470,7 +470,7 @@ def test_checkpointing_gives_the_same_gradients_with_dropout_bias_and_offset() -
 
 
 def test_it_is_undivided_attention() -> None:
-    """The module adds words, not arithmetic: bit for bit the function, on the same backend."""
+    """The module adds no arithmetic: it equals the function bit by bit, on the same backend."""
     q, k, v = (torch.randn(2, 33, heads, 64) for heads in (8, 2, 2))
     out = DotProductAttention(8, 64, 2, qkv_format="bshd", softcap=20.0)(q, k, v)
     want = undivided.attention(q, k, v, layout="bshd", mask=masks.causal(), softcap=20.0)

@@ -1,5 +1,4 @@
-"""DotProductAttention as a module: its signature, its page of documentation, its errors, and what one does with
-modules."""
+"""DotProductAttention as a module: its signature, documentation, errors, and use as a PyTorch module."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -41,7 +40,7 @@ score_mod_bprop_tensors=None qkv_layer=None kv_layer=None qkv_interleave_dim=-3
 
 
 def positional(function: Callable[..., Any]) -> list[str]:
-    """name=default of every argument that may be given by position, in order, without self."""
+    """name=default of every positional argument, in order, without self."""
     parameters = list(inspect.signature(function).parameters.values())
     return [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
@@ -51,7 +50,7 @@ def positional(function: Callable[..., Any]) -> list[str]:
 
 
 def test_the_constructor_is_transformer_engines_but_for_the_format() -> None:
-    """Position by position; the format alone has no default, for a wrong one is not seen in the shapes."""
+    """Argument by argument; only the format has no default, because shapes do not reveal a wrong one."""
     without_default = [word.replace("qkv_format='sbhd'", "qkv_format=None") for word in CONSTRUCTOR]
     assert positional(DotProductAttention.__init__) == without_default
     extra = [p.name for p in inspect.signature(DotProductAttention).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -86,7 +85,7 @@ def test_the_page_says_of_every_argument_what_becomes_of_it(
     assert [name for name in names if rows[name] == "refused"] == [name for name in names if name in refused]
 
 
-# ---- errors ----
+# Errors.
 
 Q = torch.randn(2, 6, 4, 8)
 KV = torch.randn(2, 6, 2, 8)
@@ -209,7 +208,7 @@ BAD_CALLS = [
      "attention_mask must be None if cu_seqlens_q is given", ""),
     ((Q, Q, Q), {"attn_mask_type": "arbitrary"}, "attention_mask must be given with attn_mask_type='arbitrary'", ""),
     ((Q, Q, Q), {"attn_mask_type": "arbitrary", "attention_mask": padding(2, 6, 6)}, "attention_mask must be broadcastable", "[:, None]"),
-    # what is added
+    # additions to the scores
     ((Q, Q, Q), {"core_attention_bias_type": "bias"}, "core_attention_bias_type must be one of 'no_bias'", ""),
     ((Q, Q, Q), {"core_attention_bias": Q}, "core_attention_bias must be None with core_attention_bias_type='no_bias'", "post_scale_bias"),
     ((Q, Q, Q), {"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias must be given", ""),
@@ -220,7 +219,7 @@ BAD_CALLS = [
     ((Q, Q, Q), {"alibi_slopes": torch.ones(4)}, "alibi_slopes must be None with core_attention_bias_type='no_bias'", "'alibi'"),
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [heads] = [4]", ""),
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be a float32 tensor", ""),
-    # accepted at their defaults alone
+    # accepted at their defaults only
     ((Q, Q, Q), {"inference_params": object()}, "inference_params must be an undivided.InferenceParams, got object", ""),
     ((Q, Q, Q), {"fp8_output": True}, "fp8_output must be False, got True", "FP8 attention is not supported"),
     ((Q, Q, Q), {"bf16_backward": True}, "bf16_backward must be False, got True", "FP8 attention is not supported"),
@@ -247,7 +246,7 @@ def test_what_a_call_says_of_a_wrong_argument(
 
 
 def test_offsets_changed_in_place_mean_the_new_sequences() -> None:
-    """What is kept between calls is dropped with the values that it came from."""
+    """Cached results are dropped when their inputs change."""
     module = DotProductAttention(4, 8, **PACKED)
     changing, other = CU.clone(), torch.tensor([0, 3, 12], dtype=torch.int32)
     first = module(T, T, T, cu_seqlens_q=changing)
@@ -288,7 +287,7 @@ def test_a_backend_that_is_asked_for_runs_or_says_why_not() -> None:
         DotProductAttention(4, 8, qkv_format="bshd", backend="flash_attn")(Q, Q, Q)
 
 
-# ---- a module among modules ----
+# Use as a PyTorch module.
 
 
 def learnable(**arguments: Any) -> DotProductAttention:
@@ -377,7 +376,7 @@ def test_it_compiles_into_one_graph(made: dict[str, Any], tensors: tuple[Tensor,
 
 
 class Layer(torch.nn.Module):
-    """The smallest layer around attention."""
+    """A minimal layer with attention."""
 
     def __init__(self) -> None:
         super().__init__()

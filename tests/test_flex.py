@@ -12,8 +12,8 @@ import fake_gpu_kernels as fake
 from adapter_check import check, expected, tensors
 from calls import call_of, problem_of
 from undivided import masks
-from undivided._machine import Machine
 from undivided.backends import flex
+from undivided.machine import Machine
 
 # ---- FlexAttention really runs on this CPU ----
 

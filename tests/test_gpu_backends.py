@@ -18,8 +18,12 @@ import fake_gpu_kernels as fake
 from adapter_check import MASKS, Recorder, check, tensors
 from calls import call_of
 from undivided import masks
-from undivided._machine import Machine
-from undivided.backends import _flash_attn_2, _flash_attn_3, _flash_attn_4, _torch_flash_cuda, flash_attn
+from undivided.backends import flash_attn
+from undivided.backends.flash_attn import version_2 as _flash_attn_2
+from undivided.backends.flash_attn import version_3 as _flash_attn_3
+from undivided.backends.flash_attn import version_4 as _flash_attn_4
+from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.machine import Machine
 
 
 def flash_sides(causal: bool, left: int, right: int) -> fake.Band:

@@ -12,12 +12,13 @@ import torch
 
 from calls import problem_of
 from undivided import masks
-from undivided._machine import Machine
-from undivided._policy import Policy
-from undivided._problem import Problem
-from undivided._selection import decide
-from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_rules, cudnn, flash_attn, torch_cudnn, torch_efficient
+from undivided.backends import cudnn, flash_attn, torch_cudnn, torch_efficient
+from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+from undivided.request.slopes import usual_slopes
+from undivided.selection.decision import decide
+from undivided.selection.policy import Policy
 
 ALL = ("flash_attn", "torch_flash", "torch_efficient", "torch_cudnn", "cudnn", "flex")
 PACKAGES = {"flash_attn": "2.8.3", "cudnn_frontend": "1.23.0", "triton": "3.4.0"}

@@ -1,4 +1,4 @@
-"""`InferenceParams`: sequences come, grow by any number of tokens, fork and leave, in every layer at once."""
+"""`InferenceParams`: sequences start, grow by any number of tokens, fork and end, in all layers at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = (1, 2)
 
 
 def new_params(paged: bool, format: str = "bshd", **changes: Any) -> InferenceParams:
-    """Room for 3 sequences of 20 tokens, full of NaN; where paged, 11 pages of 4 tokens, so not for all at once."""
+    """Room for 3 sequences of 20 tokens, filled with NaN; if paged, 11 pages of 4 tokens, too few for all at once."""
     pool = {"is_paged": True, "page_size": 4, "total_num_pages": 11} if paged else {}
     sizes: dict[str, Any] = {"dtype": torch.float32, "head_dim_v": VALUE_DIM, "qkv_format": format, "device": "cpu"}
     lengths = {"max_batch_size": 3, "max_sequence_length": 20}
@@ -46,14 +46,14 @@ def in_one_pass(tokens: list[Tensor], mask: masks.Mask | None = None) -> Tensor:
 
 
 class Model:
-    """Two layers of attention, and beside them all that each sequence ever brought, as plain tensors."""
+    """Two layers of attention, and all tokens of each sequence as plain tensors."""
 
     def __init__(self, params: InferenceParams, mask: masks.Mask | None = None) -> None:
         self.params, self.mask = params, mask
         self.seen: dict[object, list[list[Tensor]]] = {}
 
     def step(self, new: dict[object, int]) -> None:
-        """One iteration, compared with a pass over everything."""
+        """One iteration, compared with one pass over all tokens."""
         self.params.pre_step(OrderedDict(new))
         for name in set(self.seen) - set(new):
             del self.seen[name]
@@ -90,7 +90,7 @@ def pages_needed(params: InferenceParams, new: dict[object, int]) -> int:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_any_traffic_equals_one_pass_a_sequence(paged: bool, format: str, mask: masks.Mask | None) -> None:
-    """Sequences come and go, in any order of the batch, with 0 to 6 tokens a step; some are forked, some cut."""
+    """Sequences start and end, in any order of the batch, with 0 to 6 tokens per step; some are forked or truncated."""
     chance = random.Random(f"{paged} {format}")
     model = Model(new_params(paged, format), mask)
     params, fresh, refused = model.params, iter(range(1000)), 0
@@ -122,7 +122,7 @@ def test_any_traffic_equals_one_pass_a_sequence(paged: bool, format: str, mask: 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_the_loop_of_transformer_engine(paged: bool) -> None:
-    """Prompts, then a token at a time, sequences ending and new ones beginning: as its documentation has it."""
+    """Prompts, then one token per step, while sequences end and new ones start, as in the documentation."""
     model = Model(new_params(paged, total_num_pages=15 if paged else None))
     for new in ({0: 5, 1: 3}, {0: 1, 1: 1}, {0: 1, 1: 1, 2: 4}, {0: 1, 2: 1}, {2: 1, 3: 9}):
         model.step(dict(new))
@@ -144,7 +144,7 @@ def test_the_loop_of_transformer_engine(paged: bool) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
-    """What TransformerEngine's `step` returns, in the batch's order: for attention of one's own."""
+    """The results of TransformerEngine's `step`, in the order of the batch, for custom attention."""
     params = new_params(paged, format)
     held: dict[object, list[Tensor]] = {name: new_tokens(0) for name in "abc"}
     for new in (OrderedDict(a=5, b=3), OrderedDict(c=2, b=6)):
@@ -153,7 +153,7 @@ def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
             held[name] = [torch.cat(pair) for pair in zip(held[name], brought, strict=True)]
         params.pre_step(new)
         k, v = (joined([t[n] for t in tokens.values()], format) for n in (1, 2))
-        for _ in range(2):  # a layer that is run twice, as under recomputation, changes nothing
+        for _ in range(2):  # a second call, as under recomputation, changes nothing
             k_cache, v_cache, cu_q, cu_kv, longest, output = params.step(1, k, v, format)
         assert torch.equal(cu_q, params.cu_seqlens_q)
         assert cu_kv.tolist() == [0, *accumulate(params.sequences.values()), cu_kv[-1]]
@@ -169,7 +169,7 @@ def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
 
 
 def test_layers_share_the_mask_and_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step needs is worked out in the first layer, also under inference mode."""
+    """The first layer computes what all layers need, also in inference mode."""
     built = []
     build = ranges.build
     monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
@@ -184,14 +184,14 @@ def test_layers_share_the_mask_and_the_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_prompts_share_their_pages() -> None:
-    """Twenty tokens of a common prompt, read by three sequences, lie in memory once."""
+    """Twenty tokens of a common prompt of three sequences are stored once."""
     model = Model(new_params(True, max_sequence_length=40))
     model.step({"prompt": 18})
     for name in ("a", "b"):
         model.params.fork("prompt", name)
         model.seen[name] = [list(layer) for layer in model.seen["prompt"]]
     assert len(model.params._batch.ledger.unused) == 11 - 5
-    model.step({"a": 3, "b": 1})  # the prompt itself has left
+    model.step({"a": 3, "b": 1})  # the prompt itself has ended
     assert len(model.params._batch.ledger.unused) == 11 - 4 - 3
 
 
@@ -257,11 +257,11 @@ def test_refused_and_nothing_changed(paged: bool, case: str) -> None:
     with pytest.raises(InputError, match=message):
         call(model.params)
     assert state(model.params) == before
-    model.step({"b": 1, "a": 4})  # and it goes on
+    model.step({"b": 1, "a": 4})  # the cache still works
 
 
 def test_no_pages_and_nothing_changed() -> None:
-    """Half of the batch would fit, and one sequence leaves: still all or nothing."""
+    """Half of the batch fits, and one sequence ends: still all or nothing."""
     model = Model(new_params(True, max_sequence_length=100))
     model.step({"a": 10, "b": 10, "c": 10})
     before = state(model.params)
@@ -282,7 +282,7 @@ def test_a_full_batch_cannot_fork() -> None:
 @pytest.mark.parametrize("call", [lambda p: p.attend(1, Q, K, V), lambda p: p.step(1, K, V)], ids=["attend", "step"])
 @pytest.mark.parametrize("after", ["construction", "fork", "truncate", "an-empty-step"])
 def test_a_layer_before_its_step(after: str, call: Callable[[InferenceParams], object]) -> None:
-    """After a fork or a truncation the last step says nothing any more: the next one must be announced."""
+    """A fork or a truncation invalidates the last step: `pre_step` is required again."""
     params = new_params(False)
     if after != "construction":
         params.pre_step({"a": 3, "b": 3})

@@ -1,4 +1,4 @@
-"""Tokens step by step are those of one pass, for every arrangement of a layer and both kinds of cache."""
+"""Generation step by step equals one pass, for every variant of a layer and both kinds of cache."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_tokens_step_by_step_are_those_of_one_pass(
 @pytest.mark.parametrize("format", ["bshd", "thd"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_arrangement_generates(options: dict[str, Any], format: str, paged: bool) -> None:
-    """A decoder layer caches its self-attention; its cross-attention sees all that the encoder gave, at every step."""
+    """A decoder layer caches its self-attention; its cross-attention sees the whole encoder output at every step."""
     generate(options, STEPS["chunks"], format, paged)
 
 
 def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool) -> None:
-    """Two layers share one InferenceParams; rotary positions go on where the cache ends."""
+    """Two layers share one InferenceParams; rotary positions continue after the cached tokens."""
     options = {"self_attn_mask_type": "padding_causal"} | options
     layers = [layer(format, **(options | {"layer_number": n})).eval() for n in (1, 2)]
     for n, module in enumerate(layers):
@@ -109,7 +109,7 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_sequences_come_and_go_with_unequal_numbers_of_tokens(format: str, paged: bool) -> None:
-    """A ragged batch: prompts beside single tokens, one leaves, one joins, in another order."""
+    """A ragged batch of prompts and single tokens, in which sequences end, start and change their order."""
     module = layer(format, self_attn_mask_type="padding_causal", window_size=(5, 0), num_gqa_groups=2).eval()
     plain_layer.shaken(module)
     rope, params = RotaryPositionEmbedding(6)(24), cache(paged, 2)
@@ -122,7 +122,7 @@ def test_sequences_come_and_go_with_unequal_numbers_of_tokens(format: str, paged
             params.pre_step(OrderedDict(step))
             new = [xs[name][at[name] : at[name] + count] for name, count in step.items()]
             counts = tuple(step.values())
-            call = {} if format != "thd" else {"cu_seqlens_q": cu(counts)}  # welcome, and needed by none
+            call = {} if format != "thd" else {"cu_seqlens_q": cu(counts)}  # accepted, and not required
             out = module(laid_out(new, format), inference_params=params, rotary_pos_emb=rope, **call)
             for (name, count), part in zip(step.items(), taken_apart(out, counts, format), strict=True):
                 torch.testing.assert_close(part, alone[name][at[name] : at[name] + count], rtol=1e-6, atol=1e-7)
@@ -165,7 +165,7 @@ def test_a_cache_with_masks_of_pairs_and_slopes() -> None:
 
 
 def test_a_refused_call_leaves_the_cache_alone() -> None:
-    """A decoder without its encoder's output is refused before its self-attention has put anything anywhere."""
+    """A decoder without encoder output is refused before its self-attention changes the cache."""
     module, params = layer("bshd", layer_type="decoder").eval(), cache(False)
     params.pre_step(OrderedDict(a=5))
     with torch.inference_mode(), pytest.raises(InputError, match="encoder_output must be"):

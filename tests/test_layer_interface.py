@@ -1,4 +1,4 @@
-"""The layers have TransformerEngine's signatures, and the page about them says what becomes of every argument."""
+"""The layers have TransformerEngine's signatures, and their page of documentation lists every argument."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ interleaved=False
 APPLY_ROPE = """
 t freqs tensor_format='sbhd' start_positions=None interleaved=False fused=False cu_seqlens=None cp_size=1 cp_rank=0
 """.split()
-WITHOUT_DEFAULT = ("='sbhd'", "='cuda'")  # a wrong format is not seen in the shapes; not everybody has a GPU
+WITHOUT_DEFAULT = ("='sbhd'", "='cuda'")  # shapes do not reveal a wrong format; a GPU may be absent
 
 
 def positional(function: Callable[..., Any]) -> list[str]:
-    """name=default of every argument that may be given by position, in order, without self."""
+    """name=default of every positional argument, in order, without self."""
     return [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in inspect.signature(function).parameters.values()
@@ -86,7 +86,7 @@ def positional(function: Callable[..., Any]) -> list[str]:
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
 def test_the_signature_is_transformer_engines(function: Callable[..., Any], signature: list[str]) -> None:
-    """Position by position, but for the format and the device, which default to None."""
+    """Argument by argument, except the format and the device, which default to None."""
     wanted = [word.split("=")[0] + "=None" if word.endswith(WITHOUT_DEFAULT) else word for word in signature]
     assert positional(function) == wanted
 

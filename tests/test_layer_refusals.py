@@ -1,4 +1,4 @@
-"""What a layer says of a wrong argument, and of a format that something else contradicts."""
+"""The errors of a layer for wrong arguments, and for a format that another argument contradicts."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -83,7 +83,7 @@ def test_what_the_constructor_says_of_a_wrong_argument(options: dict[str, Any], 
 
 
 BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # options, call, said
+    # options, call, message
     ({}, {"hidden_states": X[0]}, "hidden_states must have 3 axes [batch, seq, hidden] in attn_input_format='bshd', got [5, 24]\n  HINT: packed sequences are 'thd'"),
     ({"attn_input_format": "thd"}, {}, "hidden_states must have 2 axes [tokens, hidden] in attn_input_format='thd', got [2, 5, 24]\n  HINT: a padded batch is"),
     ({"attn_input_format": "thd"}, {"hidden_states": X[:1]}, "hidden_states must have 2 axes [tokens, hidden] in attn_input_format='thd', got [1, 5, 24]\n  HINT: a batch of one"),
@@ -106,7 +106,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layer_type": "decoder"}, {"encoder_output": torch.randn(1, 7, HIDDEN)}, "encoder_output must have the batch size of hidden_states (2) in attn_input_format='bshd', got [1, 7, 24]"),
     ({"layer_type": "decoder"}, {"encoder_output": X, "enc_dec_attn_mask_type": "padding"}, "enc_dec_attn_mask must be given (or cu_seqlens_q) with enc_dec_attn_mask_type='padding'"),
     ({"layer_type": "decoder"}, {"encoder_output": X.transpose(0, 1)}, "encoder_output must have the batch size of hidden_states (2) in attn_input_format='bshd', got [5, 2, 24]\n  HINT: encoder_output.transpose(0, 1)"),
-    # a format that something else contradicts
+    # a format that another argument contradicts
     ({"attn_input_format": "sbhd", "self_attn_mask_type": "padding_causal"}, {"cu_seqlens_q": cu(LENGTHS)},
      "attn_input_format must agree with cu_seqlens_q (2 sequences): in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2, got 'sbhd'\n  HINT: attn_input_format='bshd', [batch, seq, hidden], would fit"),
     ({"self_attn_mask_type": "padding"}, {"attention_mask": torch.zeros(5, 1, 1, 2, dtype=torch.bool)},
@@ -139,7 +139,7 @@ def test_what_a_call_says_of_a_wrong_argument(options: dict[str, Any], call: dic
 
 
 def test_process_groups_have_their_place() -> None:
-    """Without context parallelism both may be called with None, as TransformerEngine's models do."""
+    """Without parallelism both accept None, as TransformerEngine's models pass it."""
     module = layer("bshd", layer_type="decoder")
     module.set_context_parallel_group(None, None, None)
     module.set_tensor_parallel_group(None)

@@ -40,7 +40,7 @@ def test_the_same_seed_drops_the_same_entries(format: str) -> None:
 
 
 def test_attention_drops_the_same_weights_in_every_format() -> None:
-    """Dropout is a function of sequence and positions."""
+    """Dropout is a function of the sequence and the positions."""
     outs = []
     xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
     for format in FORMATS:
@@ -56,7 +56,7 @@ def test_attention_drops_the_same_weights_in_every_format() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_dropped_path_leaves_a_whole_sequence_out(format: str) -> None:
-    """Each block of each sequence is there, twice as strong, or not at all; TransformerEngine drops along axis 0."""
+    """Each block of each sequence is either scaled by two or omitted; TransformerEngine drops along axis 0."""
     module = layer(format, drop_path_rate=0.5, self_attn_mask_type="padding_causal")
     plain_layer.shaken(module)
     whole = layer(format, self_attn_mask_type="padding_causal")
@@ -86,7 +86,7 @@ def test_dropping_every_path_and_none() -> None:
 
 
 def test_hidden_dropout_keeps_the_mean() -> None:
-    """Survivors are scaled by 1 / (1 - p), on each of a decoder's three blocks."""
+    """Kept entries are scaled by 1 / (1 - p), in each of a decoder's three blocks."""
     x = torch.zeros(1, 400, HIDDEN, dtype=torch.float64)
     module = layer("bshd", hidden_dropout=0.5)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_compiled_decoder_layer() -> None:
 
 
 def test_made_on_the_meta_device_and_started_later() -> None:
-    """Nothing is allocated; after `to_empty` and `reset_parameters` everything has its starting value."""
+    """Nothing is allocated; after `to_empty` and `reset_parameters` every parameter is initialised."""
     init = functools.partial(torch.nn.init.constant_, val=0.5)
     options = {
         "layer_type": "decoder",
@@ -213,7 +213,7 @@ def test_activation_checkpointing_of_the_whole_layer() -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.parametrize("parts", [False, True], ids=["whole-layer", "each-part"])
 def test_sharded_with_half_precision(parts: bool) -> None:
-    """Shards are fp32 and what a module sees is bf16: the check of dtypes took a shard's for the parameter's."""
+    """Shards are fp32 while the module computes in bf16: the dtype check once compared with the shard."""
     module = layer("bshd", params_dtype=torch.float32)
     x = torch.randn(2, 5, HIDDEN)
     want = module(x)

@@ -22,7 +22,7 @@ Rule = Callable[["Place"], bool]
 
 @dataclass(frozen=True)
 class Place:
-    """One pair seen from its sequence: positions i', j', real lengths, alignment, raw indices."""
+    """One pair within its sequence: positions i', j', real lengths, alignment, raw indices."""
 
     i: int
     j: int
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the sequences in it, and the rules of its mask beside the mask that the library built."""
+    """A call, its sequences, the rules of its mask, and the mask that the library built."""
 
     mask: Mask
     batch: int
@@ -56,7 +56,7 @@ class Case:
     packed: bool = False
 
     def places(self, b: int, h: int, row: int, key: int) -> Iterator[Place]:
-        """The pair as seen from each sequence that holds both its row and its key."""
+        """The pair within each sequence that contains both its row and its key."""
         sequences = self.sequences or tuple((0, self.q_len, 0, self.kv_len) for _ in range(self.batch))
         for n, (q_start, q_len, kv_start, kv_len) in enumerate(sequences):
             i, j = row - q_start, key - kv_start
@@ -75,7 +75,7 @@ def pairs_of(tensor: Tensor) -> set[tuple[int, ...]]:
 
 
 def agree(case: Case) -> None:
-    """Every view that the library gives of the mask holds the pairs of the definition."""
+    """Every representation of the mask has the pairs of the definition."""
     sizes = (case.batch, case.heads, case.q_len, case.kv_len)
     expected = case.pairs()
     case.mask.check(*sizes, packed=case.packed, device=CPU)
@@ -150,7 +150,7 @@ def check_tiles(form: masks.NormalForm, dense: Tensor) -> None:
         assert tiles.expand(wanted)[b, h, row, key] == value
 
 
-# The definitions, one rule a constructor.
+# The definitions, one rule per constructor.
 
 
 def causal_rule(place: Place) -> bool:
@@ -207,7 +207,7 @@ ALIGNS = ["top_left", "bottom_right"]
 @pytest.mark.parametrize(("q_len", "kv_len"), SIZES, ids=lambda n: str(n))
 @pytest.mark.parametrize("align", ALIGNS)
 class TestConstructors:
-    """Every mask that looks at positions alone, both alignments, equal and unequal lengths down to none."""
+    """Every mask of positions only, with both alignments, and equal, unequal and zero lengths."""
 
     def test_causal(self, q_len: int, kv_len: int, align: str) -> None:
         agree(Case(masks.causal(align), 1, q_len, kv_len, rules=(causal_rule,), align=align))
@@ -453,7 +453,7 @@ def test_predicates_are_called_with_index_tensors_that_broadcast() -> None:
 
 
 def test_two_windows_with_prefixes_keep_exact_pairs_beside_ranges() -> None:
-    """Two unions intersected may need three ranges a row: the ranges become a hull, the pairs stay exact."""
+    """Two unions intersected may need three ranges per row: the ranges become a hull, the pairs stay exact."""
     mask = (masks.window(1, 0, "top_left") | masks.prefix(6)) & (masks.window(4, 4, "top_left") | masks.prefix(2))
     rules = (either(window_rule(1, 0), prefix_rule(6)), either(window_rule(4, 4), prefix_rule(2)))
     agree(Case(mask, 1, 12, 12, rules=rules, align="top_left"))

@@ -1,4 +1,4 @@
-"""What masks promise beside their pairs: structure, alignment, errors, memory, change in place, compiling, pictures."""
+"""Masks besides their pairs: structure, alignment, errors, memory, changes in place, compilation, pictures."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ CALLS: dict[str, tuple[Mask, tuple[int, int, int, int], bool, str]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_mask_that_does_not_fit_the_call_is_refused(name: str) -> None:
     mask, sizes, packed, message = CALLS[name]
-    for _ in range(2):  # a refusal is not remembered as a success
+    for _ in range(2):  # an error is not cached as a success
         with pytest.raises(InputError, match=f"attn_mask must (.|\n)*{message}"):
             mask.check(*sizes, packed=packed, device=CPU, argument="attn_mask")
 
@@ -376,7 +376,7 @@ def test_a_predicate_without_a_signature_is_taken_as_it_is() -> None:
     assert masks.predicate(max).kinds == {"predicate"}
 
 
-# Remembering and change in place.
+# Cached results and changes in place.
 
 
 def test_ranges_are_remembered_until_a_tensor_changes_in_place() -> None:
@@ -506,8 +506,8 @@ def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
 
 @pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
 def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
-    """A GPU's lengths are not read: wrong ones must not lead a kernel out of its memory."""
-    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # what attention uses; unlike intervals() it checks nothing again
+    """Lengths on a GPU are not read: wrong ones must not make a kernel access memory out of bounds."""
+    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # as attention does; unlike intervals(), without checks
     assert int(ranges.min()) >= 0
     assert int(ranges.max()) == 4
 
@@ -601,7 +601,7 @@ def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
 
 
 def test_a_moved_mask_knows_what_its_values_said() -> None:
-    """On a GPU a kernel would have to wait to read the longest document."""
+    """Otherwise a kernel on a GPU waits to read the longest document."""
     moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
     assert moved.document_sizes == (2, 3, 1)
     n = torch.tensor([2, 3])
@@ -680,7 +680,7 @@ def test_dense_masks_and_predicates_are_read_a_block_at_a_time() -> None:
     assert tiles[0, 0].tolist() == [[1 if j <= i else 0 for j in range(8)] for i in range(8)]
 
 
-# Compiling.
+# Compilation.
 
 
 def test_masks_are_built_inside_compiled_functions() -> None:
@@ -793,7 +793,7 @@ def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
 
 
 def test_a_picture_in_text_that_nobody_reads_is_refused() -> None:
-    """10 GB of characters, and as many pairs before them."""
+    """It would take 10 GB of characters, and as many pairs first."""
     with pytest.raises(InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"):
         causal().draw(100_000, 100_000)
 

@@ -1,4 +1,4 @@
-"""Every class of xFormers' attn_bias as the mask that docs/how-to/coming-from-xformers.md gives for it, pair by pair.
+"""Every attn_bias class of xFormers equals its mask in docs/how-to/coming-from-xformers.md, pair by pair.
 
 The rules are those of its documentation, for a block of nq queries and nk keys: where query i may see key j.
 """
@@ -38,7 +38,7 @@ def from_the_last(i: int, j: int, nq: int, nk: int) -> bool:
 
 
 def within(window: int, causal: Rule) -> Rule:
-    """And nearer than `window` keys before the one that `causal` ends with."""
+    """And fewer than `window` keys before the last key of `causal`."""
     return lambda i, j, nq, nk: causal(i, j, nq, nk) and not causal(i - window, j, nq, nk)
 
 
@@ -116,7 +116,7 @@ def test_packed(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGED)
 def test_paged(name: str) -> None:
-    """Each sequence begins at its own first page; gappy ones some keys later."""
+    """Each sequence starts at its own first page; sequences with gaps start some keys later."""
     page_size, table = 4, torch.tensor([[5, 0], [1, 3], [2, 4]], dtype=torch.int32)
     skipped = (1, 3, 0) if "Gappy" in name else (0, 0, 0)
     band = masks.causal(align="bottom_right") if "Causal" in name else masks.window(None, None)
@@ -140,7 +140,7 @@ def test_paged(name: str) -> None:
 
 
 def test_the_page_names_every_class() -> None:
-    """And no other: what its table says is what stands above."""
+    """The table of the page has exactly the classes above."""
     table = PAGE.read_text(encoding="utf-8").split("## attn_bias, class by class")[1].split("## ")[0]
     named = set(re.findall(r"\b(?:Paged)?(?:BlockDiagonal|LowerTriangular|Local)\w*Mask\b", table))
     shortened = {name for name in PAGED if "CausalWithOffset" in name}  # "..CausalWithOffset.."

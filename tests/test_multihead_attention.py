@@ -1,4 +1,4 @@
-"""MultiheadAttention: the order of its weights, checkpoints, what it returns, and caches under DotProductAttention."""
+"""MultiheadAttention: weight order, checkpoints, results, and caches under DotProductAttention."""
 # ruff: noqa: E501 (tables of messages)
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-# ---- parameters ----
+# Parameters.
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     # hidden 24, 4 query heads and 2 key/value heads of 6, feed-forward 20, as transformer_engine.pytorch names them
@@ -132,7 +132,7 @@ EXTRA_STATES = (
 
 @pytest.mark.parametrize(("options", "shapes"), SHAPES.values(), ids=SHAPES)
 def test_a_checkpoint_of_transformer_engine_loads(options: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Names and shapes as there, strictly; FP8 states are dropped, anything else that is too much is still an error."""
+    """Names and shapes are TransformerEngine's; FP8 states are dropped, other unknown entries are errors."""
     layer = TransformerLayer(HIDDEN, 20, HEADS, GROUPS, attn_input_format="bshd", **options)
     state: dict[str, Any] = {name: torch.randn(shape) for name, shape in shapes.items()}
     model = torch.nn.Sequential(layer)
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_transformer_engine_loads(options: dict[str, Any], shape
 
 
 def fused_rows(kind: str, sizes: tuple[int, int], cross: bool) -> list[int]:
-    """Row numbers of the weights one below the other, in the order of a fused weight, written down."""
+    """Row numbers of the concatenated weights, in the order of a fused weight."""
     d, d_v = sizes
     q = [[h * d + n for n in range(d)] for h in range(HEADS)]
     first = 0 if cross else HEADS * d
@@ -199,7 +199,7 @@ def test_a_fused_weight_has_the_rows_of_three_in_its_order(
 
 
 def test_the_functions_that_start_weights_are_called_on_them() -> None:
-    """init_method on q, k, v and fc1, the other on proj and fc2, biases 0, norms without effect."""
+    """init_method on q, k, v and fc1, the other on proj and fc2, biases 0, normalisations as the identity."""
     shapes: dict[str, list[tuple[int, ...]]] = {"in": [], "out": []}
 
     def record(which: str) -> Callable[[Tensor], None]:
@@ -232,7 +232,7 @@ def test_the_functions_that_start_weights_are_called_on_them() -> None:
     )
 
 
-# ---- what it returns ----
+# Results.
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -258,7 +258,7 @@ def test_the_bias_and_the_normalised_input_may_be_returned(bias: bool) -> None:
 
 @pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
 def test_the_attention_alone_in_every_format(format: str) -> None:
-    """Without the rest of a layer, with cross-attention over keys of other lengths and rotary positions of its own."""
+    """Alone, with cross-attention over keys of other lengths with their own rotary positions."""
     module = MultiheadAttention(
         HIDDEN,
         HEADS,
@@ -355,7 +355,7 @@ def test_what_is_said_of_a_wrong_argument(options: dict[str, Any], call: dict[st
     assert caught.value.argument == said.split(" ")[0]
 
 
-# ---- DotProductAttention on a cache ----
+# DotProductAttention with a cache.
 
 MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 WINDOWS: dict[str, tuple[int, int] | None] = {"all": None, "window": (3, 0), "two-sided": (2, 1)}
@@ -366,8 +366,7 @@ WINDOWS: dict[str, tuple[int, int] | None] = {"all": None, "window": (3, 0), "tw
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("kind", MASK_TYPES)
 def test_every_mask_type_on_a_cache(kind: str, window: tuple[int, int] | None, format: str, paged: bool) -> None:
-    """New tokens are the last of their sequences: by `undivided.attention` over all keys of each sequence,
-    bottom-right."""
+    """New tokens are the last of their sequences: equal to `undivided.attention` over all keys, bottom-right."""
     if "causal" in kind and window == (2, 1):
         window = (2, 0)
     module = DotProductAttention(HEADS, 6, GROUPS, 0.0, format, kind, window, layer_number=7, softmax_type="learnable")

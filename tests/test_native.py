@@ -19,7 +19,7 @@ from torch import Tensor
 
 import undivided
 from undivided import NoBackendError, masks
-from undivided.backends import _native_call
+from undivided.backends.native import call as _native_call
 from undivided.kernels import cpu
 from undivided.masks import Mask
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import undivided
 from test_native import LEVELS, MASKS, SCALES, SIZES, apart, needs_library
 from undivided import masks
-from undivided.backends import _native_call
+from undivided.backends.native import call as _native_call
 from undivided.kernels import cpu
 from undivided.masks import Mask
 

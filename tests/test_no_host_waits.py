@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from calls import call_of
 from fake_cudnn import FakeCudnn, FakeGraph
 from undivided import masks
-from undivided._machine import Machine
-from undivided._slopes import usual_slopes
-from undivided.backends import _cudnn_graph, _triton_inputs, get, torch_cudnn, torch_efficient
-from undivided.backends import _triton_tables as tables
+from undivided.backends import get, torch_cudnn, torch_efficient
+from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.backends.triton import inputs as _triton_inputs
+from undivided.backends.triton import tables
+from undivided.machine import Machine
+from undivided.request.slopes import usual_slopes
 
 pytestmark = pytest.mark.usefixtures("seen_inside")
 

@@ -20,8 +20,8 @@ import torch
 
 import undivided
 from calls import call_of
-from undivided._machine import Machine
 from undivided.backends import reference
+from undivided.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -83,22 +83,22 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "request": (
         {
             "undivided.functional",
-            "undivided._autograd",
-            "undivided._batches",
-            "undivided._compile",
-            "undivided._flops",
-            "undivided._sdpa",
-            "undivided._sdpa_refusals",
+            "undivided.run.autograd",
+            "undivided.run.batches",
+            "undivided.run.compile",
+            "undivided.run.flops",
+            "undivided.sdpa",
+            "undivided.run.sdpa_errors",
         },
         {"selection", "backends", "kernels", "problem", "errors"},
     ),
     "selection": (
         {
-            "undivided._selection",
-            "undivided._logging",
-            "undivided._measured",
-            "undivided._policy",
-            "undivided._sdp_switches",
+            "undivided.selection.decision",
+            "undivided.selection.log",
+            "undivided.selection.measured",
+            "undivided.selection.policy",
+            "undivided.selection.switches",
         },
         {"backends", "kernels", "problem", "errors"},
     ),
@@ -106,15 +106,15 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"undivided.kernels"}, {"errors"}),  # arithmetic only
     "problem": (
         {
-            "undivided._arguments",
-            "undivided._foreign",
-            "undivided._layout",
-            "undivided._machine",
-            "undivided._problem",
-            "undivided._result",
-            "undivided._slopes",
-            "undivided._tensors",
-            "undivided._validation",
+            "undivided.arguments.checks",
+            "undivided.arguments.foreign",
+            "undivided.arguments.layout",
+            "undivided.machine",
+            "undivided.request.problem",
+            "undivided.request.result",
+            "undivided.request.slopes",
+            "undivided.arguments.tensors",
+            "undivided.request.checks",
             "undivided.masks",
         },
         {"errors"},
@@ -232,15 +232,15 @@ def test_imports_run_one_way(module: str) -> None:
         ),
         pytest.param("undivided.backends.new", "from . import reference", id="backend-to-backend-relative"),
         pytest.param("undivided.backends.new", "from undivided import masks, attention", id="backend-to-surface"),
-        pytest.param("undivided.backends.new", "import undivided._selection", id="backend-to-selection"),
-        pytest.param("undivided.kernels.new", "from undivided._problem import Problem", id="kernel-to-problem"),
+        pytest.param("undivided.backends.new", "import undivided.selection.decision", id="backend-to-selection"),
+        pytest.param("undivided.kernels.new", "from undivided.request.problem import Problem", id="kernel-to-problem"),
         pytest.param(
             "undivided.masks", "def f():\n  from undivided.functional import attention", id="mask-to-functional-lazily"
         ),
-        pytest.param("undivided.cache.new", "from undivided._selection import select", id="cache-to-selection"),
+        pytest.param("undivided.cache.new", "from undivided.selection.decision import select", id="cache-to-selection"),
         pytest.param("undivided.functional", "import_module('undivided.nn')", id="functional-to-nn-by-name"),
         pytest.param("undivided.functional", "import torch.distributed as dist", id="functional-to-distributed"),
-        pytest.param("undivided._problem", "torch.distributed.get_rank()", id="problem-uses-distributed"),
+        pytest.param("undivided.request.problem", "torch.distributed.get_rank()", id="problem-uses-distributed"),
         pytest.param("undivided.kernels.new", "from torch import distributed", id="kernel-to-distributed"),
     ],
 )

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import undivided
-from undivided import InputError, NoBackendError, _policy, masks, set_backends, use_backends
-from undivided import _selection as selection
+from undivided import InputError, NoBackendError, masks, set_backends, use_backends
 from undivided.backends import reference, torch_flash
 from undivided.masks import Mask
+from undivided.selection import decision as selection
+from undivided.selection import policy as _policy
 
 # fp64, which our own kernel refuses: so nothing here depends on whether it was built
 Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided._machine import Machine
 from undivided.backends import flex
 from undivided.cache import KVCache
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
 
 Q_LENGTHS, KV_LENGTHS = [5, 0, 7], [4, 3, 6]  # of at most 9 queries and 8 keys
@@ -39,7 +39,7 @@ def flamingo(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def flat(pieces: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The pieces one after another, and where each begins."""
+    """The pieces one after another, and the offset of each."""
     lengths = torch.tensor([len(piece) for piece in pieces])
     return torch.cat(pieces), lengths.cumsum(0) - lengths
 
@@ -49,18 +49,18 @@ MEDIA, MEDIA_START = flat([MEDIA_TIME[:n] for n in KV_LENGTHS])
 
 
 def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The same over tensors that hold one sequence after another, without any padding."""
+    """The same over packed tensors without padding."""
     return TEXT[TEXT_START[b] + q] == MEDIA[MEDIA_START[b] + k]
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each sequence by itself, without its padding: [B, Sq, H, D], 0 in the padding."""
+    """Each sequence computed alone, without padding: [B, Sq, H, D], 0 in the padding."""
     out = torch.zeros(*q.shape[:3], v.shape[-1])
     for n, (rows, keys) in enumerate(zip(Q_LENGTHS, KV_LENGTHS, strict=True)):
         pairs = TEXT_TIME[:rows, None] == MEDIA_TIME[:keys]
         alone = [t[n : n + 1, :size].transpose(1, 2) for t, size in ((q, rows), (k, keys), (v, keys))]
         found = torch.nn.functional.scaled_dot_product_attention(*alone, attn_mask=pairs)
-        out[n, :rows] = torch.nan_to_num(found[0].transpose(0, 1))  # a row without keys is NaN there, 0 here
+        out[n, :rows] = torch.nan_to_num(found[0].transpose(0, 1))  # a row without keys is NaN there and 0 here
     return out
 
 
@@ -94,7 +94,7 @@ def test_gradients_with_tensors_as_long_as_the_real_lengths(backend: str) -> Non
 
 
 def test_padding_on_the_left() -> None:
-    """Raw indices begin at the start of a sequence: a tensor that ends with it is enough."""
+    """Raw indices count from the start of the tensor: a captured tensor that ends with the sequence is enough."""
     start, real = torch.tensor([2, 0]), torch.tensor([3, 5])
     table = torch.tensor([1, 2, 0, 1, 2])
     mask = masks.lengths(real, real, start, start) & masks.predicate(lambda b, h, q, k: table[:5][q] >= table[:5][k])
@@ -107,7 +107,7 @@ def test_padding_on_the_left() -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens-after-the-documents", "gaps-between-documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_in_thd(padded: bool, backend: str) -> None:
-    """10 tokens, of which a tensor covers those up to the last real one."""
+    """10 tokens; the captured tensor covers them up to the last real one."""
     cu = torch.tensor([0, 3, 3, 7])
     at = torch.tensor([0, 4, 4, 9]) if padded else cu
     real = torch.tensor([0, 1, 2, 4, 5, 6, 7] if padded else range(7))
@@ -128,7 +128,7 @@ def test_documents_in_thd(padded: bool, backend: str) -> None:
 
 
 def test_a_cache_that_is_not_full() -> None:
-    """The buffer has room for 12 keys; the predicate's tensor covers the 6 that are there."""
+    """The buffer has room for 12 keys; the captured tensor covers the 6 real ones."""
     q, k, v = tensors(1, 6, 6, batch=2)
     cache = KVCache(2, 12, 2, 16, dtype=torch.float32)
     cache.append(k, v)
@@ -151,7 +151,7 @@ def seen_shapes(mask_of: Callable[[Mask], Mask], batch: int) -> list[list[int]]:
 
 
 def test_indices_keep_their_shapes() -> None:
-    """One call if all sequences have the same padding, else one for each: never an index per sequence and row."""
+    """One call if all sequences have the same padding, otherwise one call per sequence."""
     one_call = [[3, 1, 1, 1], [1, 1, 1, 1], [1, 1, 4, 1], [1, 1, 1, 4]]
     assert seen_shapes(lambda fn: fn, 3) == one_call
     assert seen_shapes(lambda fn: fn & masks.lengths([4, 4, 4]), 3) == one_call

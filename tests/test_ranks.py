@@ -14,10 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import undivided
-from undivided import InputError, Machine, _measured, masks
-from undivided import _selection as selection
-from undivided._measured import Entry, Place, Run, Table
-from undivided._problem import Problem
+from undivided import InputError, Machine, masks
 from undivided.benchmarking import __main__ as plainly
 from undivided.benchmarking import ranks as made
 from undivided.benchmarking import timing
@@ -27,6 +24,10 @@ from undivided.benchmarking.runs import Settings
 from undivided.benchmarking.suites import empty_report
 from undivided.cli._app import app
 from undivided.cli.commands import bench
+from undivided.request.problem import Problem
+from undivided.selection import decision as selection
+from undivided.selection import measured as _measured
+from undivided.selection.measured import Entry, Place, Run, Table
 from undivided.verification import workers
 
 PACKAGES = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}

@@ -1,5 +1,4 @@
-"""Rotary embeddings against complex numbers, against the transformers library, and against themselves in other
-formats."""
+"""Rotary embeddings against complex numbers, against the transformers library, and against other formats."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -72,7 +71,7 @@ def test_pairs_turn_as_complex_numbers_do(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
-    """Cosines of bf16 would move a pair by up to 2^-9 more."""
+    """Cosines in bf16 would add an error of up to 2^-9."""
     t = torch.randn(1, 300, 2, 64).to(dtype)
     out = apply_rotary_pos_emb(t, RotaryPositionEmbedding(64)(300), "bshd")
     assert out.dtype == dtype
@@ -140,7 +139,7 @@ def test_the_transformers_library_turns_them_the_same_way(scaling: dict[str, Any
 
 
 def test_interpolated_positions() -> None:
-    """TransformerEngine's own interpolation: by the factor, and by what the length asks for beyond factor * trained."""
+    """TransformerEngine's interpolation: by the factor, and by length / trained beyond factor * trained."""
     rope = RotaryPositionEmbedding(8, seq_len_interpolation_factor=4, pretrained_max_position_embeddings=10)
     plain = RotaryPositionEmbedding(8)
     torch.testing.assert_close(rope(40)[::4], plain(10))
@@ -176,7 +175,7 @@ def test_ranks_turn_their_chunks_as_the_whole_would_be_turned(format: str, cp_si
 
 
 def test_padding_between_and_behind_packed_sequences_needs_no_rows() -> None:
-    """Tokens behind the last sequence are turned by nothing that could be missing."""
+    """Tokens after the last sequence need no row of angles."""
     t = torch.randn(9, 2, 8)
     out = apply_rotary_pos_emb(t, RotaryPositionEmbedding(8)(4), "thd", cu_seqlens=torch.tensor([0, 4, 4, 7]))
     alone = apply_rotary_pos_emb(t[None, 4:7], RotaryPositionEmbedding(8)(3), "bshd")[0]
@@ -185,7 +184,7 @@ def test_padding_between_and_behind_packed_sequences_needs_no_rows() -> None:
 
 
 def test_rows_may_be_each_sequences_own() -> None:
-    """[s, b, 1, d2]: any positions, as those of left-padded sequences."""
+    """Angles per sequence, [s, b, 1, d2], for any positions, such as those of left-padded sequences."""
     rope = RotaryPositionEmbedding(8)
     positions = torch.tensor([[0, 0, 1, 2], [5, 6, 7, 8]])
     t = torch.randn(2, 4, 3, 8)
@@ -354,7 +353,7 @@ def test_what_is_said_of_a_wrong_construction(arguments: dict[str, Any], said: s
 
 
 def test_the_length_of_training_may_be_the_constructors() -> None:
-    """The configuration of a "dynamic" model leaves it out."""
+    """The configuration of a "dynamic" model omits it."""
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     ours = RotaryPositionEmbedding(8, scaling=scaling, pretrained_max_position_embeddings=16)
     torch.testing.assert_close(ours(16), RotaryPositionEmbedding(8)(16))

@@ -18,9 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import undivided
-from undivided import _sdp_switches, _sdpa
-from undivided._policy import policy
+from undivided import sdpa as _sdpa
 from undivided.errors import InputError, NoBackendError
+from undivided.request.request import Request
+from undivided.run import prepare as _prepare
+from undivided.selection import switches as _sdp_switches
+from undivided.selection.policy import policy
 
 ours = undivided.scaled_dot_product_attention
 # torch's own forward mode scripts its decompositions when it is first used
@@ -409,14 +412,14 @@ def test_compiled_whole(call: Callable[..., Tensor]) -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the backends that were chosen, call by call."""
     names: list[str] = []
-    select = _sdpa.select
+    select = _prepare.select
 
     def noted(*args: Any) -> Any:
         decision = select(*args)
         names.append(decision.backend.name)
         return decision
 
-    monkeypatch.setattr(_sdpa, "select", noted)
+    monkeypatch.setattr(_prepare, "select", noted)
     return names
 
 
@@ -543,9 +546,10 @@ def test_tensors_are_folded_by_views(name: str, monkeypatch: pytest.MonkeyPatch)
     seen: list[Tensor] = []
     attend = _sdpa._attend
 
-    def spied(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
-        seen.extend((q, k, v, *arguments["mask"].tensors))
-        return attend(q, k, v, arguments)
+    def spied(request: Request) -> Tensor:
+        assert request.options.mask is not None
+        seen.extend((*request.tensors[:3], *request.options.mask.tensors))
+        return attend(request)
 
     monkeypatch.setattr(_sdpa, "_attend", spied)
     ours(*inputs, mask, enable_gqa=SHAPES[name].enable_gqa)

@@ -227,3 +227,11 @@ def test_what_pytorch_cannot_be_asked_is_a_runtime_error_too() -> None:
     """It divides by the number of key heads, which ends the process where that is 0."""
     with pytest.raises(RuntimeError, match=r"key must have a number of heads that divides query's \(4\), got 0"):
         ours(query(), ones(2, 0, 5, 8), ones(2, 0, 5, 8), enable_gqa=True)
+
+
+@pytest.mark.parametrize("flag", [torch.ones(2), torch.ones(0), torch.ones((), device="meta")], ids=str)
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_a_flag_that_is_a_tensor_is_refused(name: str, flag: Tensor) -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(InputError, match=f"{name} must be True or False"):
+        undivided.scaled_dot_product_attention(q, q, q, **{name: flag})

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import undivided
 from calls import problem_of
 from undivided import InputError, Machine, NoBackendError, masks
-from undivided import _selection as selection
-from undivided._policy import Policy, policy
-from undivided._problem import Problem
 from undivided.backends import all_backends, reference
+from undivided.request.problem import Problem
+from undivided.selection import decision as selection
+from undivided.selection.policy import Policy, policy
 
 EVERYTHING = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}
 TORCH = "2.13.0"

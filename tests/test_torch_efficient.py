@@ -12,10 +12,10 @@ import fake_gpu_kernels as fake
 from adapter_check import Recorder, asked, check, check_against_reference, tensors
 from calls import problem_of
 from undivided import masks
-from undivided._machine import Machine
-from undivided._policy import Policy
-from undivided._selection import decide
 from undivided.backends import torch_efficient
+from undivided.machine import Machine
+from undivided.selection.decision import decide
+from undivided.selection.policy import Policy
 from undivided.verification.cases import CASES, Case
 
 

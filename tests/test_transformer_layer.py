@@ -1,4 +1,4 @@
-"""TransformerLayer computes what is written down in `plain_layer`, in every format, with every option."""
+"""TransformerLayer equals `plain_layer` in every format and with every option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seed() -> None:
 
 
 def check(format: str, options: dict[str, Any], rotary: bool = False, mask_type: str = "padding_causal") -> None:
-    """Outputs and all gradients of two sequences of unequal length, against each alone in plain operations."""
+    """Outputs and all gradients of two sequences of unequal length, against each sequence alone."""
     module = layer(format, self_attn_mask_type=mask_type, **options)
     plain_layer.shaken(module)
     decoder = options.get("layer_type") == "decoder"
@@ -96,7 +96,7 @@ def test_rotary_embeddings_and_norms_in_either_order(before: bool, interleaved: 
 
 
 def test_norm_and_rotary_do_not_commute() -> None:
-    """Else the order above would not be tested."""
+    """Otherwise the order above is not tested."""
     x, rope = torch.randn(1, 5, HIDDEN, dtype=torch.float64), RotaryPositionEmbedding(6)(5)
     first, second = (layer("bshd", qk_norm_type="LayerNorm", qk_norm_before_rope=before) for before in (True, False))
     plain_layer.shaken(first), plain_layer.shaken(second)
@@ -126,7 +126,7 @@ def test_the_numbers_of_clamped_swiglu() -> None:
 
 
 def test_biases_slopes_and_masks_reach_the_attention() -> None:
-    """ALiBi by its slopes and as a bias; a mask of pairs as a bias of -inf."""
+    """ALiBi as slopes equals ALiBi as a bias; a mask of pairs equals a bias of -inf."""
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
     module = layer("bshd", self_attn_mask_type="causal")
     slopes = torch.rand(HEADS)
@@ -154,7 +154,7 @@ def test_a_padding_mask_says_what_cu_seqlens_say() -> None:
 
 
 def test_padding_between_packed_sequences() -> None:
-    """Rotary positions count from the padded offsets, where the tokens are."""
+    """Rotary positions count from the padded offsets."""
     rope = RotaryPositionEmbedding(6)(9)
     module = layer("thd", self_attn_mask_type="padding_causal")
     x = torch.randn(10, HIDDEN, dtype=torch.float64)
@@ -182,8 +182,10 @@ def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
 
 
 def test_an_empty_document_and_a_tail_without_one() -> None:
-    """Tokens behind the last sequence attend to nothing; what a layer makes of them is finite. Padded offsets say that
-    they are there: without them a forgotten sequence would be rows of 0."""
+    """Tokens after the last sequence, described by padded offsets, attend to nothing, and the output is finite there.
+
+    Without padded offsets they are an error, because a forgotten sequence would give rows of 0.
+    """
     module = layer("thd", self_attn_mask_type="padding_causal")
     plain_layer.shaken(module)
     x = torch.randn(7, HIDDEN, dtype=torch.float64)
@@ -198,7 +200,7 @@ def test_an_empty_document_and_a_tail_without_one() -> None:
 
 
 def test_gradients_of_every_sample() -> None:
-    """torch.func: vmap over grad gives what a loop over samples does."""
+    """torch.func: vmap over grad equals a loop over samples."""
     module = layer("bshd", num_gqa_groups=2)
     parameters = dict(module.named_parameters())
     xs = torch.randn(3, 5, HIDDEN, dtype=torch.float64)

@@ -20,13 +20,14 @@ from typer.testing import CliRunner
 import undivided
 from calls import call_of
 from undivided import masks
-from undivided._machine import Machine
-from undivided._result import Result
-from undivided.backends import _triton_inputs, get
-from undivided.backends import _triton_tables as tables
+from undivided.backends import get
 from undivided.backends import triton as backend
+from undivided.backends.triton import inputs as _triton_inputs
+from undivided.backends.triton import tables
 from undivided.benchmarking import tuning
 from undivided.kernels.triton import config
+from undivided.machine import Machine
+from undivided.request.result import Result
 from undivided.verification import contract
 from undivided.verification.cases import CASES
 

@@ -16,10 +16,10 @@ from torch import Tensor
 import undivided
 from calls import call_of
 from undivided import InputError, masks
-from undivided._call import Call
-from undivided._request import Tensors
-from undivided._result import Result
 from undivided.backends import reference, torch_flash
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+from undivided.request.result import Result
 from undivided.verification import Report, Row, cases, inputs, oracle, verify
 from undivided.verification.budget import FACTOR, Budget, budget_for, distance
 from undivided.verification.cases import CASES, Case

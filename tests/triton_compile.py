@@ -28,7 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from calls import call_of
 from undivided import masks
-from undivided.backends import _triton_inputs, get
+from undivided.backends import get
+from undivided.backends.triton import inputs as _triton_inputs
 
 POINTERS = {
     torch.float32: "*fp32",

@@ -16,7 +16,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undivided._selection import Decision
+    from undivided.selection.decision import Decision
 
 __all__ = ["InputError", "NoBackendError"]
 

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _compile
-from undivided._arguments import check_tensor
-from undivided._foreign import keyword_hint
-from undivided._layout import Layout
-from undivided._machine import Machine
-from undivided._policy import policy
-from undivided._prepare import explained, prepare
-from undivided._request import Options, Request, Tensors
-from undivided._sdpa import scaled_dot_product_attention
-from undivided._selection import Decision
-from undivided._tensors import is_observed
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.foreign import keyword_hint
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import is_observed
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.request import Options, Request, Tensors, made
+from undivided.run import autograd as _autograd
+from undivided.run import compile as _compile
+from undivided.run.prepare import explained, prepare
+from undivided.sdpa import scaled_dot_product_attention
+from undivided.selection.decision import Decision
+from undivided.selection.policy import policy
 
 if TYPE_CHECKING:
     from undivided.context_parallel import ContextParallel
@@ -149,13 +150,10 @@ def attention(
         if torch.compiler.is_compiling():  # which cannot make a class
             raise error
         raise error.as_also(TypeError)  # which Python raises for an unknown keyword
-    q, k, v = _autograd.autocast(q, k, v)
-    request = Request(
-        Tensors(q, k, v, bias, sinks, alibi_slopes),
-        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
-        backend,
-        deterministic,
-    )
+    if _autograd.any_autocast():
+        q, k, v = _autograd.autocast(q, k, v)
+    options = made(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
+    request = made(Request, (made(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic))
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
@@ -191,7 +189,8 @@ def explain(
     Args:
         machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
-        q, k, v and the others: as for `attention`; tensors on the meta device are enough.
+        q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
+            deterministic, return_lse, pages: as for `attention`; tensors on the meta device are enough.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.

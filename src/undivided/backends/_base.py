@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._machine import Machine, Version, format_version
-from undivided._problem import FEATURES, Problem
-from undivided._request import Tensors
-from undivided._result import Result
+from undivided.machine import Machine, Version, format_version
+from undivided.request.call import Call
+from undivided.request.problem import FEATURES, Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
 
 Gradients = Sequence[Tensor | None]
 """Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None where not needed."""
@@ -88,7 +88,7 @@ class Backend:
         """Where it stands in the order to try: lower is tried first. 100 is the reference.
 
         A belief: where several were measured on such a problem, they trade their places by that
-            (`undivided._measured`).
+            (`undivided.selection.measured`).
         """
         raise NotImplementedError
 

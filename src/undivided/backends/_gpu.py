@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._machine import Machine, Version
-from undivided._problem import Problem
-from undivided._request import Tensors
+from undivided.arguments import layout as _layout
+from undivided.machine import Machine, Version
 from undivided.masks import NormalForm
 from undivided.masks._parts import Documents
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
-# The order to try where nothing was measured (`undivided._measured`), lower first; the reference is 100. Sources:
+# The default ranks, used if nothing was measured (`undivided.selection.measured`): lower first, the reference is 100.
+# Sources:
 # - sm90 and sm10x: PyTorch puts cuDNN before flash where cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
 #   check_prefer_cudnn_attention), and TransformerEngine drops flash where cuDNN can run (get_attention_backend).
 # - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90. - the package before PyTorch's

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from undivided._machine import Machine, format_version
-from undivided._problem import Problem
 from undivided.backends import all_backends
 from undivided.backends._base import Backend
+from undivided.machine import Machine, format_version
 from undivided.masks import FULL
+from undivided.request.problem import Problem
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._machine import Machine
-from undivided._problem import Problem
-from undivided._request import Tensors
-from undivided._result import Result
+from undivided.arguments import layout as _layout
 from undivided.backends import _gpu
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.machine import Machine
 from undivided.masks import NormalForm
 from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8

@@ -12,15 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._machine import Machine, format_version
-from undivided._problem import Problem
-from undivided._request import Tensors
-from undivided._result import Result
-from undivided.backends import _cudnn_rules, _gpu
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends._cudnn_graph import aligned
+from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.backends.cudnn.graph import aligned
+from undivided.machine import Machine, format_version
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
 
 OPS = torch.ops.aten
 

@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from undivided._measured import read
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
 from undivided.benchmarking.tasks import OTHERS, Task, compile_task, run_task, settings
+from undivided.selection.measured import read
 from undivided.verification import workers
 
 TASK_SECONDS = 240.0

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._machine import Machine
-from undivided._normalise import normalise
-from undivided._policy import policy
-from undivided._problem import Problem
-from undivided._request import Request, Tensors
-from undivided._selection import decide
+from undivided.arguments import layout as _layout
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.errors import InputError
 from undivided.functional import attention
+from undivided.machine import Machine
+from undivided.request.call import Call
+from undivided.request.normalise import normalise
+from undivided.request.problem import Problem
+from undivided.request.request import Request, Tensors
+from undivided.selection.decision import decide
+from undivided.selection.policy import policy
 from undivided.verification.cases import Case
 from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._normalise import normalise
-from undivided._request import Request
 from undivided.functional import attention, explain
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 from undivided.verification.sample import sample_of
 
 __all__ = ["LENGTHS", "memory"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._request import Tensors
+from undivided.request.call import Call
+from undivided.request.request import Tensors
 
 __all__ = ["Attend", "Unavailable", "multi_head_attention"]
 

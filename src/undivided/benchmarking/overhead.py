@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._machine import Machine
-from undivided._normalise import normalise
-from undivided._policy import policy
-from undivided._request import Request
-from undivided._selection import select
 from undivided.benchmarking.timing import interleaved
 from undivided.functional import attention
+from undivided.machine import Machine
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
+from undivided.selection.decision import select
+from undivided.selection.policy import policy
 from undivided.verification import verify
 
 BUDGET_MICROSECONDS = 15.0

@@ -1,4 +1,4 @@
-"""Measured ranks: a benchmark report as the table by which selection orders backends (`undivided._measured`).
+"""Measured ranks: a benchmark report as the table by which selection orders backends (`undivided.selection.measured`).
 
 Only whole calls of the library count, each for the backend that ran, if the result was right and the run undisturbed.
 Training runs forward and backward, so the time of a backward is added to that of the forward with the same name.
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from undivided import _measured
-from undivided._machine import Machine
-from undivided._measured import Entry, Place, Run, Table
-from undivided._problem import Problem
 from undivided.errors import InputError
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+from undivided.selection import measured as _measured
+from undivided.selection.measured import Entry, Place, Run, Table
 
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
 

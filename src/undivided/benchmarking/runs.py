@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from undivided._machine import Machine
 from undivided.benchmarking import competitors as _competitors
 from undivided.benchmarking import peak, timing
 from undivided.benchmarking.catalogue import Benchmark
@@ -20,6 +19,7 @@ from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady, Stopwatch
+from undivided.machine import Machine
 from undivided.verification.sample import Sample, sample_of
 
 __all__ = ["Settings", "run", "run_small"]

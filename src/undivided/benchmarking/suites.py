@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from undivided._machine import Machine
 from undivided.benchmarking import memory as _memory
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
 from undivided.benchmarking.runs import Settings, run, run_small
 from undivided.errors import InputError
 from undivided.kernels import cpu
+from undivided.machine import Machine
 
 __all__ = ["SCHEMA", "Plan", "execute", "plan"]
 

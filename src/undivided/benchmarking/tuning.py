@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._call import Call
-from undivided._normalise import normalise
-from undivided._request import Request, Tensors
-from undivided.backends._triton_inputs import architecture
 from undivided.backends.triton import BACKEND
+from undivided.backends.triton.inputs import architecture
 from undivided.kernels.triton import config
 from undivided.kernels.triton.config import Config
+from undivided.request.call import Call
+from undivided.request.normalise import normalise
+from undivided.request.request import Request, Tensors
 
 
 class Pass(NamedTuple):

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from undivided import _layout, masks
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
-from undivided._validation import checked_mask
+from undivided import masks
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
 from undivided.cache._storage import Counts, Heads
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
+from undivided.request.checks import checked_mask
 
 CAUSAL = masks.causal(align="bottom_right")
 """The meaning of `mask=None`. One object, so that caches with the same lengths share the mask made for them."""
@@ -38,7 +39,7 @@ _PER_PAIR = _PER_KEY | {"predicate"}
 Output = Tensor | tuple[Tensor, Tensor]
 
 
-class Held(NamedTuple):
+class CachedSequences(NamedTuple):
     """The cached sequences of a call.
 
     Args:
@@ -53,7 +54,9 @@ class Held(NamedTuple):
     pages: Tensor | None = None
 
 
-def attend(q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any) -> Output:
+def attend(
+    q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any
+) -> Output:
     """Attention of q, in `layout`, over the cached keys.
 
     `q_counts` are the real queries of each sequence. None: every row is real.
@@ -66,20 +69,22 @@ def attend(q: Tensor, held: Held, layout: Layout, q_counts: Counts | None, mask:
         mask = EVERY
     if layout == "thd":
         assert q_counts is not None
-        k, v, mask = _packed(held, q_counts, mask, options)
-    elif held.pages is None:
-        k, v, mask = _contiguous(held, layout, q_counts, mask)
+        k, v, mask = _packed(cached, q_counts, mask, options)
+    elif cached.pages is None:
+        k, v, mask = _contiguous(cached, layout, q_counts, mask)
     else:
-        k, v, mask = _paged(held, q_counts, mask, options)
+        k, v, mask = _paged(cached, q_counts, mask, options)
     if mask is EVERY:
         mask = None  # less work per step
-    out: Output = attention(q, k, v, layout=layout, mask=mask, pages=held.pages, **options)
+    out: Output = attention(q, k, v, layout=layout, mask=mask, pages=cached.pages, **options)
     return out
 
 
-def _contiguous(held: Held, layout: Layout, q_counts: Counts | None, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
+def _contiguous(
+    cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask
+) -> tuple[Tensor, Tensor, Mask]:
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
-    k, v, lengths, _ = held
+    k, v, lengths, _ = cached
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
@@ -87,9 +92,11 @@ def _contiguous(held: Held, layout: Layout, q_counts: Counts | None, mask: Mask)
     return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _paged(held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
+def _paged(
+    cached: CachedSequences, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Mask]:
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
-    k, v, lengths, pages = held
+    k, v, lengths, pages = cached
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & _PER_KEY:
@@ -100,9 +107,11 @@ def _paged(held: Held, q_counts: Counts | None, mask: Mask, options: dict[str, A
     return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _packed(held: Held, q_counts: Counts, mask: Mask, options: dict[str, Any]) -> tuple[Tensor, Tensor, Mask]:
+def _packed(
+    cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
-    k, v, lengths, pages = held
+    k, v, lengths, pages = cached
     if options.get("bias") is not None:
         hint = "a cache in layout 'bshd', with padding"
         raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
+from undivided.arguments.checks import as_integer
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError

@@ -9,16 +9,16 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
-from undivided._layout import Layout
-from undivided._validation import check_layout
+from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held
+from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.checks import check_layout
 
 Lengths = Sequence[int] | Tensor
 
@@ -172,7 +172,7 @@ class Cache(ABC):
         q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
         return _attend.attend(
             q,
-            self._held(),
+            self._cached_sequences(),
             self.layout,
             self._queries(q_lengths, q_len),
             mask,
@@ -231,7 +231,7 @@ class Cache(ABC):
         self._last = None
 
     @abstractmethod
-    def _held(self) -> Held:
+    def _cached_sequences(self) -> CachedSequences:
         """The keys, values and lengths that `attend` reads."""
 
     def _queries(self, q_lengths: Lengths | None, q_len: int) -> Counts | None:

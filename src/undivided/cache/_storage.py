@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._arguments import as_integer, check_tensor
-from undivided._layout import Layout
-from undivided._tensors import has_dispatch
-from undivided._validation import DTYPES
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import has_dispatch
 from undivided.errors import InputError
+from undivided.request.checks import DTYPES
 
 Counts = tuple[int, ...]
 

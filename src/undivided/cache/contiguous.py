@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from undivided._arguments import as_integer
-from undivided._layout import Layout
-from undivided.cache._attend import Held
+from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import Layout
+from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._ledger import Slots
 from undivided.cache._storage import Heads, Storage
@@ -60,8 +60,8 @@ class KVCache(Cache):
         storage = Storage(batch, self.max_len, heads, torch.device(device))
         super().__init__(Slots(batch, self.max_len), storage, batch, layout)
 
-    def _held(self) -> Held:
-        return Held(self._storage.k, self._storage.v, self._ledger.lengths)
+    def _cached_sequences(self) -> CachedSequences:
+        return CachedSequences(self._storage.k, self._storage.v, self._ledger.lengths)
 
     def __repr__(self) -> str:
         heads = self._storage.heads

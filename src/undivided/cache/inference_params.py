@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer, check_tensor
-from undivided._layout import LAYOUTS, Layout
+from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held, Output
+from undivided.cache._attend import CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, cumulative, padded, pool_sizes
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages, Slots
@@ -213,8 +213,8 @@ class InferenceParams:
         storage = self._write(layer_number, new_k, new_v, format)
         k, v = storage.k, storage.v
         if not self.is_paged:
-            held = self._held(storage)
-            k, v = (held.k, held.v) if held.pages is None else (pool[held.pages[:, 0]] for pool in (k, v))
+            cached = self._cached_sequences(storage)
+            k, v = (cached.k, cached.v) if cached.pages is None else (pool[cached.pages[:, 0]] for pool in (k, v))
         output = "bshd" if format == "bshd" else f"{format}_2bshd"
         return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, output
 
@@ -256,7 +256,7 @@ class InferenceParams:
         storage = self._write(layer_number, new_k, new_v, format)
         all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
         counts = None if all_real else step.counts
-        return _attend.attend(q, self._held(storage), format, counts, mask, **options)
+        return _attend.attend(q, self._cached_sequences(storage), format, counts, mask, **options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
         step = self._current_step()
@@ -303,12 +303,12 @@ class InferenceParams:
         self.cu_seqlens_q = cumulative(counts, self.max_batch_size, self.device)
         self.cu_seqlens_kv = cumulative(after, self.max_batch_size, self.device)
 
-    def _held(self, storage: Storage) -> Held:
+    def _cached_sequences(self, storage: Storage) -> CachedSequences:
         step = self._current_step()
         first, count = step.slots[0], len(step.slots)
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
-            return Held(storage.k[first : first + count], storage.v[first : first + count], step.after)
-        return Held(storage.k, storage.v, step.after, self.page_table)
+            return CachedSequences(storage.k[first : first + count], storage.v[first : first + count], step.after)
+        return CachedSequences(storage.k, storage.v, step.after, self.page_table)
 
     @property
     def page_table(self) -> Tensor:

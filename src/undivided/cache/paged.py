@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._arguments import as_integer
-from undivided._layout import Layout
+from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import Layout
 from undivided.cache import _attend
-from undivided.cache._attend import Held
+from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._ledger import Pages
 from undivided.cache._storage import Heads, Storage
@@ -84,8 +84,8 @@ class PagedKVCache(Cache):
             known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)
         return known[1]
 
-    def _held(self) -> Held:
-        return Held(self._storage.k, self._storage.v, self._ledger.lengths, self.block_table)
+    def _cached_sequences(self) -> CachedSequences:
+        return CachedSequences(self._storage.k, self._storage.v, self._ledger.lengths, self.block_table)
 
     def __repr__(self) -> str:
         heads = self._storage.heads

@@ -12,10 +12,10 @@ import typer
 from torch import Tensor
 
 from undivided import masks
-from undivided._layout import Layout, sizes
-from undivided._machine import Machine
+from undivided.arguments.layout import Layout, sizes
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
+from undivided.machine import Machine
 
 ALIGN = Literal["top_left", "bottom_right"]
 

@@ -19,10 +19,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from undivided._measured import Estimate
-from undivided._selection import Decision
 from undivided.masks import NormalForm
 from undivided.masks._drawing import density
+from undivided.selection.decision import Decision
+from undivided.selection.measured import Estimate
 
 SHADES = " ░▒▓█"
 """Shades for no allowed pair under a character up to all of them."""

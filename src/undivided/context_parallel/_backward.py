@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout
-from undivided._layout import Layout
-from undivided._result import Result, lse_dtype
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
 from undivided.context_parallel._call import (
     RankCall,
     Run,
@@ -42,6 +41,8 @@ from undivided.context_parallel._index import (
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
+from undivided.request.result import Result, lse_dtype
+from undivided.run import autograd as _autograd
 
 
 class Backward:

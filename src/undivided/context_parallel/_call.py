@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._problem import Problem
-from undivided._request import Tensors
+from undivided.arguments import layout as _layout
 from undivided.backends._base import Backend
 from undivided.context_parallel._index import count, join, take, take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
 
 Run = tuple[Backend, Problem]
 

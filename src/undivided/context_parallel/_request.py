@@ -8,17 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._arguments import check_tensor
-from undivided._call import Call
-from undivided._layout import Layout
-from undivided._machine import Machine
-from undivided._normalise import normalise
-from undivided._policy import Policy
-from undivided._problem import Problem
-from undivided._request import Request, Tensors
-from undivided._selection import select
-from undivided._validation import check_extras, check_kinds, check_layout, check_ranks, checked_mask
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
 from undivided.context_parallel import _schedule
 from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
@@ -27,7 +19,15 @@ from undivided.context_parallel.exchange.collectives import Communicator, gather
 from undivided.context_parallel.exchange.handshake import describe_mask
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.call import Call
+from undivided.request.checks import check_extras, check_kinds, check_layout, check_ranks, checked_mask
+from undivided.request.normalise import normalise
+from undivided.request.problem import Problem
+from undivided.request.request import Request, Tensors
+from undivided.selection.decision import select
+from undivided.selection.policy import Policy
 
 
 class GlobalRequest(NamedTuple):

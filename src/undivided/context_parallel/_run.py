@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from undivided import _autograd, _layout
-from undivided._result import Result, lse_dtype, merge_into, sink_factor
+from undivided.arguments import layout as _layout
 from undivided.context_parallel._backward import Backward
 from undivided.context_parallel._call import RankCall, arrivals, heads_in_share, piece_call, piece_tensors, to_shares
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
+from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
+from undivided.run import autograd as _autograd
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._layout import Layout
-from undivided._validation import checked_mask
+from undivided.arguments.layout import Layout
 from undivided.context_parallel._schedule import Mesh
 from undivided.context_parallel._shards import Gathered, checked_side, sequence_axis
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
@@ -19,6 +18,7 @@ from undivided.context_parallel.sharding import Placement, PlacementName, Side, 
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Documents
+from undivided.request.checks import checked_mask
 
 _MAX_PLACEMENTS = 64
 """Unbound placements that one object caches."""

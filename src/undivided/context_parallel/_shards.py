@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._layout import Layout
-from undivided._validation import check_layout
+from undivided.arguments.layout import Layout
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
+from undivided.request.checks import check_layout
 
 SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._layout import Layout
-from undivided._machine import Machine
-from undivided._policy import Policy, policy
-from undivided._request import Options, Request, Tensors
-from undivided._selection import Decision, decide
-from undivided._validation import checked_mask
+from undivided.arguments.layout import Layout
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import RankCall, Run
@@ -36,7 +31,12 @@ from undivided.context_parallel.exchange.handshake import SharedArguments, prepa
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.checks import checked_mask
+from undivided.request.request import Options, Request, Tensors
+from undivided.selection.decision import Decision, decide
+from undivided.selection.policy import Policy, policy
 
 
 class ContextParallel(ShardedTokens):

@@ -21,14 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _autograd, _layout
-from undivided._call import Call
-from undivided._machine import Machine
-from undivided._normalise import normalise
-from undivided._policy import Policy
-from undivided._problem import Problem
-from undivided._request import Request, Tensors
-from undivided._result import Result, lse_dtype, merge_into, sink_factor
+from undivided.arguments import layout as _layout
 from undivided.backends._base import Backend
 from undivided.context_parallel._call import piece_problem
 from undivided.context_parallel._index import as_index, take_unless_broadcast
@@ -38,8 +31,16 @@ from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
 from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges
+from undivided.request.call import Call
+from undivided.request.normalise import normalise
+from undivided.request.problem import Problem
+from undivided.request.request import Request, Tensors
+from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
+from undivided.run import autograd as _autograd
+from undivided.selection.policy import Policy
 
 MergeMethod = Literal["all_gather", "ring"]
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._problem import Problem
-from undivided._result import lse_dtype
 from undivided.backends import reference
 from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, to_shares
 from undivided.context_parallel.exchange.collectives import gather_rows
+from undivided.request.problem import Problem
+from undivided.request.result import lse_dtype
 
 
 def head_maxima(call: RankCall, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:

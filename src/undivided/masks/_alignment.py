@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._parts import Documents, Lengths, Part
 

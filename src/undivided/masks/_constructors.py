@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided._arguments import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
+from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._mask import Mask
@@ -190,12 +190,11 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
 
 
 def prefix(n: int | Ints) -> Mask:
-    """The pairs of any query and one of the first n keys of its sequence: ``j' < n``. ``causal() | prefix(n)`` is
-    prefix-LM.
+    """The pairs of any query and one of the first n keys of its sequence: ``j' < n``.
 
-    A prefix is not causal: in ``causal() | prefix(n)`` and ``window(left, 0) | prefix(n)`` the first n - 1 queries
-    see keys after their own. To keep the first keys beside a streaming window without looking ahead, use
-    ``sinks(n)``.
+    ``causal() | prefix(n)`` is the mask of a prefix-LM. A prefix is not causal: in ``causal() | prefix(n)`` and
+    ``window(left, 0) | prefix(n)`` the first n - 1 queries see keys after their own. To keep the first keys beside a
+    streaming window without looking ahead, use ``sinks(n)``.
 
     Args:
         n: number of keys, an int, or one number per batch element (packed: per document), any integer dtype ``[B]``
@@ -216,8 +215,7 @@ def prefix(n: int | Ints) -> Mask:
 
 
 def sinks(n: int | Ints, align: Align | None = None) -> Mask:
-    """The causal pairs of a query and one of the first n keys: ``j' < n`` and ``j' <= i' + d``. Used as
-    ``window(left, 0) | sinks(n)``.
+    """The causal pairs of a query and one of the first n keys: ``j' < n`` and ``j' <= i' + d``.
 
     ``window(left, 0) | sinks(n)`` is a streaming window: each query sees its last left + 1 keys and the first n keys,
     and never a later key, so that tokens may arrive one at a time, in chunks or all at once.

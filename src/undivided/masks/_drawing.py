@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix
@@ -103,10 +103,10 @@ def _describe_part(part: Part, align: str) -> str:
     match part:
         case Lengths():
             names = ("kv", "q", "kv_start", "q_start")
-            given = [
+            fields = [
                 f"{name}={_value(value)}" for name, value in zip(names, part.fields(), strict=True) if value is not None
             ]
-            return _call("lengths", *given)
+            return _call("lengths", *fields)
         case Documents():
             keys = "" if part.cu_seqlens_kv is part.cu_seqlens_q else _value(part.cu_seqlens_kv)
             padded = "" if part.padded_q is None else f"padded_q={_value(part.padded_q)}"

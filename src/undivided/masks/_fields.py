@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undivided._tensors import is_captured, is_traced, versions
+from undivided.arguments.tensors import is_captured, is_traced, versions
 from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
 from undivided.masks._parts import Documents, Part
@@ -37,7 +37,7 @@ class MaskFields(DerivedValues):
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is masked: no band and no part. (An alignment may remain, for ALiBi.)"""
+        """Whether nothing is masked: no band and no part. An alignment may remain, for ALiBi."""
         return self.is_band and self.left is None and self.right is None
 
     @property

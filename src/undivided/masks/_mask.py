@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import INT32_MAX, as_integer
-from undivided._tensors import is_traced, readable
+from undivided.arguments.checks import INT32_MAX, as_integer
+from undivided.arguments.tensors import is_traced, readable
 from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve
@@ -190,7 +190,7 @@ class Mask(MaskFields):
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
-            return ranges.shared((self.flatten()[0], bottom_right, sizes, device), build)
+            return ranges.shared_form((self.flatten()[0], bottom_right, sizes, device), build)
         return build()
 
     def intervals(self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._arguments import check_at_least, check_memory, check_offsets
-from undivided._tensors import readable, versions
+from undivided.arguments.checks import check_at_least, check_memory, check_offsets
+from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks._memory import DerivedValues
 
@@ -132,10 +132,10 @@ class Documents(Part):
 
     def longest(self, side: str) -> int | None:
         """Tokens of the longest document on side "q" or "kv", from ``max_`` or CPU offsets; None if neither exists."""
-        given: int | None = getattr(self, f"max_{side}")
+        limit: int | None = getattr(self, f"max_{side}")
         offsets: Tensor = getattr(self, f"cu_seqlens_{side}")
-        if given is not None or not readable(offsets):
-            return given
+        if limit is not None or not readable(offsets):
+            return limit
         return int(offsets.diff().max()) if offsets.numel() > 1 else 0
 
     def tokens(self, side: str) -> int:
@@ -196,7 +196,7 @@ class Documents(Part):
                 argument,
                 f"have {name}[-1] of {tokens}, the {side} tokens",
                 end,
-                f"append the missing offsets; if the last {tokens - end} tokens are padding, give masks.documents "
+                f"append the missing offsets; if the last {tokens - end} tokens are padding, pass masks.documents "
                 f"total_{side}={tokens}, or padded offsets that end there",
             )
 
@@ -216,7 +216,7 @@ class DocumentIds(Part):
         for argument, ids, length in (("ids_q", self.ids_q, call.q_len), ("ids_kv", self.ids_kv, call.kv_len)):
             if ids.shape[1] != length or ids.shape[0] not in (1, call.batch):
                 shape = f"[{call.batch}, {length}]" if call.batch == 1 else f"[{call.batch} or 1, {length}]"
-                hint = "give ids_kv as well: queries and keys differ in length" if argument == "ids_kv" else None
+                hint = "pass ids_kv too: queries and keys differ in length" if argument == "ids_kv" else None
                 raise InputError(
                     call.argument, f"have document_ids({argument}) of shape {shape}", list(ids.shape), hint
                 )

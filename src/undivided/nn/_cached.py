@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.masks import Mask

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided import _layout, masks
-from undivided._layout import Layout
+from undivided import masks
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from undivided._autograd import autocast
-from undivided._layout import Layout
-from undivided._normalise import normalise
-from undivided._request import Options, Request, Tensors
-from undivided._result import lse_dtype
+from undivided.arguments.layout import Layout
 from undivided.backends import reference
 from undivided.context_parallel import ContextParallel
 from undivided.masks import Mask
+from undivided.request.normalise import normalise
+from undivided.request.request import Options, Request, Tensors
+from undivided.request.result import lse_dtype
+from undivided.run.autograd import autocast
 
 _library = torch.library.Library("undivided", "FRAGMENT")
 _library.define(

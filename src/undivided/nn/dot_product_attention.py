@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from undivided import _layout
+from undivided.arguments import layout as _layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention

@@ -13,7 +13,7 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
-from undivided.nn.arguments.error_names import renamed
+from undivided.nn.arguments.error_names import rename_arguments
 from undivided.nn.arguments.refused import (
     LAYERS_AT_CALL,
     LAYERS_AT_CONSTRUCTION,
@@ -394,4 +394,4 @@ def _call_with_names(names: Mapping[str, str], function: Any, *args: Any, **kwar
     try:
         return function(*args, **kwargs)
     except InputError as error:
-        raise renamed(error, names) from None
+        raise rename_arguments(error, names) from None

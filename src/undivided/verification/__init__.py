@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided import _autograd
-from undivided._layout import Layout
-from undivided._request import Options, Tensors
+from undivided.arguments.layout import Layout
 from undivided.backends import all_backends, is_called, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.request import Options, Tensors
+from undivided.run import autograd as _autograd
 from undivided.verification.report import Report, Row
 from undivided.verification.runs import build_request, run
 

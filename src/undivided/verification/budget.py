@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._problem import Problem
-from undivided._request import Tensors
-from undivided._result import lse_dtype
+from undivided.arguments import layout as _layout
 from undivided.errors import InputError
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import lse_dtype
 from undivided.verification import oracle as _oracle
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.plain_attention import plain as plain_attention
@@ -117,15 +117,15 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     """The budget of every quantity of a problem, from its oracle and its plain reference.
 
     Args:
-        call, tensors: as `undivided._normalise.normalise` returns them.
+        call, tensors: as `undivided.request.normalise.normalise` returns them.
         upstream: gradients of out (in the caller's layout) and of lse ([B, H, Sq], or None).
 
     Raises:
         InputError: the inputs hold NaN or infinity where the mask does not hide it.
 
     >>> import undivided
-    >>> from undivided._normalise import normalise
-    >>> from undivided._request import Request
+    >>> from undivided.request.normalise import normalise
+    >>> from undivided.request.request import Request
     >>> q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
     >>> budget = budget_for(*normalise(Request.of(q, k, v, layout="bshd")), Upstream(torch.randn(1, 6, 2, 8)))
     >>> budget.met("out", undivided.attention(q, k, v, layout="bshd"))

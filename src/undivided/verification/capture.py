@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._machine import Machine
 from undivided.errors import NoBackendError
 from undivided.functional import attention
+from undivided.machine import Machine
 from undivided.verification.contract import COMPILES, available
 from undivided.verification.lines import Line, Lines, Task, in_processes, pending
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.masks import Mask
 
 __all__ = ["EVERY_DTYPE", "FULL_AND_HALF", "Case", "Memory"]

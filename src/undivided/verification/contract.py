@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from undivided._machine import Machine
 from undivided.backends import all_backends, get
 from undivided.backends._base import Backend
+from undivided.machine import Machine
 from undivided.verification import inputs, runs
 from undivided.verification.cases import CASES, Case
 from undivided.verification.inputs import DIFFERENTIABLE, Inputs

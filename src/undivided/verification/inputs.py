@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import undivided.functional
-from undivided import _layout
-from undivided._slopes import usual_slopes
+from undivided.arguments import layout as _layout
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.slopes import usual_slopes
 from undivided.verification.cases import Case
 
 __all__ = ["Inputs", "build", "padding", "upstream"]

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._problem import Problem
-from undivided._request import Tensors
 from undivided.kernels import philox
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
 from undivided.verification.pieces import (
     NAMES,
     Leaves,

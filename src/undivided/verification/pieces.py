@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._call import Call
-from undivided._problem import Problem
-from undivided._request import Tensors
+from undivided.arguments import layout as _layout
 from undivided.kernels import philox
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
 
 MAX_PAIRS = 1 << 22
 """Largest score matrix of a piece: 32 MiB in fp64, and about a dozen such tensors are alive at a time."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._request import Tensors
 from undivided.kernels import philox
+from undivided.request.call import Call
+from undivided.request.request import Tensors
 from undivided.verification.oracle import attend, input_gradients, reachable, scores
 from undivided.verification.pieces import (
     Leaves,

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
-from undivided._normalise import normalise
-from undivided._request import Request as AttentionRequest
-from undivided._result import lse_dtype
-from undivided._selection import Decision
-from undivided._tensors import has_dispatch
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.functional import attention, explain
+from undivided.request.normalise import normalise
+from undivided.request.request import Request as AttentionRequest
+from undivided.request.result import lse_dtype
+from undivided.selection.decision import Decision
 from undivided.verification.budget import Budget, budget_for
 from undivided.verification.inputs import upstream
 from undivided.verification.pieces import NAMES, Upstream

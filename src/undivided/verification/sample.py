@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._call import Call
-from undivided._problem import Problem
-from undivided._request import Tensors
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
 from undivided.verification import oracle
 from undivided.verification.budget import FACTOR, ORDERS, distance
 from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
@@ -57,12 +57,12 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     """The sample of a problem, with its oracle and its budget.
 
     Args:
-        call, tensors: as `undivided._normalise.normalise` returns them.
+        call, tensors: as `undivided.request.normalise.normalise` returns them.
         grad_out: gradient of the output in the caller's layout, if dq, dk and dv are checked; otherwise None.
 
     >>> import undivided
-    >>> from undivided._normalise import normalise
-    >>> from undivided._request import Request
+    >>> from undivided.request.normalise import normalise
+    >>> from undivided.request.request import Request
     >>> q, k, v = (torch.randn(1, 4, 3000, 16) for _ in range(3))
     >>> sample = sample_of(*normalise(Request.of(q, k, v, layout="bhsd")), None)
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from undivided import masks
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, Goal
 from undivided.masks import Mask
 from undivided.verification.cases import Case

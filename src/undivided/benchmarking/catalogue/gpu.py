@@ -53,7 +53,7 @@ def gpu() -> Iterator[Benchmark]:
 
 
 def _gpu_kinds() -> Iterator[Benchmark]:
-    """One or two problems of every further kind by which backends are ranked (`undivided._measured`)."""
+    """One or two problems of every further kind by which backends are ranked (`undivided.selection.measured`)."""
     for dim in (64, 128):
         for length in (4096, 16384):
             yield from _sized(f"d{dim}-{length}-causal-gqa", length, dim, mask=masks.causal, kv_heads=512 // dim)

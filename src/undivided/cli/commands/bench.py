@@ -11,7 +11,6 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from undivided._measured import read
 from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
@@ -22,6 +21,7 @@ from undivided.benchmarking.runs import Settings
 from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.errors import InputError
+from undivided.selection.measured import read
 
 TONES = {"good": "green", "bad": "red", "": ""}
 

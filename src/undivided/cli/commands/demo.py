@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from undivided._selection import Decision
 from undivided.cli import _charts
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._paths import file_to_write, folder_to_write
@@ -23,6 +22,7 @@ from undivided.cli.demo.training import train_and_generate
 from undivided.cli.demo.training_step import FORMATS, training_steps
 from undivided.errors import InputError
 from undivided.functional import explain
+from undivided.selection.decision import Decision
 from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]

@@ -17,13 +17,13 @@ from rich.text import Text
 from torch.nn.functional import scaled_dot_product_attention
 
 from undivided import masks
-from undivided._machine import Machine
-from undivided._policy import policy
 from undivided._version import __version__
 from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
+from undivided.machine import Machine
+from undivided.selection.policy import policy
 from undivided.verification.budget import FACTOR, relative_error
 
 VARIABLES = {
@@ -40,7 +40,7 @@ VARIABLES = {
     "NVTE_DEBUG": "1 logs at the level of NVTE_DEBUG_LEVEL",
     "NVTE_DEBUG_LEVEL": "1 is UNDIVIDED_LOG=info, 2 is debug",
 }
-"""The environment variables and their effects; `undivided._policy` reads most of them."""
+"""The environment variables and their effects; `undivided.selection.policy` reads most of them."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from undivided import _measured
-from undivided._measured import Entry, Table
 from undivided.benchmarking.ranks import add
 from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, human, print_json, print_table
 from undivided.cli._terminal import table as columns
 from undivided.errors import InputError
+from undivided.selection import measured as _measured
+from undivided.selection.measured import Entry, Table
 
 
 def ranks(

@@ -41,7 +41,7 @@ def tune(
             hint="tune on the machine whose GPU will run the kernels",
         )
     file_to_write("UNDIVIDED_TUNED", config.tuned_path())
-    from undivided.backends._triton_inputs import architecture
+    from undivided.backends.triton.inputs import architecture
     from undivided.benchmarking.tuning import tune as measure
 
     dtypes = [DTYPES[one] for one in dtype or [Dtype.bf16]]

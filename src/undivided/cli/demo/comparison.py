@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from undivided import masks
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.cli.demo.batch import Batch
 from undivided.functional import attention
 from undivided.verification.budget import relative_error

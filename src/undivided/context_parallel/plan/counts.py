@@ -11,11 +11,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from undivided._result import lse_dtype
 from undivided.context_parallel._index import count
 from undivided.context_parallel._schedule import Ranks, Strategy
 from undivided.context_parallel.strategies.all_gather import head_groups
 from undivided.context_parallel.strategies.all_to_all import ShareRange
+from undivided.request.result import lse_dtype
 
 
 @dataclass(frozen=True)

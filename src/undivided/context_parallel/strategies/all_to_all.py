@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._layout import Layout
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
 from undivided.context_parallel._index import (
     Index,
     add,

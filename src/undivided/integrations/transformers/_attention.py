@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from undivided import masks
-from undivided._autograd import autocast
 from undivided.errors import InputError
 from undivided.functional import attention as attend
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
+from undivided.run.autograd import autocast
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, the cache of continuous batching."""

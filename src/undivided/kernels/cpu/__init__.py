@@ -82,7 +82,8 @@ class Library:
         Raises:
             RuntimeError: the kernel failed, for example because there was not enough memory.
         """
-        _check(self._forward(record))
+        if status := self._forward(record):
+            _check(status)
 
     def backward(self, record: bytes, gradients: bytes, attempt: int) -> int | None:
         """The number of the next attempt at the gradients of one problem, in fresh buffers; None if they are done.

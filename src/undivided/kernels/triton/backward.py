@@ -12,7 +12,9 @@ write dk and dv (every head of the group in turn), pairs write the gradient of a
 Memory traffic: the pass over rows reads a key tile once a block of rows, the pass over keys reads q and g once a key
     tile.
 """
-# fmt: off: a kernel's arguments stand in groups, a line for each: pointers, strides, sizes, constants
+
+# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# fmt: off
 
 import triton
 import triton.language as tl
@@ -34,88 +36,15 @@ from undivided.kernels.triton.tile import (
 
 @triton.jit
 def rows_kernel(
-    q,
-    k,
-    v,
-    g,
-    dq,
-    dslope,
-    lse,
-    factor,
-    delta,
-    grad_lse,
-    tiles,
-    ranges,
-    bias,
-    dense,
-    slopes,
-    row_at,
-    key_at,
-    sequence,
-    position,
-    seed,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    g_b,
-    g_h,
-    g_s,
-    dq_b,
-    dq_h,
-    dq_s,
-    tiles_b,
-    ranges_b,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    dense_b,
-    dense_h,
-    dense_q,
-    dense_k,
-    slopes_b,
-    slopes_h,
-    slopes_q,
-    row_at_b,
-    key_at_b,
-    sequence_b,
-    position_b,
-    q_len,
-    kv_len,
-    heads,
-    steps,
-    first_row,
-    row_values,
-    scale,
-    softcap,
-    threshold,
-    survivor,
-    drop_head,
-    HEADS_PER_KV: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    DIM_STEP: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr,
-    TMA: tl.constexpr,
-    SPECIALISE: tl.constexpr,
+    q, k, v, g, dq, dslope, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
+    position, seed,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dq_b, dq_h, dq_s, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
 ):
     """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
 
@@ -134,23 +63,8 @@ def rows_kernel(
     bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
     slope, at_m, i_m, b_m = row_features(
-        o_m,
-        ok_m,
-        first_row,
-        slopes,
-        row_at,
-        position,
-        sequence,
-        slopes_b,
-        slopes_h,
-        slopes_q,
-        row_at_b,
-        position_b,
-        sequence_b,
-        b,
-        h,
-        ALIBI,
-        DROPOUT,
+        o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
+        sequence_b, b, h, ALIBI, DROPOUT,
     )
     seed_value = 0
     if DROPOUT:
@@ -166,7 +80,9 @@ def rows_kernel(
     k_head, v_head = q_head, g_head  # with TMA nothing is read by address
     if not TMA:
         k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
-    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(tiles + b * tiles_b + block * 8)
+    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
+        tiles + b * tiles_b + block * 8
+    )
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
@@ -178,7 +94,9 @@ def rows_kernel(
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             for n in tl.range(0, edges if masked else whole, warp_specialize=SPECIALISE):
-                tile = nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0)
+                tile = nth_tile(
+                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
+                )
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 keys = o_n.to(tl.int64)
@@ -186,67 +104,36 @@ def rows_kernel(
                     k_tile = described_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                     v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
-                    k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
-                    v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked)
-                qk = product(
-                    q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION
-                )
-                gv = product(
-                    g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION
-                )
+                    k_tile = load_rows(
+                        k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked
+                    )
+                    v_tile = load_rows(
+                        v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
+                    )
+                qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+                              PRECISION)
+                gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+                              PRECISION)
                 allowed = True
                 if masked:
-                    allowed = allowed_pairs(o_n[None, :], kv_len, ok_rows, start, stop, start2, stop2, COLUMNS)
+                    allowed = allowed_pairs(
+                        o_n[None, :], kv_len, ok_rows, start, stop, start2, stop2, COLUMNS
+                    )
                 keep = True
                 if DROPOUT:
-                    keep = kept(
-                        o_n,
-                        kv_len,
-                        key_at + b * key_at_b,
-                        i_m,
-                        h_m,
-                        b_m,
-                        seed_value,
-                        threshold,
-                        DROPOUT == 2,
-                        BLOCK_M,
-                        BLOCK_N,
-                    )
+                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
+                                DROPOUT == 2, BLOCK_M, BLOCK_N)
                 _, ds, allowed, rate, distance = score_gradient(
-                    qk,
-                    gv,
-                    allowed,
-                    o_n[None, :],
-                    ok_rows,
-                    kv_len,
-                    bias_rows,
-                    bias_k,
-                    dense_rows,
-                    dense_k,
-                    slope,
-                    at_m,
-                    key_at + b * key_at_b,
-                    keep,
-                    base2,
-                    f,
-                    d,
-                    g_lse,
-                    scale,
-                    softcap,
-                    survivor,
-                    masked,
-                    BIAS,
-                    DENSE,
-                    ALIBI,
-                    SOFTCAP,
-                    SINKS,
-                    GRAD_LSE,
-                    DROPOUT,
+                    qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                    key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
+                    masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                 )
                 if ALIBI:
                     slope_sum -= tl.sum(ds * distance, 1)
                 if QK_DIM > DIM_STEP:
-                    k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP, False, True)
+                    k_tile = load_rows(
+                        k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
+                    )
                 if masked and CLEAN == 2:
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     k_tile = tl.where(used[:, None], k_tile, 0.0)
@@ -257,7 +144,9 @@ def rows_kernel(
     o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
     out = dq + b * dq_b + h * dq_h + rows * dq_s
     tl.store(
-        out[:, None] + o_d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=ok_m[:, None] & (o_d < QK_DIM)[None, :]
+        out[:, None] + o_d[None, :],
+        (acc * scale).to(dq.dtype.element_ty),
+        mask=ok_m[:, None] & (o_d < QK_DIM)[None, :],
     )
     if ALIBI:
         if step == 0:
@@ -284,96 +173,17 @@ def _write(to, values, inside, ADD: tl.constexpr):
 
 @triton.jit
 def keys_kernel(
-    q,
-    k,
-    v,
-    g,
-    dk,
-    dv,
-    lse,
-    factor,
-    delta,
-    grad_lse,
-    columns,
-    tiles,
-    ranges,
-    bias,
-    dense,
-    slopes,
-    row_at,
-    key_at,
-    sequence,
-    position,
-    seed,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    g_b,
-    g_h,
-    g_s,
-    dk_b,
-    dk_h,
-    dk_s,
-    dv_b,
-    dv_h,
-    dv_s,
-    columns_b,
-    tiles_b,
-    ranges_b,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    dense_b,
-    dense_h,
-    dense_q,
-    dense_k,
-    slopes_b,
-    slopes_h,
-    slopes_q,
-    row_at_b,
-    key_at_b,
-    sequence_b,
-    position_b,
-    q_len,
-    kv_len,
-    heads,
-    steps,
-    first_row,
-    row_values,
-    scale,
-    softcap,
-    threshold,
-    survivor,
-    drop_head,
-    HEADS_PER_KV: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    DIM_STEP: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ADD: tl.constexpr,
-    GAPLESS: tl.constexpr,
-    CLEAN: tl.constexpr,
-    TMA: tl.constexpr,
-    WITH_K: tl.constexpr,
-    WITH_V: tl.constexpr,
+    q, k, v, g, dk, dv, lse, factor, delta, grad_lse, columns, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence,
+    position, seed,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
+    columns_b, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, ADD: tl.constexpr, GAPLESS: tl.constexpr, CLEAN: tl.constexpr,
+    TMA: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):
     """dk and dv of one key tile of one key/value head, one step of the columns of each. Scores are k q^T [N, M], as
     both products take them.
@@ -389,10 +199,7 @@ def keys_kernel(
     k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     hull = columns + b * columns_b + tile * 4
     part_first, part_last, whole_first, whole_last = (
-        tl.load(hull),
-        tl.load(hull + 1),
-        tl.load(hull + 2),
-        tl.load(hull + 3),
+        tl.load(hull), tl.load(hull + 1), tl.load(hull + 2), tl.load(hull + 3),
     )
     seed_value = 0
     if DROPOUT:
@@ -409,7 +216,9 @@ def keys_kernel(
             q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
         for masked in tl.static_range(2):
             if masked or not (BIAS or DENSE):  # with these no tile is full
-                for block in range(part_first if masked else whole_first, part_last if masked else whole_last):
+                for block in range(
+                    part_first if masked else whole_first, part_last if masked else whole_last
+                ):
                     visit = True
                     if masked or not GAPLESS:
                         visit = _sees(tiles + b * tiles_b + block * 8, tile, masked)
@@ -430,59 +239,24 @@ def keys_kernel(
                                 q_tile = tl.where(ok_m[:, None], q_tile, 0.0)
                                 g_tile = tl.where(ok_m[:, None], g_tile, 0.0)
                         else:
-                            q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
+                            q_tile = load_rows(
+                                q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True
+                            )
                             g_tile = load_rows(
                                 g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True
                             )
                         slope, at_m, i_m, b_m = row_features(
-                            o_m,
-                            ok_m,
-                            first_row,
-                            slopes,
-                            row_at,
-                            position,
-                            sequence,
-                            slopes_b,
-                            slopes_h,
-                            slopes_q,
-                            row_at_b,
-                            position_b,
-                            sequence_b,
-                            b,
-                            h,
-                            ALIBI,
-                            DROPOUT,
+                            o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
+                            row_at_b, position_b, sequence_b, b, h, ALIBI, DROPOUT,
                         )
                         if ALIBI:
                             slope, at_m = slope[None, :], at_m[None, :]
-                        kq = product(
-                            k_tile,
-                            k_head,
-                            keys * k_s,
-                            ok_n,
-                            q_tile,
-                            q_head,
-                            rows * q_s,
-                            ok_m,
-                            QK_DIM,
-                            DIM_STEP,
-                            PRECISION,
-                        )
+                        kq = product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
+                                      DIM_STEP, PRECISION)
                         vg = kq  # dv does not take it
                         if WITH_K:
-                            vg = product(
-                                v_tile,
-                                v_head,
-                                keys * v_s,
-                                ok_n,
-                                g_tile,
-                                g_head,
-                                rows * g_s,
-                                ok_m,
-                                V_DIM,
-                                VALUE_STEP,
-                                PRECISION,
-                            )
+                            vg = product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
+                                          VALUE_STEP, PRECISION)
                         # after the products: in registers across them they would spill
                         base2, f, d, g_lse = load_row_values(
                             lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
@@ -492,66 +266,23 @@ def keys_kernel(
                             start, stop, start2, stop2 = row_ranges(
                                 ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
                             )
-                            allowed = allowed_pairs(
-                                o_n[:, None],
-                                kv_len,
-                                ok_m[None, :],
-                                start[None, :],
-                                stop[None, :],
-                                start2[None, :],
-                                stop2[None, :],
-                                COLUMNS,
-                            )
+                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], start[None, :], stop[None, :],
+                                                    start2[None, :], stop2[None, :], COLUMNS)
                         keep = True
                         if DROPOUT:
-                            keep = tl.trans(
-                                kept(
-                                    o_n,
-                                    kv_len,
-                                    key_at + b * key_at_b,
-                                    i_m,
-                                    o_m * 0 + h + drop_head,
-                                    b_m,
-                                    seed_value,
-                                    threshold,
-                                    DROPOUT == 2,
-                                    BLOCK_M,
-                                    BLOCK_N,
-                                )
-                            )
+                            keep = tl.trans(kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
+                                                 seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))
                         w, ds, allowed, rate, _ = score_gradient(
-                            kq,
-                            vg,
-                            allowed,
-                            o_n[:, None],
-                            ok_m[None, :],
-                            kv_len,
-                            (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :],
-                            bias_k,
-                            (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :],
-                            dense_k,
-                            slope,
-                            at_m,
-                            key_at + b * key_at_b,
-                            keep,
-                            base2[None, :],
-                            f[None, :],
-                            d[None, :],
-                            g_lse[None, :],
-                            scale,
-                            softcap,
-                            survivor,
-                            masked,
-                            BIAS,
-                            DENSE,
-                            ALIBI,
-                            SOFTCAP,
-                            SINKS,
-                            GRAD_LSE,
-                            DROPOUT,
+                            kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
+                            (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
+                            (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :], dense_k, slope, at_m,
+                            key_at + b * key_at_b, keep, base2[None, :], f[None, :], d[None, :], g_lse[None, :],
+                            scale, softcap, survivor, masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                         )
                         if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # steps of one may lie beyond the other
-                            q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP, False, True)
+                            q_tile = load_rows(
+                                q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
+                            )
                             g_tile = load_rows(
                                 g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP, False, True
                             )
@@ -572,85 +303,15 @@ def keys_kernel(
 
 @triton.jit
 def pairs_kernel(
-    q,
-    k,
-    v,
-    g,
-    dbias,
-    lse,
-    factor,
-    delta,
-    grad_lse,
-    tiles,
-    ranges,
-    bias,
-    dense,
-    slopes,
-    row_at,
-    key_at,
-    sequence,
-    position,
+    q, k, v, g, dbias, lse, factor, delta, grad_lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position,
     seed,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    g_b,
-    g_h,
-    g_s,
-    dbias_b,
-    dbias_h,
-    dbias_q,
-    tiles_b,
-    ranges_b,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    dense_b,
-    dense_h,
-    dense_q,
-    dense_k,
-    slopes_b,
-    slopes_h,
-    slopes_q,
-    row_at_b,
-    key_at_b,
-    sequence_b,
-    position_b,
-    q_len,
-    kv_len,
-    heads,
-    own_batch,
-    own_heads,
-    batches,
-    first_row,
-    row_values,
-    scale,
-    softcap,
-    threshold,
-    survivor,
-    drop_head,
-    HEADS_PER_KV: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    DIM_STEP: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DENSE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dbias_b, dbias_h, dbias_q, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, q_len, kv_len, heads, own_batch, own_heads, batches, first_row, row_values, scale, softcap,
+    threshold, survivor, drop_head,
+    HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The gradient of the scores, summed over the batch rows and heads that share a bias: dbias fp32 [b, h, Sq, Sk].
 
@@ -678,23 +339,8 @@ def pairs_kernel(
             offsets = (b * heads + h) * row_values + o_m + first_row
             base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
             slope, at_m, i_m, b_m = row_features(
-                o_m,
-                ok_m,
-                first_row,
-                slopes,
-                row_at,
-                position,
-                sequence,
-                slopes_b,
-                slopes_h,
-                slopes_q,
-                row_at_b,
-                position_b,
-                sequence_b,
-                b,
-                h,
-                ALIBI,
-                DROPOUT,
+                o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
+                position_b, sequence_b, b, h, ALIBI, DROPOUT,
             )
             if ALIBI:
                 slope, at_m = slope[:, None], at_m[:, None]
@@ -704,68 +350,23 @@ def pairs_kernel(
             k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
             g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
             v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
-            qk = product(
-                q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP, PRECISION
-            )
-            gv = product(
-                g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP, PRECISION
-            )
+            qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
+                          PRECISION)
+            gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
+                          PRECISION)
             start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
-            allowed = allowed_pairs(
-                o_n[None, :],
-                kv_len,
-                ok_m[:, None],
-                start[:, None],
-                stop[:, None],
-                start2[:, None],
-                stop2[:, None],
-                COLUMNS,
-            )
+            allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], start[:, None], stop[:, None],
+                                    start2[:, None], stop2[:, None], COLUMNS)
             keep = True
             if DROPOUT:
-                keep = kept(
-                    o_n,
-                    kv_len,
-                    key_at + b * key_at_b,
-                    i_m,
-                    o_m * 0 + h + drop_head,
-                    b_m,
-                    seed_value,
-                    threshold,
-                    DROPOUT == 2,
-                    BLOCK_M,
-                    BLOCK_N,
-                )
+                keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
+                            DROPOUT == 2, BLOCK_M, BLOCK_N)
             _, ds, _, _, _ = score_gradient(
-                qk,
-                gv,
-                allowed,
-                o_n[None, :],
-                ok_m[:, None],
-                kv_len,
-                (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None],
-                bias_k,
-                (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None],
-                dense_k,
-                slope,
-                at_m,
-                key_at + b * key_at_b,
-                keep,
-                base2[:, None],
-                f[:, None],
-                d[:, None],
-                g_lse[:, None],
-                scale,
-                softcap,
-                survivor,
-                True,
-                True,
-                DENSE,
-                ALIBI,
-                SOFTCAP,
-                SINKS,
-                GRAD_LSE,
-                DROPOUT,
+                qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
+                (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,
+                (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None], dense_k, slope, at_m,
+                key_at + b * key_at_b, keep, base2[:, None], f[:, None], d[:, None], g_lse[:, None],
+                scale, softcap, survivor, True, True, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
             )
             acc += ds
     out = dbias + own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h + rows * dbias_q

@@ -9,7 +9,9 @@ its tiles and `combine` merges the parts in a fixed order, so results repeat bit
 Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are held in registers, larger ones
 are contracted in steps and read again for every tile.
 """
-# fmt: off: a kernel's arguments stand in groups, a line for each: pointers, strides, sizes, constants
+
+# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# fmt: off
 
 import triton
 import triton.language as tl
@@ -45,92 +47,16 @@ def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_la
 
 @triton.jit
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    tiles,
-    ranges,
-    bias,
-    dense,
-    slopes,
-    row_at,
-    key_at,
-    sequence,
-    position,
-    sinks,
-    seed,
-    pages,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    out_z,
-    out_b,
-    out_h,
-    out_s,
-    lse_z,
-    lse_b,
-    lse_h,
-    tiles_b,
-    ranges_b,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    dense_b,
-    dense_h,
-    dense_q,
-    dense_k,
-    slopes_b,
-    slopes_h,
-    slopes_q,
-    row_at_b,
-    key_at_b,
-    sequence_b,
-    position_b,
-    pages_b,
-    k_page,
-    v_page,
-    num_pages,
-    q_len,
-    kv_len,
-    kv_heads,
-    value_steps,
-    first_row,
-    scale,
-    softcap,
-    threshold,
-    survivor,
-    drop_head,
-    GROUP: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    DIM_STEP: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TMA: tl.constexpr,
-    CLEAN: tl.constexpr,
-    SPECIALISE: tl.constexpr,
+    q, k, v, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed, pages,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
+    bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
+    sequence_b, position_b, pages_b, k_page, v_page, num_pages, q_len, kv_len, kv_heads, value_steps, first_row,
+    scale, softcap, threshold, survivor, drop_head,
+    GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
+    DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one share of its tiles, one step of value columns.
 
@@ -163,23 +89,8 @@ def forward_kernel(
     bias_rows = (bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q)[:, None]
     slope, at_m, i_m, b_m = row_features(
-        rows,
-        ok_m,
-        first_row,
-        slopes,
-        row_at,
-        position,
-        sequence,
-        slopes_b,
-        slopes_h,
-        slopes_q,
-        row_at_b,
-        position_b,
-        sequence_b,
-        b,
-        heads,
-        ALIBI,
-        DROPOUT,
+        rows, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
+        sequence_b, b, heads, ALIBI, DROPOUT,
     )
     if ALIBI:
         slope, at_m = slope[:, None], at_m[:, None]
@@ -199,15 +110,21 @@ def forward_kernel(
     o_d = tl.arange(0, DIM_STEP)
     q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
 
-    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(tiles + b * tiles_b + block * 8)
+    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
+        tiles + b * tiles_b + block * 8
+    )
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
 
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             count = edges if masked else whole
-            for n in tl.range(count * share // SPLITS, count * (share + 1) // SPLITS, warp_specialize=SPECIALISE):
-                tile = nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0)
+            for n in tl.range(
+                count * share // SPLITS, count * (share + 1) // SPLITS, warp_specialize=SPECIALISE
+            ):
+                tile = nth_tile(
+                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
+                )
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 if TMA:
@@ -219,9 +136,13 @@ def forward_kernel(
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
                 for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
                     q_more = tl.load(
-                        q_rows[:, None] + d + o_d[None, :], mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :], other=0.0
+                        q_rows[:, None] + d + o_d[None, :],
+                        mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
+                        other=0.0,
                     )
-                    k_more = load_rows(k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked)
+                    k_more = load_rows(
+                        k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked
+                    )
                     qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
                 keys, allowed = o_n[None, :], True
                 if masked:
@@ -232,25 +153,8 @@ def forward_kernel(
                         s = tl.where(allowed, qk, float("-inf"))
                 else:
                     s, allowed, _, _ = finish_scores(
-                        qk,
-                        allowed,
-                        keys,
-                        ok_m[:, None],
-                        kv_len,
-                        bias_rows,
-                        bias_k,
-                        dense_rows,
-                        dense_k,
-                        slope,
-                        at_m,
-                        key_at + b * key_at_b,
-                        scale,
-                        softcap,
-                        masked,
-                        BIAS,
-                        DENSE,
-                        ALIBI,
-                        SOFTCAP,
+                        qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                        key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
                     )
                 m_new = tl.maximum(m, tl.max(s, 1))
                 safe = m_new
@@ -261,27 +165,15 @@ def forward_kernel(
                 total = total * shrink + tl.sum(p, 1)
                 m = m_new
                 if DROPOUT:
-                    keep = kept(
-                        o_n,
-                        kv_len,
-                        key_at + b * key_at_b,
-                        i_m,
-                        heads + drop_head,
-                        b_m,
-                        seed_value,
-                        threshold,
-                        DROPOUT == 2,
-                        BLOCK_M,
-                        BLOCK_N,
-                    )
+                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
+                                DROPOUT == 2, BLOCK_M, BLOCK_N)
                     p = tl.where(keep, p * survivor, 0.0)
                 if TMA:
                     v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
                     v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
-                    v_tile = load_rows(
-                        v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP, V_DIM % VALUE_STEP == 0, masked
-                    )
+                    v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                                       V_DIM % VALUE_STEP == 0, masked)
                 if masked and CLEAN == 2:  # what no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
@@ -298,7 +190,9 @@ def forward_kernel(
         result *= tl.where(some, tl.sigmoid(natural - sink), 0.0)[:, None]
     o_rows = out + split * out_z + b * out_b + heads * out_h + rows.to(tl.int64) * out_s
     tl.store(
-        o_rows[:, None] + o_v[None, :], result.to(out.dtype.element_ty), mask=ok_m[:, None] & (o_v < V_DIM)[None, :]
+        o_rows[:, None] + o_v[None, :],
+        result.to(out.dtype.element_ty),
+        mask=ok_m[:, None] & (o_v < V_DIM)[None, :],
     )
     if step == 0:
         tl.store(lse + split * lse_z + b * lse_b + heads * lse_h + rows, natural, mask=ok_m)
@@ -306,23 +200,8 @@ def forward_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts,
-    part_lses,
-    out,
-    lse,
-    sinks,
-    part_z,
-    part_row,
-    lse_z,
-    out_b,
-    out_h,
-    out_s,
-    heads,
-    q_len,
-    V_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
+    parts, part_lses, out, lse, sinks, part_z, part_row, lse_z, out_b, out_h, out_s, heads, q_len,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):
     """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
 
@@ -344,5 +223,7 @@ def combine_kernel(
     b, h, row = r // (heads * q_len), r // q_len % heads, r % q_len
     if SINKS:
         result *= tl.where(some, tl.sigmoid(natural - tl.load(sinks + h)), 0.0)
-    tl.store(out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM)
+    tl.store(
+        out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM
+    )
     tl.store(lse + r, natural)

@@ -1,5 +1,7 @@
 """The gradient of one tile of scores, as the three passes of `backward` compute it; its docstring has the formulas."""
-# fmt: off: a kernel's arguments stand in groups, a line for each: pointers, strides, sizes, constants
+
+# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# fmt: off
 
 import triton
 import triton.language as tl
@@ -8,19 +10,8 @@ from undivided.kernels.triton.tile import LOG2E, dot, finish_scores, load_rows
 
 
 @triton.jit
-def product(
-    a,
-    left,
-    left_rows,
-    left_ok,
-    b,
-    right,
-    right_rows,
-    right_ok,
-    DIM: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
+             PRECISION: tl.constexpr):
     """left @ right^T over DIM columns, STEP at a time; a and b are the first step of either."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
@@ -32,58 +23,16 @@ def product(
 
 @triton.jit
 def score_gradient(
-    qk,
-    gv,
-    allowed,
-    keys,
-    ok_rows,
-    kv_len,
-    bias_rows,
-    bias_k,
-    dense_rows,
-    dense_k,
-    slope,
-    at_m,
-    key_at,
-    keep,
-    lse,
-    factor,
-    delta,
-    grad_lse,
-    scale,
-    softcap,
-    survivor,
-    MASKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    qk, gv, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, keep,
+    lse, factor, delta, grad_lse, scale, softcap, survivor,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):
     """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What
     belongs to rows and to keys has an axis of length 1, as in `finish_scores`."""
     s, allowed, rate, distance = finish_scores(
-        qk,
-        allowed,
-        keys,
-        ok_rows,
-        kv_len,
-        bias_rows,
-        bias_k,
-        dense_rows,
-        dense_k,
-        slope,
-        at_m,
-        key_at,
-        scale,
-        softcap,
-        MASKED,
-        BIAS,
-        DENSE,
-        ALIBI,
-        SOFTCAP,
+        qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
+        scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
     )
     p = tl.exp2(s - lse)
     if MASKED:

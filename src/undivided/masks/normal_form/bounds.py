@@ -49,9 +49,9 @@ def count_in_cells(ranges: Tensor, cell: Tensor, cells: int, cuts: Tensor) -> Te
         end = ranges[..., side].to(torch.int64)
         column = torch.searchsorted(cuts, end, right=True) - 1
         sign = 1 if side % 2 else -1
-        where = cell * (columns + 1) + column
-        left_of.scatter_add_(1, where, torch.full_like(where, sign))
-        remainder.scatter_add_(1, where, (end - cuts[column]) * sign)
+        index = cell * (columns + 1) + column
+        left_of.scatter_add_(1, index, torch.full_like(index, sign))
+        remainder.scatter_add_(1, index, (end - cuts[column]) * sign)
     left_of = left_of.view(batch, cells, columns + 1)
     beyond = left_of.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     return beyond * cuts.diff() + remainder.view(batch, cells, columns + 1)[..., :-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._predicate import PredicateFunction
 from undivided.masks.normal_form.pairs import Index, index_tensor

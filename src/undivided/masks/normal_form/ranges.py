@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undivided._tensors import readable
+from undivided.arguments.tensors import readable
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.bounds import tidy
@@ -51,7 +51,7 @@ class Ranges(Part):
         return (self.form.ranges,)
 
 
-def shared(key: object, build: Callable[[], NormalForm]) -> NormalForm:
+def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
     """The form of a mask without tensors, from the bounded cache of all such masks."""
     form = _shared_forms.get(key)
     if form is None:

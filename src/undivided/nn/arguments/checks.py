@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from undivided._arguments import as_integer
+from undivided.arguments.checks import as_integer
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shortened

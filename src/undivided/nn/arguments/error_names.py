@@ -48,7 +48,7 @@ def with_module_names(error: InputError) -> InputError:
     return _rebuild_input_error(message, name, error.hint)
 
 
-def renamed(error: InputError, names: Mapping[str, str]) -> InputError:
+def rename_arguments(error: InputError, names: Mapping[str, str]) -> InputError:
     """The error with the argument names of an outer module, in the argument and in the text."""
     message = str(error)
     for inner, outer in names.items():

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
 from undivided.errors import InputError
 
 FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")

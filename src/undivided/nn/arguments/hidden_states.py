@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import FORMATS

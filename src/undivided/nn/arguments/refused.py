@@ -12,7 +12,7 @@ from typing import NamedTuple
 from undivided.errors import InputError
 
 
-class Refused(NamedTuple):
+class FixedArgument(NamedTuple):
     """An argument with a single legal value, and the reason."""
 
     default: object
@@ -28,21 +28,21 @@ _SCORE_MOD = (
     "undivided.attention"
 )
 
-AT_CONSTRUCTION: dict[str, Refused] = {
-    "sequence_parallel": Refused(False, _TENSOR_PARALLEL),
-    "tp_size": Refused(1, _TENSOR_PARALLEL),
-    "tp_group": Refused(None, _TENSOR_PARALLEL),
-    "get_rng_state_tracker": Refused(
+AT_CONSTRUCTION: dict[str, FixedArgument] = {
+    "sequence_parallel": FixedArgument(False, _TENSOR_PARALLEL),
+    "tp_size": FixedArgument(1, _TENSOR_PARALLEL),
+    "tp_group": FixedArgument(None, _TENSOR_PARALLEL),
+    "get_rng_state_tracker": FixedArgument(
         None, "dropout uses torch's generator: seed it differently on ranks that hold different heads"
     ),
 }
-AT_CALL: dict[str, Refused] = {
-    "fp8_output": Refused(False, _FP8),
-    "bf16_backward": Refused(False, _FP8),
-    "score_mod": Refused(None, _SCORE_MOD),
-    "score_mod_bprop": Refused(None, _SCORE_MOD),
-    "score_mod_tensors": Refused(None, _SCORE_MOD),
-    "score_mod_bprop_tensors": Refused(None, _SCORE_MOD),
+AT_CALL: dict[str, FixedArgument] = {
+    "fp8_output": FixedArgument(False, _FP8),
+    "bf16_backward": FixedArgument(False, _FP8),
+    "score_mod": FixedArgument(None, _SCORE_MOD),
+    "score_mod_bprop": FixedArgument(None, _SCORE_MOD),
+    "score_mod_tensors": FixedArgument(None, _SCORE_MOD),
+    "score_mod_bprop_tensors": FixedArgument(None, _SCORE_MOD),
 }
 
 _LAYER_TENSOR_PARALLEL = (
@@ -50,20 +50,20 @@ _LAYER_TENSOR_PARALLEL = (
 )
 _OVERLAP = "there is no tensor-parallel communication to overlap"
 _WGRAD = "gradients are in .grad; main_grad is not supported"
-LAYERS_AT_CONSTRUCTION: dict[str, Refused] = {
-    "tp_group": Refused(None, _LAYER_TENSOR_PARALLEL),
-    "tp_size": Refused(1, _LAYER_TENSOR_PARALLEL),
-    "sequence_parallel": Refused(False, _LAYER_TENSOR_PARALLEL),
-    "set_parallel_mode": Refused(False, _LAYER_TENSOR_PARALLEL),
+LAYERS_AT_CONSTRUCTION: dict[str, FixedArgument] = {
+    "tp_group": FixedArgument(None, _LAYER_TENSOR_PARALLEL),
+    "tp_size": FixedArgument(1, _LAYER_TENSOR_PARALLEL),
+    "sequence_parallel": FixedArgument(False, _LAYER_TENSOR_PARALLEL),
+    "set_parallel_mode": FixedArgument(False, _LAYER_TENSOR_PARALLEL),
     "get_rng_state_tracker": AT_CONSTRUCTION["get_rng_state_tracker"],
-    "fuse_wgrad_accumulation": Refused(False, _WGRAD),
+    "fuse_wgrad_accumulation": FixedArgument(False, _WGRAD),
 }
 ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
-    name: Refused(False, _OVERLAP)
+    name: FixedArgument(False, _OVERLAP)
     for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 }
 TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
-    name: Refused(default, _OVERLAP)
+    name: FixedArgument(default, _OVERLAP)
     for name, default in (
         ("ub_tp_comm_overlap", False),
         ("ub_overlap_ag", True),
@@ -73,17 +73,17 @@ TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
         ("ub_bulk_wgrad", True),
     )
 }
-LAYERS_AT_CALL: dict[str, Refused] = {
-    "is_first_microbatch": Refused(
+LAYERS_AT_CALL: dict[str, FixedArgument] = {
+    "is_first_microbatch": FixedArgument(
         None, "there are no FP8 weights to cache between microbatches, and gradients accumulate as usual"
     )
 }
 
 
-def check_refused(table: Mapping[str, Refused], given: Mapping[str, object]) -> None:
+def check_refused(table: Mapping[str, FixedArgument], arguments: Mapping[str, object]) -> None:
     """Raise InputError for an argument that does not have its single legal value."""
     for name, (default, reason) in table.items():
-        value = given[name]
+        value = arguments[name]
         if value is default or (isinstance(value, int | str) and value == default):
             continue
         raise InputError(name, f"be {default!r}", shortened(value), hint=reason)

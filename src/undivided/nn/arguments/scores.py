@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided._slopes import usual_slopes
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice
 from undivided.nn.arguments.formats import Inputs
+from undivided.request.slopes import usual_slopes
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._arguments import check_tensor
-from undivided._tensors import readable
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments.checks import checked_flag, checked_integer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.nn.arguments import hidden_states as hidden
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._arguments import check_tensor
-from undivided._layout import Layout
-from undivided._tensors import readable
-from undivided._validation import DTYPES
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.sequences import check_offsets
+from undivided.request.checks import DTYPES
 
 
 def check(

@@ -65,8 +65,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
         percent = checked_number("rotary_percent", rotary_percent, 1e-6, 1.0, "a number above 0 and up to 1")
         self.dim = int(checked_integer("dim", dim, 2) * percent)
         if self.dim < 2 or self.dim % 2:
-            given = f"{dim}" if percent == 1.0 else f"{dim} * {percent} = {self.dim}"
-            raise InputError("dim", "be an even number of rotated channels", given)
+            size = f"{dim}" if percent == 1.0 else f"{dim} * {percent} = {self.dim}"
+            raise InputError("dim", "be an even number of rotated channels", size)
         self.rotary_base = checked_number("rotary_base", rotary_base, 1.0001, 1e30, "a number above 1")
         self.interleaved = checked_flag("interleaved", interleaved)
         if pretrained_max_position_embeddings is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from undivided._layout import Layout
+from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 from undivided.nn._context_parallel import freqs_of_rank
-from undivided.nn.arguments.error_names import renamed
+from undivided.nn.arguments.error_names import rename_arguments
 from undivided.nn.rotary.rotation import Rotation, rotate, rotation_of
 
 RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
@@ -61,5 +61,5 @@ def rotate_queries_and_keys(
         else:
             k_rotation = q_rotation if k_freqs is q_freqs else rotation(k, k_freqs, starts, offsets_q)
     except InputError as error:
-        raise renamed(error, {"freqs": "rotary_pos_emb"}) from None
+        raise rename_arguments(error, {"freqs": "rotary_pos_emb"}) from None
     return rotate(q, q_rotation), rotate(k, k_rotation)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided import _layout
-from undivided._layout import Layout
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import checked_format
 from undivided.nn.rotary import checks
@@ -45,7 +45,7 @@ def apply_rotary_pos_emb(
     j).
 
     Args:
-        t: [s, b, h, d], [b, s, h, d] or [t, h, d], as `tensor_format` says.
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d], depending on `tensor_format`.
         freqs: fp32 angles of positions 0, 1, ...: [s2, 1, 1, d2] from `RotaryPositionEmbedding`, [s2, b, 1, d2] with
             angles per sequence, or [s2, 1, 1, 2, d2 / 2] from `cos_sin`. s2 covers every position; d2 <= d, and the
             channels from d2 on pass unchanged.

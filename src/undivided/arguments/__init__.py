@@ -1,0 +1,1 @@
+"""Tensors, integers and layouts as callers give them, and the errors if they are wrong."""

@@ -1,0 +1,126 @@
+"""Tensors, integers and vectors of integers as users give them, and the errors where they do not."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.tensors import functional_mode, has_dispatch, missing_memory
+from undivided.errors import InputError
+
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+
+_ELSEWHERE = {
+    "DTensor": "{name}.to_local(): attention of what this rank holds; over ranks: context_parallel=",
+    "MaskedTensor": "{name}.get_data(), and what it masks as mask=masks.dense(...)",
+}
+"""Classes whose values no kernel reads, and what to pass instead."""
+
+
+def check_tensor(name: str, value: object) -> None:
+    """InputError unless it is a strided tensor whose memory holds all its elements."""
+    if not isinstance(value, Tensor):
+        raise InputError(name, "be a torch.Tensor", type(value).__name__)
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else str(value.layout)
+        hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
+        raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
+    if torch.compiler.is_compiling():
+        return
+    for base in type(value).__mro__:
+        if (hint := _ELSEWHERE.get(base.__name__)) is not None:
+            raise InputError(name, "be a plain tensor", f"a {base.__name__}", hint=hint.format(name=name))
+    if type(value).__name__ == "FunctionalTensor" and not functional_mode():
+        raise InputError(name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it")
+    if torch.nn.parameter.is_lazy(value):
+        raise InputError(
+            name, "be initialized", type(value).__name__, "run the lazy module once before its parameters are used"
+        )
+    check_memory(name, value)
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """InputError unless its storage is there, and as large as sizes and strides say."""
+    try:
+        if missing_memory(tensor) is None:
+            return
+    except (NotImplementedError, RuntimeError):  # raised for a storage that is not there
+        pass
+    if has_dispatch(tensor) or torch._is_functional_tensor(tensor):  # its class answers for its values
+        return
+    if not torch._C._has_storage(tensor):
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise InputError(
+                name,
+                "have memory of its own",
+                "a tensor without storage",
+                "a tensor must not outlive its torch.func transform",
+            )
+        return
+    if (short := missing_memory(tensor)) is not None:
+        need, have = short
+        raise InputError(
+            name,
+            f"have its {need} bytes in memory",
+            f"a storage of {have} bytes",
+            hint="the storage was resized, as FSDP does with parameters outside of their module's forward",
+        )
+
+
+def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
+    """``value`` as an int of at least ``at_least``, or InputError."""
+    if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
+        raise InputError(argument, "be an int", repr(value))
+    number = value if isinstance(value, int) else operator.index(value)
+    if at_least is not None and number < at_least:
+        raise InputError(argument, f"be at least {at_least}", _in_digits(number))
+    if abs(number) > INT64_MAX:
+        raise InputError(argument, "fit into 64 bits", _in_digits(number))
+    return number
+
+
+def _in_digits(number: int) -> str:
+    return str(number) if abs(number) <= 10**20 else f"an int of {number.bit_length()} bits"
+
+
+def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
+    """``value`` (an int tensor ``[N]`` or a list of ints) as a tensor, or InputError."""
+    if isinstance(value, list | tuple):
+        numbers = [as_integer(f"{argument}[{n}]", item) for n, item in enumerate(value)]
+        if any(abs(number) > INT32_MAX for number in numbers):
+            raise InputError(argument, f"hold values of at most {INT32_MAX}", max(numbers, key=abs))
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    if not isinstance(value, Tensor):
+        raise InputError(argument, "be an int tensor or a list of ints", type(value).__name__, hint)
+    check_tensor(argument, value)
+    check_int_dtype(argument, value)
+    if value.dim() != 1:
+        raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)
+    return value
+
+
+def check_int_dtype(argument: str, tensor: Tensor) -> None:
+    """InputError where it does not hold integers."""
+    if tensor.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise InputError(argument, "have an integer dtype", tensor.dtype, f"{argument}.to(torch.int32)")
+
+
+def check_at_least(argument: str, value: int | Tensor | None, least: int) -> None:
+    """InputError where the smallest of ``value`` is below ``least``; reads a tensor."""
+    if value is None:
+        return
+    smallest = value if isinstance(value, int) else int(value.min()) if value.numel() else least
+    if smallest < least:
+        raise InputError(argument, f"be at least {least}", smallest)
+
+
+def check_offsets(argument: str, offsets: Tensor) -> None:
+    """InputError unless the cumulative lengths start at 0 and never decrease; reads them."""
+    hint = "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]"
+    if int(offsets[0]) != 0:
+        raise InputError(argument, "start at 0", int(offsets[0]), hint)
+    if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
+        raise InputError(argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint)

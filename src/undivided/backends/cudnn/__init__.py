@@ -1,0 +1,136 @@
+"""`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged
+keys.
+
+Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for
+    paged keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.backends.cudnn import paged as _cudnn_paged
+from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.backends.cudnn import score_rules as _cudnn_score_rules
+from undivided.backends.cudnn import scores as _cudnn_scores
+from undivided.backends.cudnn.graph import CudnnCall
+from undivided.machine import Machine
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype
+
+
+class Cudnn(Backend):
+    """cuDNN through its own frontend."""
+
+    name = "cudnn"
+    family = "fused"
+    summary = "cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, bias, ALiBi, sinks, pages"
+    how_to_get = "pip install nvidia-cudnn-frontend, and cuDNN 9"
+    limits = Limits(
+        devices=frozenset({"cuda"}),
+        dtypes=_gpu.HALF,
+        head_dim_multiple=8,
+        masks=frozenset({"causal", "window", "lengths", "q_lengths", "documents", "padded"}),
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset("backward bias bias_grad alibi sinks sinks_grad paged gqa lse value_dim".split()),
+        compute_capability=((8, 0), (12, 1)),
+        # 1.14: the band arguments of the Python interface
+        packages=(("cudnn_frontend", (1, 14), None),),
+        notes={
+            "dropout": "it draws its own pattern",
+            "alibi_grad": "cuDNN's slopes are its own",
+            "softcap": "only as a graph of one's own",
+            "lse_grad": "cuDNN's backward has no input for it",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """By the table in `_gpu`."""
+        return _gpu.rank(self.name, machine)
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """No GPU, no package, or neither."""
+        if machine.version("cudnn") is None and _gpu.no_gpu(machine) is None:
+            return "cuDNN is not installed"
+        return _gpu.no_gpu(machine) or super().unavailable(machine)
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The limits, then what they cannot say."""
+        reasons = limit_reasons(self.limits, problem, machine)
+        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        if problem.device == "cuda":
+            reasons += _cudnn_score_rules.reasons(problem, machine)
+            if "paged" in problem.features:
+                return reasons + _cudnn_paged.reasons(problem, machine)
+            reasons += _cudnn_rules.reasons(problem, machine)
+        if "lengths" in problem.mask.kinds and problem.q_len == 1:
+            reasons.append(
+                "per-sequence lengths for one query (what lies beyond them would be cleared in a copy of the cache)"
+            )
+        sizes = (problem.qk_dim, problem.v_dim)
+        frontend = machine.version("cudnn_frontend")
+        large = "backward" in problem.features and min(sizes) > 192 and (machine.compute_capability or (0,))[0] == 10
+        if large and frontend is not None and frontend < (1, 24):
+            reasons.append("head_dim=256 with gradients on compute capability 10.x (nvidia-cudnn-frontend from 1.24)")
+        return reasons
+
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Paged keys: one kernel of ours has less to start than what it takes to keep garbage out of cuDNN's."""
+        if "paged" in problem.features:
+            return "computes each last page apart, in a dozen small operations; ask with backend='cudnn'"
+        return None
+
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """Attention by a forward graph."""
+        problem = call.problem
+        if call.pages is not None:
+            return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
+        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors))
+        out = torch.empty(*cudnn_call.q.shape[:-1], problem.v_dim, dtype=cudnn_call.q.dtype, device=cudnn_call.q.device)
+        stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
+        buffers = {"q": cudnn_call.q, "k": cudnn_call.k, "v": cudnn_call.v, "o": out, "stats": stats}
+        cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
+        if cudnn_call.packed:
+            out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
+        return Result(*_cudnn_scores.settle(call, tensors, out, stats)).in_layout(problem.layout)
+
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients by a backward graph."""
+        problem = call.problem
+        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors)).for_backward()
+        result = result.canonical(problem.layout)
+        out, grad = result.out, _layout.canonical(grad_out, problem.layout)
+        if _gpu.has_rows_without_keys(problem):
+            grad = _gpu.clear_rows(grad, call.normal_form(tensors.q.device))
+        stats = _cudnn_scores.statistics(call, tensors, result)
+        dsinks = _cudnn_scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
+        if cudnn_call.packed:
+            out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
+        buffers = {
+            "q": cudnn_call.q,
+            "k": cudnn_call.k,
+            "v": cudnn_call.v,
+            "o": out.contiguous(),
+            "stats": stats.contiguous(),
+        }
+        buffers["do"] = grad.contiguous()
+        # ragged gradients are written for real tokens only: the rest starts, and stays, at 0
+        grads = {f"d{name}": torch.zeros(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
+        wants_bias = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
+        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | wants_bias)
+        dq, dk, dv = (
+            _layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
+        )
+        return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
+
+
+BACKEND = Cudnn()

@@ -1,0 +1,116 @@
+"""cuDNN against a paged cache, one query a sequence: full pages by cuDNN, each sequence's last one here, merged.
+
+cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and the last
+page of a cache holds whatever was there before. So cuDNN is given lengths that end with the last full page, and a table
+whose further entries repeat the sequence's first page: everything that it can load is a real key of that sequence. The
+keys of the last page, fewer than a page, are gathered and computed in fp32.
+
+Source: cudnn-frontend, docs/operations/Attention.md (1.10: ``K[table[b, 0, s // page, 0], h, s % page, d]``, pages of a
+power of two) and sdpa_support_surface.h; TransformerEngine 2.20 (fused_attn.cpp, dot_product_attention/utils.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.backends.cudnn.graph import CudnnCall
+from undivided.backends.cudnn.rules import dotted, have
+from undivided.machine import Machine
+from undivided.masks import FULL
+from undivided.masks._parts import Lengths
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype, merge
+
+
+def reasons(problem: Problem, machine: Machine) -> list[str]:
+    """Every reason why cuDNN cannot read this paged cache."""
+    found = []
+    if problem.q_len != 1:
+        found.append("paged keys with more than one query a sequence (its last page is computed apart)")
+    if beyond := problem.mask.kinds - {"lengths", "causal"}:
+        found.append(f"paged keys with {', '.join(sorted(beyond))}")
+    if problem.align == "top_left" and problem.mask.right is not None:
+        found.append("paged keys with top-left alignment")
+    if unfit := problem.features & {"backward", "bias", "alibi"}:
+        found.append(f"paged keys with {', '.join(sorted(unfit))}")
+    size = problem.page_size or 0
+    if size & (size - 1):
+        found.append(f"page_size={size} (must be a power of two)")
+    version, capability = machine.version("cudnn"), machine.compute_capability
+    # no band is asked of cuDNN: a single query under a bottom-right causal mask sees every key
+    found += _cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
+    if version is None or capability is None:
+        return found
+    if version < (9, 5):
+        found.append(f"paged keys ({have(version)}; from 9.5)")
+    if max(problem.qk_dim, problem.v_dim) > 128 and version <= (9, 9, 0):
+        found.append(f"paged keys with head sizes above 128 ({have(version)}; after 9.9.0)")
+    if capability == (8, 9) or capability >= (12, 0):
+        found.append(f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug of cuDNN's)")
+    return found
+
+
+def forward(call: Call, tensors: Tensors) -> Result:
+    """Attention of one query a sequence; the log-sum-exp is over the keys, sinks are put in last."""
+    problem = call.problem
+    assert call.pages is not None and problem.page_size is not None
+    part = next(part for part in call.mask.parts if isinstance(part, Lengths))
+    lengths = _gpu.offsets(part.kv, tensors.q)
+    full, rest = lengths // problem.page_size, lengths % problem.page_size
+    pages = call.pages.clamp(0, tensors.k.shape[0] - 1)
+    parts = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
+    out, lse = merge([part.out for part in parts], [part.lse for part in parts], tensors.sinks, layout="bshd")
+    return Result(out.to(problem.dtype), lse)
+
+
+def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Result:
+    """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] in the precision of the softmax, lse [B, H,
+    1]."""
+    problem = call.problem
+    page = problem.page_size or 1
+    # graphs are built for a table's width: powers of two, so that a growing cache needs few
+    width = 1 << (pages.shape[1] - 1).bit_length()
+    column = torch.arange(width, device=pages.device)
+    table = torch.where(column < full.unsqueeze(1), pages[:, column.clamp(max=pages.shape[1] - 1)], pages[:, :1])
+    table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
+    # a sequence without a full page reads one key of some page, and what comes of it is dropped
+    lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
+    q, k, v = (_cudnn_graph.aligned(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
+    cudnn_call = CudnnCall(
+        problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
+        call.scale,
+        (None, None),
+        q,
+        k,
+        v,
+        {"q": _cudnn_graph.full_lengths(problem.batch, 1, q), "kv": lengths},
+        {},
+        {"table_k": table, "table_v": table},
+    )
+    out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
+    stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
+    cudnn_call.run("forward", _cudnn_graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+    return Result(*_gpu.blank(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
+
+
+def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: Tensor) -> Result:
+    """The first `rest` keys of each sequence's page number `full`, as `_full_pages` returns its own."""
+    problem = call.problem
+    precision = lse_dtype(problem.dtype)
+    which = pages.gather(1, full.clamp(max=pages.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
+    real = torch.arange(problem.page_size or 1, device=pages.device) < rest.unsqueeze(1)
+    k, v = (torch.where(real[..., None, None], t[which], 0.0).to(precision) for t in (tensors.k, tensors.v))
+    q = _layout.canonical(tensors.q, problem.layout)[:, 0].to(precision).unflatten(1, (problem.kv_heads, -1))
+    score = call.scale * torch.einsum("bngd,bpnd->bngp", q, k)
+    score = score.masked_fill(~real[:, None, None], -torch.inf)
+    lse = score.logsumexp(-1, keepdim=True)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0))
+    out = torch.einsum("bngp,bpnd->bngd", weight, v)
+    return Result(out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2))

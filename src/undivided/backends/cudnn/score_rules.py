@@ -1,0 +1,96 @@
+"""What each version of cuDNN can add to the scores, as reasons; for the `cudnn` backend.
+
+Sources, as in `_cudnn_rules`: cudnn-frontend 1.23 and 1.32, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp,
+fused_attn_f16_arbitrary_seqlen.cu, pytorch/attention/dot_product_attention/utils.py). The stricter one stands.
+"""
+
+from __future__ import annotations
+
+from undivided.backends.cudnn.rules import Capability, dotted, have
+from undivided.machine import Machine, Version
+from undivided.request.problem import Problem
+
+
+def reasons(problem: Problem, machine: Machine) -> list[str]:
+    """Every reason why this machine's cuDNN cannot add to the scores what the problem asks for."""
+    version, capability = machine.version("cudnn"), machine.compute_capability
+    if version is None or capability is None:
+        return []
+    found = []
+    if "bias" in problem.features:
+        found += _bias_reasons(problem, version, capability)
+        found += _together_reasons("a bias", problem, capability)
+    if "alibi" in problem.features:
+        found += _alibi_reasons(problem, version, capability)
+        found += _together_reasons("ALiBi slopes", problem, capability)
+    if "sinks" in problem.features and "paged" not in problem.features:
+        found += _sink_reasons(problem, version, machine.version("cudnn_frontend"), capability)
+    return found
+
+
+def _bias_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
+    found = []
+    if problem.bias_dtype != problem.dtype:
+        found.append(f"a {name(problem.bias_dtype)} bias with {name(problem.dtype)} operands (cuDNN takes one dtype)")
+    if problem.bias is not None and "1" in problem.bias[2:]:
+        found.append("a bias broadcast over queries or keys (cuDNN reads one for every pair)")
+    if version < (9, 0) and (version < (8, 9, 6) or capability < (9, 0)):
+        found.append(f"a bias ({have(version)} on compute capability {dotted(capability)}; from 9.0)")
+    if "bias_grad" in problem.features and version < (9, 5):
+        found.append(f"the gradient of a bias ({have(version)}; this library asks for it from 9.5)")
+    return found
+
+
+def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
+    found = []
+    if not problem.usual_slopes:
+        found.append(
+            "ALiBi slopes that are not known to be the usual ones (cuDNN computes those; a bias would be rounded to "
+            f"{name(problem.dtype)}; undivided.alibi_slopes(heads) gives them)"
+        )
+    if problem.mask.right != 0:
+        found.append("ALiBi slopes without a causal mask (cuDNN's are signed)")
+    if version < (8, 9, 6) or capability < (9, 0):
+        found.append(f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)")
+    if "bias" in problem.features:
+        found.append("ALiBi slopes beside a bias")
+    return found
+
+
+def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, capability: Capability) -> list[str]:
+    found = []
+    oldest = (9, 18) if problem.mask.kinds & {"documents"} else (9, 13, 1)
+    if version < oldest:
+        packed = " with packed documents" if oldest == (9, 18) else ""
+        found.append(f"sinks{packed} ({have(version)}; from {'.'.join(map(str, oldest))})")
+    if frontend is not None and frontend < (1, 19):
+        found.append("sinks (nvidia-cudnn-frontend from 1.19)")
+    if problem.q_len == 1 and not problem.packed:
+        found.append("sinks for one query (min 2)")
+    if problem.features & {"lse", "lse_grad"}:
+        found.append("the log-sum-exp returned with sinks (cuDNN's contains them)")
+    if "backward" in problem.features and capability[0] >= 10 and problem.qk_dim == problem.v_dim == 256:
+        found.append(f"gradients for head_dim=256 with sinks on compute capability {dotted(capability)}")
+    return found
+
+
+def _together_reasons(what: str, problem: Problem, capability: Capability) -> list[str]:
+    """What neither a bias nor ALiBi goes with."""
+    found = []
+    if problem.mask.kinds & {"lengths", "q_lengths", "documents", "padded"}:
+        found.append(f"{what} with per-sequence lengths or packed documents")
+    if "window" in problem.mask.kinds:
+        found.append(f"{what} with a sliding window")
+    if problem.align == "bottom_right" and problem.mask.right is not None:
+        found.append(f"{what} with bottom-right alignment")
+    if "backward" in problem.features and capability[0] >= 10:
+        if problem.deterministic:
+            found.append(f"deterministic gradients with {what} on compute capability {dotted(capability)}")
+        if problem.qk_dim == problem.v_dim == 256:  # the frontend runs these deterministically
+            found.append(f"gradients for head_dim=256 with {what} on compute capability {dotted(capability)}")
+    return found
+
+
+def name(dtype: object) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""`flash_attn`: Tri Dao's FlashAttention packages, versions 2, 3 and 4, whichever is installed and fits.
+
+Versions 2 (`flash-attn`), 3 (`flash-attn-3`, Hopper) and 4 (`flash-attn-4`) are separate packages with separate limits;
+each is a `_Version` below. The first one, in the order that suits the GPU, without a reason against it runs.
+
+All three align causal masks and windows bottom-right (FlashAttention's changelog, 2.1). Limits: `_flash_attn_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from undivided.backends import _gpu
+from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends.flash_attn import rules as _flash_attn_rules
+from undivided.backends.flash_attn import version_2 as _flash_attn_2
+from undivided.backends.flash_attn import version_3 as _flash_attn_3
+from undivided.backends.flash_attn import version_4 as _flash_attn_4
+from undivided.machine import Machine
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+
+@dataclass(frozen=True, eq=False)
+class _Version:
+    """One of the packages: its limits, what they cannot say, and the module that calls it."""
+
+    number: int
+    limits: Limits
+    more: Callable[[Problem, Machine], list[str]]
+    calls: ModuleType
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The limits, then what they cannot say."""
+        found = limit_reasons(self.limits, problem, machine)
+        if machine.compute_capability is not None:
+            found += self.more(problem, machine)
+        return found
+
+
+_2 = _Version(2, _flash_attn_rules.LIMITS_2, _flash_attn_rules.more_2, _flash_attn_2)
+_3 = _Version(3, _flash_attn_rules.LIMITS_3, _flash_attn_rules.more_3, _flash_attn_3)
+_4 = _Version(4, _flash_attn_rules.LIMITS_4, _flash_attn_rules.more_4, _flash_attn_4)
+
+
+def _in_order(machine: Machine) -> tuple[_Version, ...]:
+    """The versions to try on this GPU: each where it was written for first."""
+    major = (machine.compute_capability or (0, 0))[0]
+    return {9: (_3, _4, _2), 10: (_4, _2), 11: (_4, _2)}.get(major, (_2, _4))
+
+
+class FlashAttn(Backend):
+    """The flash-attn packages."""
+
+    name = "flash_attn"
+    family = "flash"
+    summary = "FlashAttention 2, 3 and 4, where the packages are installed"
+    how_to_get = "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
+    limits = _2.limits
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """By the table in `_gpu`."""
+        return _gpu.rank(self.name, machine)
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """No GPU, no package, or neither."""
+        installed = any(machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages)
+        return _gpu.no_gpu(machine) or (
+            None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
+        )
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """None where one version has none; otherwise each installed version's, or what there is to install."""
+        common = _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        if problem.device != "cuda":
+            return [f"device={problem.device} (runs on cuda)"]
+        against = {version: version.reasons(problem, machine) for version in _in_order(machine)}
+        if not common and any(not reasons for reasons in against.values()):
+            return []
+        installed = [v for v in against if any(machine.version(name) for name, *_ in v.limits.packages)]
+        shown = installed or list(against)[:1]
+        return common + [f"flash-attn {v.number}: {reason}" for v in shown for reason in against[v]]
+
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """Attention by the version that fits."""
+        return self._pick(call, tensors).calls.forward(call, tensors)  # type: ignore[no-any-return]
+
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients by the version that fits."""
+        calls = self._pick(call, tensors).calls
+        return calls.backward(call, tensors, result, grad_out, grad_lse)  # type: ignore[no-any-return]
+
+    def _pick(self, call: Call, tensors: Tensors) -> _Version:
+        """The version that runs here: the same for forward and backward, because both ask with the same problem."""
+        problem = call.problem
+        machine = Machine.this(tensors.q.device)
+        return next(version for version in _in_order(machine) if not version.reasons(problem, machine))
+
+
+BACKEND = FlashAttn()

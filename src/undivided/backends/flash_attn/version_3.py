@@ -1,0 +1,80 @@
+"""Calls of flash-attn 3 (Hopper). Its tensor-memory loads cross document ends, so garbage after them is cleared
+first."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends._base import Gradients
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+
+def _package() -> Any:
+    """The interface lies inside the package, or beside it in older builds."""
+    try:
+        return importlib.import_module("flash_attn_3.flash_attn_interface")
+    except ImportError:
+        return importlib.import_module("flash_attn_interface")
+
+
+def forward(call: Call, tensors: Tensors) -> Result:
+    """Dense or packed."""
+    problem = call.problem
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
+    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
+    if cu:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+
+
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    """Gradients of q, k and v, into buffers that start at zero."""
+    problem = call.problem
+    q, k, v = _gpu.cleaned_views(call, tensors)
+    cu = _gpu.packing(call, tensors)
+    grad, out, lse = (
+        _layout.canonical(grad_out, problem.layout),
+        _layout.canonical(result.out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
+    if cu:
+        grad, out, lse = grad[0], out[0], lse[0]
+    grads = {
+        name: torch.zeros_like(t, memory_format=torch.contiguous_format)
+        for name, t in (("dq", q), ("dk", k), ("dv", v))
+    }
+    _package()._flash_attn_backward(
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        **cu,
+        **grads,
+        **_settings(call, tensors, "is_causal"),
+        deterministic=problem.deterministic,
+    )
+    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
+    return dq, dk, dv, None, None, None
+
+
+def _settings(call: Call, tensors: Tensors, causal_name: str) -> dict[str, Any]:
+    causal, left, right = _gpu.flash_band(call, tensors)
+    return {
+        "softmax_scale": call.scale,
+        causal_name: causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": call.softcap or 0.0,
+    }

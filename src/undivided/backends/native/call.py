@@ -1,0 +1,359 @@
+"""The native kernel's arguments: a call and its tensors as the flat records of its C ABI.
+
+The kernel checks nothing. Sizes, strides and ranges are validated before they come here, ranges are clamped to the
+keys, and every tensor that a record points to is kept alive until the call returns.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+from undivided.kernels import cpu, philox
+from undivided.masks.normal_form import DensePairs
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import UNREAD
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+MASK_PAIRS = 1 << 24
+"""Entries of a mask that are evaluated at once if ranges cannot express it: 16 MiB of bool."""
+
+MIN_ROWS = 32
+"""Smallest number of query rows in such a block: a panel of the widest instruction set."""
+
+_SIZE = cpu.RECORD.size
+_PACK = cpu.RECORD.pack
+# the record in three parts: tensors; ranges and pages; the optional fields, which are empty in plain problems
+_FORMAT = cpu.RECORD.format
+_RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
+_PACK_TENSORS = struct.Struct(_FORMAT[:_RANGES]).pack
+_PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_REST]).pack
+# the record's fields of absent arguments: pointers, then strides
+NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
+NO_PAGES: tuple[int, ...] = (0,) * 4
+_NO_LSE: tuple[int, ...] = (0,) * 3
+_NO_BIAS: tuple[int, ...] = (0,) * 6
+_NO_DENSE: tuple[int, ...] = (0,) * 5
+_NO_SLOPES: tuple[int, ...] = (0,) * 6
+_NO_KEYS: tuple[int, ...] = (0,) * 2
+_NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
+_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
+_EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
+_BANDS = frozenset({"causal", "window"})
+"""Masks that are one band for every sequence: the kernel computes their ranges itself, without a table."""
+_OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
+
+
+def is_plain(call: Call, tensors: Tensors) -> bool:
+    """Whether the mask is ranges only, without optional features, as in most calls: these take the shortest path."""
+    problem = call.problem
+    if problem.features & _OPTIONAL_FEATURES:
+        return False
+    return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q.device).exact
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, if its values are at its pointer; a copy if it is a negated view, or zeros without memory.
+
+    Raises:
+        InputError: its class or a mode keeps the values elsewhere (fake tensors, wrappers), or it is not on the CPU.
+    """
+    try:
+        if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
+            return tensor.resolve_neg() if tensor.is_neg() else tensor
+        if tensor._is_zerotensor():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    except (NotImplementedError, RuntimeError):  # raised if it has no pointer
+        pass
+    kind = type(tensor).__name__
+    raise InputError(
+        "a tensor of the call",
+        "lie in memory for the native kernel",
+        f"a {kind} on {tensor.device} without memory",
+        hint="it is fake, or a wrapper: call outside of the mode that made it, or unwrap it",
+    )
+
+
+def placed(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
+    """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: `in_memory` may have made
+    copies."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
+        return tensors, (q_at, k_at, v_at)
+    q, k, v = in_memory(q), in_memory(k), in_memory(v)
+    return tensors._replace(q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
+
+
+STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
+    "bshd": operator.itemgetter(0, 2, 1),
+    "sbhd": operator.itemgetter(1, 2, 0),
+    "bhsd": operator.itemgetter(0, 1, 2),
+    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
+}
+"""Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
+microsecond each."""
+
+
+def plain_record(
+    call: Call,
+    tensors: Tensors,
+    at: tuple[int, int, int],
+    out: Tensor,
+    out_strides: tuple[int, int, int],
+    lse: Tensor,
+    pages: tuple[int, ...] = NO_PAGES,
+) -> bytes:
+    """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
+    pages."""
+    # unpacked at once: asking for each field by name would take as long as the kernel's launch
+    _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = call.problem[:10]
+    q, k, v, _, _, _ = tensors
+    if not (out_at := out.data_ptr()):
+        in_memory(out)  # of fake memory, under a mode
+    of_q, of_keys = STRIDES[layout], STRIDES[layout if call.pages is None else "bshd"]
+    head = _PACK_TENSORS(
+        _SIZE,
+        DTYPES[dtype],
+        batch,
+        heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        qk_dim,
+        v_dim,
+        torch.get_num_threads(),
+        call.scale,
+        call.softcap or 0.0,
+        at[0],
+        *of_q(q.stride()),
+        at[1],
+        *of_keys(k.stride()),
+        at[2],
+        *of_keys(v.stride()),
+        out_at,
+        *out_strides,
+        *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
+    )
+    if pages is NO_PAGES and call.mask.is_full:
+        return head + _EVERY_KEY
+    return head + _PACK_RANGES(*ranges_of(call, tensors), *pages) + _NOTHING_ELSE
+
+
+def record(
+    call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float
+) -> bytes:
+    """The C record; `rest` is its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
+    problem = call.problem
+    q_b, q_h, q_s, _ = q.stride()
+    k_b, k_h, k_s, _ = k.stride()
+    v_b, v_h, v_s, _ = v.stride()
+    out_b, out_h, out_s, _ = out.stride()
+    return _PACK(
+        _SIZE,
+        DTYPES[problem.dtype],
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        q.shape[2],
+        problem.kv_len,
+        problem.qk_dim,
+        problem.v_dim,
+        torch.get_num_threads(),
+        call.scale,
+        call.softcap or 0.0,
+        q.data_ptr(),
+        q_b,
+        q_h,
+        q_s,
+        k.data_ptr(),
+        k_b,
+        k_h,
+        k_s,
+        v.data_ptr(),
+        v_b,
+        v_h,
+        v_s,
+        out.data_ptr(),
+        out_b,
+        out_h,
+        out_s,
+        *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
+        *rest,
+    )
+
+
+def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
+    """The record's fields of ranges and band. The table belongs to the normal form, which the call keeps alive."""
+    problem = call.problem
+    if call.mask.is_full:
+        return NO_RANGES
+    if problem.mask.kinds <= _BANDS:
+        return (0, 0, 2, 1, *_band(problem))
+    table = call.normal_form(tensors.q.device).table
+    return (table.data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+
+
+def _band(problem: Problem) -> tuple[int, int]:
+    """(first, last): query row i sees keys [i + first, i + last)."""
+    left, right, far = problem.mask.left, problem.mask.right, problem.q_len + problem.kv_len
+    shift = problem.kv_len - problem.q_len if problem.align == "bottom_right" else 0
+    first = shift - (far if left is None else min(left, far))
+    last = shift + 1 + (far if right is None else min(right, far))
+    return first, last
+
+
+def pages_of(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
+    if call.pages is None:
+        return None, NO_PAGES
+    # in thd the sequences' rows follow one another, as their keys do
+    table, pool = in_memory(call.pages).contiguous(), tensors.k
+    return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
+
+
+class Records:
+    """Records for all query rows or some. q, k, v, out are [B, H, S, D], lse [B, H, Sq]; k and v may be pools of
+    pages."""
+
+    def __init__(
+        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], paged: bool = False
+    ) -> None:
+        problem = call.problem
+        self.call, self.tensors = call, tensors
+        self.views = tuple([in_memory(view) for view in views])
+        self.table, self.pages = pages_of(call, tensors) if paged else (None, NO_PAGES)
+        self.sinks = self.bias = self.slopes = self.key_position = None
+        self._held: list[Tensor] = []
+        if tensors.sinks is not None:
+            self.sinks = in_memory(tensors.sinks.detach()).float().contiguous()
+        if tensors.bias is not None:
+            bias = in_memory(tensors.bias.detach())
+            bias = bias if bias.dtype in DTYPES else bias.float()
+            self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        if tensors.alibi_slopes is not None:
+            self.slopes, self.row_position = _alibi(call, tensors)
+        if tensors.alibi_slopes is not None or call.dropout_p:
+            self.key_position = call.normal_form(tensors.q.device).kv_position.contiguous()
+        if call.dropout_p:
+            normal = call.normal_form(tensors.q.device)
+            self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
+
+    def slices(self) -> list[slice]:
+        """The rows of each call: all at once, unless the mask has to be evaluated in blocks."""
+        problem = self.call.problem
+        whole = [slice(0, problem.q_len)]
+        if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
+            return whole
+        extras = self.call.normal_form(self.tensors.q.device).extras
+        if not extras or self._stored_mask() is not None:
+            return whole
+        step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
+        return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
+
+    def _stored_mask(self) -> Tensor | None:
+        """The boolean tensor, if it is the only part of the mask besides the ranges."""
+        extras = self.call.normal_form(self.tensors.q.device).extras
+        if len(extras) == 1 and isinstance(extras[0], DensePairs):
+            return extras[0].tensor
+        return None
+
+    def record(self, rows: slice) -> bytes:
+        """The record for these rows. What it points to stays alive until the next record is made."""
+        call, tensors = self.call, self.tensors
+        q, k, v, out, lse = self.views
+        q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
+        bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
+        if self.bias is not None:
+            some = self.bias[:, :, rows]
+            bias = (some.data_ptr(), DTYPES[some.dtype], *some.stride())
+        if self.slopes is not None:
+            slope, at = self.slopes[:, :, rows], self.row_position[:, rows]
+            slopes = (slope.data_ptr(), *slope.stride(), at.data_ptr(), batch_stride(at))
+        if self.key_position is not None:
+            keys = (self.key_position.data_ptr(), batch_stride(self.key_position))
+        if call.dropout_p:
+            dropout = self._dropout(rows)
+        sinks = 0 if self.sinks is None else self.sinks.data_ptr()
+        masked = self._ranges(rows), self._dense(rows)
+        return record(
+            call,
+            tensors,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *masked[0],
+            *self.pages,
+            sinks,
+            *bias,
+            *masked[1],
+            *slopes,
+            *keys,
+            *dropout,
+        )
+
+    def _ranges(self, rows: slice) -> tuple[int, ...]:
+        if (rows.start, rows.stop) == (0, self.call.problem.q_len):
+            return ranges_of(self.call, self.tensors)
+        table = self.call.normal_form(self.tensors.q.device).table
+        return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+
+    def _dense(self, rows: slice) -> tuple[int, ...]:
+        problem = self.call.problem
+        if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
+            return _NO_DENSE
+        normal = self.call.normal_form(self.tensors.q.device)
+        if normal.exact:
+            return _NO_DENSE
+        dense, everything = self._stored_mask(), slice(None)
+        if dense is None:
+            dense = normal.allowed(everything, rows, slice(0, problem.kv_len), everything)
+        elif dense.shape[2] > 1:
+            dense = dense[:, :, rows]
+        dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
+        self._held = [in_memory(dense)]
+        return (dense.data_ptr(), *dense.stride())
+
+    def _dropout(self, rows: slice) -> tuple[float, ...]:
+        """The record's fields from `dropout` on."""
+        p, position, sequence = self.call.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
+        assert self.call.dropout_seed is not None
+        return (
+            philox.threshold(p),
+            int(self.call.dropout_seed),
+            philox.survivor_scale(p),
+            position.data_ptr(),
+            batch_stride(position),
+            sequence.data_ptr(),
+            batch_stride(sequence),
+            self.call.normal_form(self.tensors.q.device).first_head,
+        )
+
+
+def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """The slope of every row [B, H, Sq], and i' + d of every row [B|1, Sq]."""
+    problem = call.problem
+    assert tensors.alibi_slopes is not None
+    normal = call.normal_form(tensors.q.device)
+    slopes = in_memory(tensors.alibi_slopes.detach()).float()
+    if slopes.dim() == 1:
+        of_rows = slopes[None, :, None]
+    else:
+        of_rows = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
+    of_rows = of_rows.expand(problem.batch, problem.heads, problem.q_len)
+    return of_rows, (normal.q_position + normal.shift).contiguous()
+
+
+def batch_stride(table: Tensor) -> int:
+    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
+    return table.stride(0) if table.shape[0] > 1 else 0

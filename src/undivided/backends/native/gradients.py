@@ -1,0 +1,224 @@
+"""The native kernel's backward: what its second record says, and the sums that the kernel leaves to us.
+
+The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for
+a bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another:
+the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+
+On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit
+(rows of V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it
+does where documents' gradients are not finite: then everything is computed once more pair by pair, so that NaN stays in
+its document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends._base import Gradients
+from undivided.backends.native.call import DTYPES, STRIDES, Records, in_memory, is_plain, placed, plain_record
+from undivided.kernels import cpu
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+_PACK = cpu.GRADIENT_RECORD.pack
+_SIZE = cpu.GRADIENT_RECORD.size
+_NOTHING: tuple[int, ...] = (0,) * 4
+_NO_BIAS: tuple[int, ...] = (0,) * 5
+
+
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    """Gradients from (out, lse); see `Backend.backward`."""
+    layout = call.problem.layout
+    library = cpu.load()
+    assert isinstance(library, cpu.Library)
+    (tensors, at), grad_out = placed(tensors), in_memory(grad_out)
+    out, lse = _unit_last(in_memory(result.out)), _unit_last(in_memory(result.lse))
+    grad_lse = None if grad_lse is None else in_memory(grad_lse)
+    if call.pages is None and is_plain(call, tensors):
+        given = plain_record(call, tensors, at, out, STRIDES[layout](out.stride()), lse)
+        return _plain(library, call, tensors, given, grad_out, grad_lse)
+    records = Records(
+        call,
+        tensors,
+        (*tensors.without_pages(call.pages, layout).heads_first(layout), _layout.heads_first(out, layout), lse),
+    )
+    slices = records.slices()
+    attempt: int | None = 0
+    while attempt is not None:
+        gradients = _Gradients(call, tensors, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt)
+        for rows in slices:
+            following = library.backward(records.record(rows), gradients.record(rows), attempt)
+            if following is not None:
+                break
+        attempt = following
+    return gradients.finish()
+
+
+def _plain(
+    library: cpu.Library, call: Call, tensors: Tensors, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """The gradients of q, k and v alone, whole and at once."""
+    problem = call.problem
+    grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
+    lse = None if grad_lse is None else _unit_last(grad_lse.float())
+    inputs = (tensors.q, tensors.k, tensors.v)
+    found = [_like(x, False) if n else None for x, n in zip(inputs, call.needs, strict=False)]
+    strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
+    of_grad = (grad.data_ptr(), *strides(grad.stride()))
+    places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
+    attempt: int | None = 0
+    while attempt is not None:
+        attempt = library.backward(given, _record(problem, dtype, False, attempt, of_grad, lse, places), attempt)
+    return [*found, None, None, None]
+
+
+def _record(
+    problem: Problem,
+    dtype: int,
+    in_parts: bool,
+    attempt: int,
+    grad: tuple[int, ...],
+    lse: Tensor | None,
+    places: Sequence[tuple[int, ...]],
+    rows: tuple[int, int] = (0, 0),
+    bias: tuple[int, ...] = _NO_BIAS,
+) -> bytes:
+    """The C record. grad, places of dq, dk, dv: `_place`; rows: where sinks and slopes go."""
+    return _PACK(
+        _SIZE,
+        dtype,
+        in_parts,
+        attempt,
+        *grad,
+        *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        *places[0],
+        *places[1],
+        *places[2],
+        *rows,
+        problem.heads * problem.q_len,
+        problem.q_len,
+        *bias,
+    )
+
+
+def _place(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
+    """A record's fields of a tensor: where it lies, strides of batch, head and token."""
+    return _NOTHING if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
+
+
+def _unit_last(tensor: Tensor) -> Tensor:
+    """Itself where its last axis has stride 1, as the kernel takes it."""
+    if tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
+
+
+class _Gradients:
+    """The results, the buffers that the kernel fills, and the records that point to them."""
+
+    def __init__(
+        self, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool, attempt: int
+    ) -> None:
+        problem = call.problem
+        self._call, self._tensors, self._in_parts, self._attempt = call, tensors, in_parts, attempt
+        self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
+        self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
+        needs, layout = call.needs, problem.layout
+        inputs = (tensors.q, tensors.k, tensors.v)
+        self._qkv = [_like(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
+        self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
+        rows = (problem.batch, problem.heads, problem.q_len)
+        self._sinks = torch.zeros(rows, device=grad_out.device) if needs[4] else None
+        self._slopes = torch.zeros(rows, device=grad_out.device) if needs[5] else None
+        self._bias = self._bias_buffer() if needs[3] else None
+
+    def _bias_buffer(self) -> Tensor:
+        """fp32 sums: [B, H, Sq, 1] for a bias without a key axis, [B, H, 1, Sk] without a row axis, else the bias's
+        shape."""
+        problem, bias = self._call.problem, self._tensors.bias
+        assert bias is not None
+        if bias.shape[3] == 1:
+            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1, device=bias.device)
+        if bias.shape[2] == 1:
+            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len, device=bias.device)
+        return torch.zeros(bias.shape, device=bias.device)
+
+    def record(self, rows: slice) -> bytes:
+        """The record for these rows."""
+        dq, dk, dv = self._views
+        lse = self._grad_lse
+        bias = _NO_BIAS
+        sinks, slopes = (0 if x is None else x[:, :, rows].data_ptr() for x in (self._sinks, self._slopes))
+        if self._bias is not None:
+            part = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
+            strides = (
+                stride if size > 1 else 0 for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
+            )
+            bias = (part.data_ptr(), *strides)
+        return _record(
+            self._call.problem,
+            DTYPES[torch.float32 if self._in_parts else self._call.problem.dtype],
+            self._in_parts,
+            self._attempt,
+            _place(self._grad_out[:, :, rows]),
+            None if lse is None else lse[:, :, rows],
+            (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)),
+            (sinks, slopes),
+            bias,
+        )
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients in the order, shapes and dtypes of the inputs."""
+        tensors = self._tensors
+        found: list[Tensor | None] = [None if x is None else x.to(self._call.problem.dtype) for x in self._qkv]
+        bias = sinks = slopes = None
+        if self._bias is not None:
+            assert tensors.bias is not None
+            bias = _summed_to(self._bias, tensors.bias.shape)
+        if self._sinks is not None:
+            sinks = _summed_to(self._sinks, (1, self._call.problem.heads, 1)).flatten()
+        if self._slopes is not None:
+            slopes = self._sum_of_slopes(self._slopes)
+        for given, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
+            found.append(None if x is None or given is None else x.to(given.dtype))
+        return found
+
+    def _sum_of_slopes(self, rows: Tensor) -> Tensor:
+        slopes = self._tensors.alibi_slopes
+        assert slopes is not None
+        if slopes.dim() == 1:
+            return _summed_to(rows, (1, self._call.problem.heads, 1)).flatten()
+        if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
+            return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
+        sequence = self._call.normal_form(self._tensors.q.device).q_sequence.clamp(0, slopes.shape[0] - 1).long()
+        return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
+
+
+def _like(tensor: Tensor, in_parts: bool) -> Tensor:
+    """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added
+    to."""
+    if in_parts:
+        return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+    gradient = torch.empty_like(tensor)
+    if tensor.is_contiguous():
+        return gradient
+    unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
+    return gradient if unit else tensor.new_empty(tensor.shape)
+
+
+def _summed_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The sum over the axes that are 1 in `shape`, in an order that does not depend on threads."""
+    over = [axis for axis, size in enumerate(shape) if size == 1 and tensor.shape[axis] != 1]
+    if not over:
+        return tensor
+    kept = [axis for axis in range(tensor.dim()) if axis not in over]
+    flat = tensor.permute(*kept, *over).flatten(len(kept))
+    if flat.shape[-1] == 0:
+        return tensor.new_zeros(shape)
+    return flat.cumsum(-1, dtype=torch.float64)[..., -1].float().reshape(shape)

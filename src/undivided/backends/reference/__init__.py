@@ -1,0 +1,397 @@
+"""The reference: attention in readable PyTorch. It is the specification; every other backend matches it or refuses.
+
+`scores` and `attend` are the whole of the semantics for one block of query rows, as plain differentiable operations.
+Forward, backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to,
+so that memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by
+block.
+
+Legend: B batch, H query heads, N key/value heads, R query rows of the block, K keys of the block, D head size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.tensors import readable
+from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
+from undivided.backends.reference.block import Block, distance, document_ends, hide, must_part, row_slopes
+from undivided.backends.reference.block_gradients import Accumulators, gradients_of, leaves_of
+from undivided.kernels import philox
+from undivided.machine import Machine
+from undivided.masks.normal_form import NormalForm
+from undivided.request.call import Call
+from undivided.request.checks import DTYPES
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype, sink_factor
+
+SCORES_PER_BLOCK = 1 << 22
+"""Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level
+cache."""
+
+FEWEST_ROWS = 16
+"""Below this many query rows a block, split the heads rather than the rows."""
+
+MOST_ROWS = 256
+"""Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
+
+
+class Scores(NamedTuple):
+    """One block before its softmax.
+
+    score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have. allowed: the pairs, [B|1, H|1, R, K]; None
+        for all.
+    """
+
+    score: Tensor
+    v: Tensor
+    some_row: Tensor | None
+    allowed: Tensor | None
+
+
+def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> Scores:
+    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; parts as `_slices` gives them."""
+    q, k, v, bias, _, slopes = parts
+    assert q is not None and k is not None and v is not None
+    some_row = None
+    allowed = _allowed(block, call, tensors, bias)
+    if allowed is not None:
+        q, k, v, some_row = hide(allowed, q, k, v)
+    score = _grouped_matmul(q, k.transpose(-1, -2)) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    if slopes is not None:
+        score = score - slopes * distance(block, call.normal_form(tensors.q.device)).to(score.dtype)
+    if bias is not None:
+        score = score + bias
+    if allowed is not None:
+        score = score.masked_fill(~allowed, -torch.inf)
+    return Scores(score, v, some_row, allowed)
+
+
+def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, the specification.
+
+    ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0
+    and -inf, whatever their (unspecified) contents.
+    """
+    score, v, some_row, allowed = scores(block, call, tensors, parts)
+    lse, weights = _softmax(score)
+    if (
+        allowed is not None
+    ):  # where a row's total is NaN they are, and would be in the gradients of keys that it does not see
+        weights = weights.masked_fill(~allowed, 0.0)
+    sinks = parts[4]
+    if sinks is not None:
+        weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
+    if call.dropout_p > 0:
+        kept = _kept(block, call, tensors)
+        weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(call.dropout_p)
+    out = _grouped_matmul(weights, v)
+    # a row without a key is 0 already: selected once more, so that whatever gradient comes back for it ends here
+    return out if some_row is None else torch.where(some_row, out, 0.0), lse
+
+
+def score_blocks(call: Call, tensors: Tensors) -> Iterator[tuple[Block, Tensor]]:
+    """The masked scores, a block at a time: for what looks at scores and not at outputs."""
+    tensors = tensors.without_pages(call.pages, call.problem.layout)
+    for block in _blocks(call, tensors):
+        yield block, scores(block, call, tensors, _slices(block, call, tensors)).score
+
+
+def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
+    """(lse, weights) over the last axis; a row of -inf gives lse -inf and weights 0, with zero gradients."""
+    if score.shape[-1] == 0:
+        return score.new_full(score.shape[:-1], -torch.inf), score
+    largest = score.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    exponential = torch.exp(score - largest)
+    total = exponential.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
+    return lse, exponential / total
+
+
+def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """[B, H, R, X] @ [B, N, X, Y]: each of the N right heads serves H / N left heads, and is never expanded."""
+    batch, heads, rows, inner = left.shape
+    kv_heads = right.shape[1]
+    grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (grouped @ right).reshape(batch, heads, rows, right.shape[-1])
+
+
+def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) -> Tensor | None:
+    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None where every pair is. A bias of -inf counts as masked."""
+    allowed = None
+    if not call.mask.is_full:
+        normal = call.normal_form(tensors.q.device)
+        if not block.is_covered(normal):
+            allowed = block.allowed(normal)
+    if bias is not None:
+        finite = bias.detach() != -torch.inf
+        allowed = finite if allowed is None else allowed & finite
+        return allowed.expand(
+            *allowed.shape[:2], block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+        )
+    return allowed
+
+
+def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
+    """Which weights survive dropout, bool [B, H, R, K]."""
+    normal = call.normal_form(tensors.q.device)
+    assert call.dropout_seed is not None
+    heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
+    return philox.keep(
+        call.dropout_seed,
+        block.of_rows(normal.q_sequence)[:, None, :, None],
+        heads[None, :, None, None],
+        block.of_rows(normal.q_position)[:, None, :, None],
+        block.of_keys(normal.kv_position)[:, None, None, :],
+        call.dropout_p,
+    )
+
+
+def _blocks(
+    call: Call, tensors: Tensors, of_rows: Sequence[Tensor] = (), of_keys: Sequence[Tensor] = ()
+) -> Iterator[Block]:
+    """All blocks, in order. Together their (batch, head, row) triples are every triple once.
+
+    of_rows, of_keys: what a block multiplies besides q, k and v, [B, H, Sq, D] and [B, N, Sk, D].
+    """
+    problem = call.problem
+    normal = None if call.mask.is_full else call.normal_form(tensors.q.device)
+    batches = problem.batch
+    apart = normal is not None and must_part(call, tensors, normal, of_rows, of_keys)
+    if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+        batches = 1
+    for b in range(0, problem.batch, max(batches, 1)):
+        batch = slice(b, b + batches)
+        # a row of scores is as long as the keys that its block needs: heads are split only where that is too long
+        group = problem.heads // problem.kv_heads
+        heads = _heads_per_block(problem, normal, batch)
+        for n in range(0, problem.kv_heads, heads):
+            kv_heads = slice(n, min(n + heads, problem.kv_heads))
+            most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
+            for rows, keys in _row_blocks(problem, normal, batch, most, apart):
+                yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
+
+
+def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
+    """How many key/value heads fit with the fewest rows; each alone costs a loop of its own."""
+    width: int = 1
+    for start in range(0, problem.q_len, MOST_ROWS):
+        keys = _keys(normal, problem, batch, slice(start, min(start + FEWEST_ROWS, problem.q_len)))
+        width = max(width, int(keys.stop) - int(keys.start))
+    per_head = width * FEWEST_ROWS * (problem.heads // problem.kv_heads) * int(batch.stop - batch.start)
+    return min(max(SCORES_PER_BLOCK // per_head, 1), problem.kv_heads)
+
+
+def _row_blocks(
+    problem: Problem, normal: NormalForm | None, batch: slice, most: int, apart: bool
+) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows, or of one document."""
+    ends = document_ends(normal, batch) if normal is not None and apart else [problem.q_len]
+    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS)
+    while start < problem.q_len:
+        end = ends[bisect.bisect_right(ends, start)]
+        rows = slice(start, min(start + size, end))
+        keys = _keys(normal, problem, batch, rows)
+        pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
+        if pairs > most and rows.stop - rows.start > FEWEST_ROWS:
+            size = max(most // (keys.stop - keys.start), FEWEST_ROWS)
+            rows = slice(start, min(start + size, end))
+            keys = _keys(normal, problem, batch, rows)
+        yield rows, keys
+        start = rows.stop
+
+
+def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
+    """The keys that these rows need. All of them where asking would wait for a device, or a mode traces values."""
+    if normal is None or not readable(normal.ranges):
+        return slice(0, problem.kv_len)
+    return slice(*normal.hull(batch, rows))
+
+
+def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
+    """The block of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
+    [B|1, H|1, R|1, K|1], sinks [H], slopes [B|1, H, R|1, 1]."""
+    problem = call.problem
+    precision = lse_dtype(problem.dtype)
+    q, k, v = tensors.heads_first(call.problem.layout)
+    slopes = tensors.alibi_slopes
+    normal = call.normal_form(tensors.q.device) if slopes is not None and slopes.dim() == 2 else None
+    parts: list[Tensor | None] = [
+        q[block.batch, block.heads, block.rows],
+        k[block.batch, block.kv_heads, block.keys],
+        v[block.batch, block.kv_heads, block.keys],
+        None if tensors.bias is None else block.of_pairs(tensors.bias),
+        None if tensors.sinks is None else tensors.sinks[block.heads],
+        None if slopes is None else row_slopes(slopes, block, normal),
+    ]
+    return [None if part is None else part.to(precision) for part in parts]
+
+
+def composite(call: Call, tensors: Tensors) -> Result:
+    """The reference as differentiable tensor operations throughout: for forward mode, vmap and higher derivatives."""
+    problem = call.problem
+    tensors = tensors.without_pages(call.pages, problem.layout)
+    blocks = list(_blocks(call, tensors))
+    if not blocks:
+        return _empty_result(call, tensors).in_layout(problem.layout)
+    parts = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
+    # blocks come ordered by batch, then heads, then rows: concatenate inside out
+    for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
+        parts, blocks = _concatenate(parts, blocks, axis, start)
+    out, lse = parts[0]
+    return Result(_layout.from_heads_first(out.to(problem.dtype), problem.layout), lse)
+
+
+def _concatenate(
+    parts: list[tuple[Tensor, Tensor]], blocks: list[Block], axis: int, name: str
+) -> tuple[list[tuple[Tensor, Tensor]], list[Block]]:
+    """Join neighbours along one axis; a block that starts at 0 along it begins a new group."""
+    joined: list[list[tuple[Tensor, Tensor]]] = []
+    firsts = []
+    for part, block in zip(parts, blocks, strict=True):
+        if getattr(block, name).start == 0:
+            joined.append([])
+            firsts.append(block)
+        joined[-1].append(part)
+    return [(torch.cat([p[0] for p in g], axis), torch.cat([p[1] for p in g], axis)) for g in joined], firsts
+
+
+def _empty_result(call: Call, tensors: Tensors) -> Result:
+    problem = call.problem
+    shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
+    out = _layout.empty(problem.layout, shape, tensors.q, zero=True)
+    lse = torch.full(
+        (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
+    )
+    return Result(out, lse)
+
+
+class Reference(Backend):
+    """PyTorch operations, blockwise; runs every problem."""
+
+    name = "reference"
+    family = "math"
+    summary = "readable PyTorch, blockwise; the specification"
+    limits = Limits(
+        devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
+        dtypes=frozenset(DTYPES),
+        masks=ANY_PART,
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=ALL_FEATURES,
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """Last."""
+        return 100
+
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """Blocks of query rows, each written where it belongs."""
+        problem = call.problem
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        result = _empty_result(call, tensors)
+        out_BHSD = result.out.transpose(1, 2)
+        for block in _blocks(call, tensors):
+            out, lse = attend(block, call, tensors, _slices(block, call, tensors))
+            out_BHSD[block.batch, block.heads, block.rows] = out.to(problem.dtype)
+            result.lse[block.batch, block.heads, block.rows] = lse
+        return result.in_layout(problem.layout)
+
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
+        problem = call.problem
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        sums = Accumulators(call, tensors)
+        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
+        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        for block in _blocks(call, tensors, [grad_out_BHSD]):
+            with torch.enable_grad():
+                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                out, lse = attend(block, call, tensors, leaves)
+            where = (block.batch, block.heads, block.rows)
+            outputs, grads = [out], [grad_out_BHSD[where].to(out.dtype)]
+            if grad_lse is not None:
+                outputs.append(lse)
+                grads.append(grad_lse[where].to(lse.dtype))
+            if "partial" in problem.features:
+                whole = Result(out_BHSD[where].to(out.dtype), result.lse[where].to(lse.dtype))
+                outputs, grads = [out, lse], _of_part(Result(out, lse), whole, grads)
+            sums.add(block, gradients_of(outputs, grads, leaves))
+        return sums.finish()
+
+    def double_backward(
+        self,
+        call: Call,
+        tensors: Tensors,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        grad_gradients: Sequence[Tensor | None],
+    ) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The derivative of `backward` along grad_gradients: for the inputs, for grad_out and for grad_lse."""
+        problem = call.problem
+        precision = lse_dtype(problem.dtype)
+        tensors = tensors.without_pages(call.pages, problem.layout)
+        sums = Accumulators(call, tensors)
+        outer = Tensors._make(
+            g if g is not None else None if t is None else torch.zeros_like(t)
+            for g, t in zip(grad_gradients, tensors, strict=True)
+        )
+        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
+        for_grad_out = torch.zeros_like(grad_out, dtype=precision)
+        for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
+        outer_q, *outer_kv = outer.heads_first(problem.layout)
+        for block in _blocks(call, tensors, [grad_out_BHSD, outer_q], outer_kv):
+            where = (block.batch, block.heads, block.rows)
+            with torch.enable_grad():
+                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                out, lse = attend(block, call, tensors, leaves)
+                grads = [grad_out_BHSD[where].to(precision).requires_grad_()]
+                outputs = [out]
+                if grad_lse is not None:
+                    outputs.append(lse)
+                    grads.append(grad_lse[where].detach().clone().requires_grad_())
+                inner = gradients_of(outputs, grads, leaves, create_graph=True)
+            pairs = [
+                (g, o)
+                for g, o in zip(inner, _slices(block, call, outer), strict=True)
+                if g is not None and g.requires_grad and o is not None
+            ]
+            found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            sums.add(block, found[: len(leaves)])
+            _layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
+            if for_grad_lse is not None:
+                for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
+        return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
+
+
+def _of_part(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a part's (out, lse) from those of the whole that it was merged into; out is [B, H, R, Dv].
+
+    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
+    lse)``.
+    """
+    empty = part.lse == -torch.inf
+    share = torch.exp(part.lse.detach() - whole.lse).masked_fill(empty, 0.0)
+    along = (grads[0] * (part.out.detach() - whole.out)).sum(-1)
+    for_lse = along if len(grads) == 1 else along + grads[1]
+    return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
+
+
+def _or_zero(tensor: Tensor | None) -> Tensor | float:
+    return 0.0 if tensor is None else tensor
+
+
+BACKEND = Reference()

@@ -1,0 +1,81 @@
+"""Derivatives of `attend` by automatic differentiation, block by block, and their sums over blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends.reference.block import Block
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+from undivided.request.result import lse_dtype
+
+
+def leaves_of(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Detached copies of what is there, of which those that are needed record."""
+    return [None if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
+) -> list[Tensor | None]:
+    """torch.autograd.grad that passes over leaves that are None, need no gradient, or are not reached."""
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if not wanted or not reached:
+        return [None] * len(leaves)
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
+        )
+    )
+    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+
+class Accumulators:
+    """Gradients of (q, k, v, bias, sinks, alibi_slopes) being summed over blocks, in the precision of the softmax."""
+
+    def __init__(self, call: Call, tensors: Tensors) -> None:
+        problem = call.problem
+        self._call, self._tensors = call, tensors
+        precision = lse_dtype(problem.dtype)
+        self._sums = [
+            torch.zeros(t.shape, dtype=precision, device=t.device) if t is not None and needed else None
+            for t, needed in zip(tensors, call.needs, strict=True)
+        ]
+
+    def add(self, block: Block, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one block, shaped as the reference slices the inputs."""
+        for i, gradient in enumerate(gradients):
+            total = self._sums[i]
+            if gradient is None or total is None:
+                continue
+            if i < 3:
+                heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
+                _layout.heads_first(total, self._call.problem.layout)[block.batch, heads, span] += gradient
+            elif i == 3:
+                block.of_pairs(total).add_(gradient)
+            elif i == 4:
+                total[block.heads] += gradient
+            else:
+                self._add_slopes(total, block, gradient)
+
+    def _add_slopes(self, total: Tensor, block: Block, gradient: Tensor) -> None:
+        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `row_slopes`."""
+        if total.dim() == 1:
+            total[block.heads] += gradient.sum((0, 2, 3))
+            return
+        normal = self._call.normal_form(self._tensors.q.device)
+        sequence = block.of_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
+        rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
+        total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+
+    def finish(self) -> list[Tensor | None]:
+        """In the dtypes of the inputs."""
+        return [
+            None if total is None or t is None else total.to(t.dtype)
+            for total, t in zip(self._sums, self._tensors, strict=True)
+        ]

@@ -1,0 +1,225 @@
+"""`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), the one that takes fp32, old GPUs and a bias.
+
+Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu,
+attention_backward.cu) and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2
+(bottom-right). Packed documents are in `_torch_efficient_packed`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends.torch_efficient.packed import LSE_ROWS, MOST_DOCUMENTS, Packing
+from undivided.machine import Machine
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype
+
+OPS = torch.ops.aten
+
+_NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
+_OFFSETS = 1 << 31  # elements: kernel_forward.h multiplies a key's number by the row stride in 32 bits
+_BIAS_ROW = (
+    16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
+)
+
+
+class TorchEfficient(Backend):
+    """The memory-efficient CUTLASS kernel of PyTorch."""
+
+    name = "torch_efficient"
+    family = "efficient"
+    summary = "PyTorch's memory-efficient kernel: fp32, old GPUs, packed documents, bias and its gradient"
+    how_to_get = "part of PyTorch's CUDA builds: https://pytorch.org/get-started"
+    limits = Limits(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        masks=frozenset({"causal", "documents"}),
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset({"backward", "bias", "bias_grad", "lse", "value_dim"}),
+        compute_capability=((5, 0), (12, 1)),
+        packages=(("torch", (2, 5), None),),
+        notes={
+            "dropout": "it draws its own pattern",
+            "gqa": "its kernel has one key/value head a query head, and K and V are not copied to match",
+            "lse_grad": "PyTorch's operator returns lse as a constant",
+            "padded": "its documents follow one another without gaps",
+            "window": "its backward knows a causal window in top-left alignment only",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """By the table in `_gpu`."""
+        return _gpu.rank(self.name, machine)
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """No GPU, no package, or neither."""
+        return _gpu.no_gpu(machine) or super().unavailable(machine)
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The limits, then what they cannot say."""
+        reasons = limit_reasons(self.limits, problem, machine)
+        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        reasons += _alignment_reasons(problem, machine) + _size_reasons(problem)
+        capability = machine.compute_capability
+        if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
+            reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
+        if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
+            reasons.append(
+                "bottom-right alignment with more queries than keys (the kernel's diagonal begins "
+                "at a key, or masks nothing)"
+            )
+        if "bias" in problem.features and problem.bias_dtype != problem.dtype:
+            bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
+            reasons.append(f"a {bias} bias with {q} operands (the kernel rounds the bias to the dtype of q)")
+        if "bias" in problem.features and problem.documents is not None:
+            reasons.append("a bias with packed documents (PyTorch's operator takes one or the other)")
+        return reasons
+
+    def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
+        """Padding to the longest document costs memory where that may be all tokens."""
+        if problem.documents is not None and problem.documents[1] is None:
+            return (
+                "pads what it keeps of every document to the longest, whose length only the GPU knows "
+                "(masks.documents(..., max_q=, max_kv=) says it)"
+            )
+        return None
+
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """Attention by ``aten::_efficient_attention_forward``."""
+        problem = call.problem
+        q, k, v = _views(call, tensors)
+        packing = Packing.of(call, tensors)
+        cu_seqlens = (None,) * 4 if packing is None else packing[:4]
+        out, lse, *_ = OPS._efficient_attention_forward(
+            q,
+            k,
+            v,
+            _bias(call, tensors),
+            *cu_seqlens,
+            0.0,
+            _mask_type(problem),
+            compute_log_sumexp=True,
+            scale=call.scale,
+        )
+        if packing is not None:
+            lse = packing.gather(lse, problem.q_len)
+            return Result(*_gpu.settle(out, lse, call.normal_form(tensors.q.device))).in_layout(problem.layout)
+        out, lse = _gpu.settle(out, lse[..., : problem.q_len], None)
+        if "bias" in problem.features and "lse" in problem.features:
+            # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
+            out, lse = _gpu.blank(out, lse, _gpu.closed_rows(call, tensors))
+        return Result(out, lse).in_layout(problem.layout)
+
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients by ``aten::_efficient_attention_backward``."""
+        problem = call.problem
+        q, k, v = _views(call, tensors)
+        packing = Packing.of(call, tensors)
+        cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
+        lse = _gpu.for_kernel(result.lse)
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
+        wants_bias = "bias_grad" in problem.features
+        # one block writes each dq where keys are not split: the order of the sums is fixed
+        one_split = problem.deterministic or (packing is not None and packing.one_split)
+        dq, dk, dv, dbias = OPS._efficient_attention_backward(
+            _layout.canonical(grad_out, problem.layout),
+            q,
+            k,
+            v,
+            _bias(call, tensors),
+            _layout.canonical(result.out, problem.layout).contiguous(),
+            *cu_seqlens,
+            _padded(lse) if packing is None else packing.scatter(lse),
+            0.0,
+            seed,
+            seed,
+            _mask_type(problem),
+            wants_bias,
+            scale=call.scale,
+            num_splits_key=1 if one_split else None,
+        )
+        if packing is not None:  # not written: rows without keys, tokens after the last document
+            dq = _gpu.clear_rows_(dq, call.normal_form(tensors.q.device))
+            dk, dv = (_gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
+        grads = [_layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
+        return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None
+
+
+def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """The multiple that both head sizes must have: what 128-bit loads need (`minimum_gemm_alignment`)."""
+    capability = machine.compute_capability or (8, 0)
+    half = problem.dtype in _gpu.HALF
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
+    multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
+    sizes = {"head_dim": problem.qk_dim} | ({"value_dim": problem.v_dim} if "value_dim" in problem.features else {})
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return [
+        f"{name}={size} (must be a multiple of {multiple} in {dtype})"
+        for name, size in sizes.items()
+        if size % multiple
+    ]
+
+
+def _size_reasons(problem: Problem) -> list[str]:
+    """What the kernel's grid and offsets have room for. PyTorch's public function cuts larger batches; this does
+    not."""
+    documents = (problem.documents or (0,))[0]
+    heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
+    most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
+    keys = _gpu.longest(problem)[1]
+    sizes = (
+        ("batch", problem.batch, 65535),
+        ("heads", problem.heads, 65535),
+        ("documents", documents, MOST_DOCUMENTS),
+        ("key length", keys, most_keys),
+    )
+    return [f"{name}={size} (max {most})" for name, size, most in sizes if size > most]
+
+
+def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
+    """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit
+    offsets."""
+    problem = call.problem
+    q, k, v = (_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    keys = _gpu.longest(problem)[1]
+    return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
+
+
+def _mask_type(problem: Problem) -> int:
+    if "causal" not in problem.mask.kinds:
+        return _NO_MASK
+    return _BOTTOM_RIGHT if problem.align == "bottom_right" else _TOP_LEFT
+
+
+def _bias(call: Call, tensors: Tensors) -> Tensor | None:
+    """The bias as [B, H, Sq, Sk] in the dtype of q, its rows aligned; broadcast axes stay strides of 0."""
+    problem = call.problem
+    if tensors.bias is None:
+        return None
+    bias = tensors.bias.to(tensors.q.dtype).expand(*tensors.bias.shape[:3], problem.kv_len)
+    if bias.stride(3) != 1 or any(bias.stride(axis) % _BIAS_ROW for axis in range(3)):
+        room = torch.nn.functional.pad(bias, (0, -problem.kv_len % _BIAS_ROW))
+        bias = room[..., : problem.kv_len]
+    return bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+
+
+def _padded(lse_BHS: Tensor) -> Tensor:
+    """With room to a multiple of 32 rows, as the forward wrote it: the backward loads it in vectors."""
+    return torch.nn.functional.pad(lse_BHS, (0, -lse_BHS.shape[-1] % LSE_ROWS), value=torch.inf)
+
+
+def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:
+    """The gradient of the expanded bias, summed over its broadcast axes in at least fp32."""
+    assert bias is not None
+    return grad.to(lse_dtype(grad.dtype)).sum_to_size(bias.shape).to(bias.dtype)
+
+
+BACKEND = TorchEfficient()

@@ -1,0 +1,309 @@
+"""PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `_torch_flash_cuda`.
+
+The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive
+mask and nothing else. It is given what it is exact for:
+
+- no mask, or a top-left causal one: one call;
+- packed documents and padded batches: one call a sequence, cut out by strides, so that no padding is read or computed;
+- any other mask, bias or ALiBi: blocks of query rows, each against the keys its rows may attend to, with a mask of that
+  block alone, so that memory stays O(S * block) and a window costs what it allows.
+
+It multiplies what it masks (0 * NaN = NaN), reports lse = 0 for rows without keys, and has no gradient for its mask or
+through its lse; the first two are repaired here, for the others it refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
+from undivided.backends.reference.block import Block, distance, hide, row_slopes
+from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.machine import Machine
+from undivided.masks import Mask
+from undivided.request.call import Call
+from undivided.request.checks import DTYPES
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype
+
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+ROWS = 256
+"""Query rows of a masked block: the kernel's own largest split, so that a block fills one of its tiles."""
+
+
+MASK_ENTRIES = 1 << 22
+"""Entries of a dense mask handed to one call (16 MiB in fp32). Where no part of the mask is a band, fewer rows save
+nothing."""
+
+_ANYWHERE = {"dense", "predicate"}
+"""Kinds of mask whose keys may lie anywhere, so that a block of few rows needs as many keys as one of many."""
+
+
+class KernelCall(NamedTuple):
+    """One call of the kernel: which queries and keys, and how they are masked."""
+
+    block: Block
+    causal: bool
+    masked: bool
+
+
+class TorchFlash(Backend):
+    """PyTorch's flash kernels: exact softmax in one pass, no score matrix."""
+
+    name = "torch_flash"
+    family = "flash"
+    summary = "PyTorch's fused CPU kernel, and its FlashAttention-2 on CUDA"
+    limits = Limits(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset(DTYPES),
+        masks=ANY_PART,
+        alignments=frozenset({"top_left", "bottom_right"}),
+        features=frozenset({"backward", "bias", "alibi", "gqa", "lse", "flipped", "partial"}),
+        notes={
+            "dropout": "PyTorch's CPU kernel has none",
+            "lse_grad": "its backward has no term for it",
+            "bias_grad": "its mask has no gradient",
+            "alibi_grad": "its mask has no gradient",
+            "value_dim": "one head size for q, k and v",
+        },
+    )
+
+    def rank(self, problem: Problem, machine: Machine) -> float:
+        """On the CPU after our own kernel, before the reference."""
+        return _torch_flash_cuda.rank(problem, machine) if problem.device == "cuda" else 20
+
+    def unavailable(self, machine: Machine) -> str | None:
+        """Every PyTorch has it."""
+        return None
+
+    def summary_on(self, machine: Machine) -> str:
+        """With the name of what was activated in the place of PyTorch's FlashAttention-2, if anything was."""
+        if machine.flash_impl is None:
+            return self.summary
+        return f"PyTorch's fused CPU kernel, and on CUDA {machine.flash_impl}, activated in PyTorch"
+
+    def reasons(self, problem: Problem, machine: Machine) -> list[str]:
+        """The CPU kernel's limits, or CUDA's."""
+        if problem.device == "cuda":
+            return _torch_flash_cuda.reasons(problem, machine)
+        reasons = limit_reasons(self.limits, problem, machine)
+        if problem.q_len == 0 or problem.kv_len == 0 or problem.batch == 0:
+            reasons.append("an empty tensor (needs at least one query and one key)")
+        return reasons
+
+    def forward(self, call: Call, tensors: Tensors) -> Result:
+        """One call, or one for every sequence or block of rows."""
+        problem = call.problem
+        if problem.device == "cuda":
+            return _torch_flash_cuda.forward(call, tensors)
+        q, k, v = tensors.heads_first(call.problem.layout)
+        if (causal := _one_call(call, tensors)) is not None:
+            out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
+            # its memory follows q's strides for most layouts, not for all
+            return Result(_layout.from_heads_first(out, problem.layout).contiguous(), lse)
+        shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
+        out_BSHD = _layout.empty(problem.layout, shape, tensors.q, zero=True)
+        lse = torch.full(
+            (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
+        )
+        for part_call in _calls(call, tensors):
+            part = _Part(part_call, call, tensors, q, k, v)
+            part_out, part_lse = _forward(
+                part.q, part.k, part.v, 0.0, part_call.causal, attn_mask=part.mask, scale=call.scale
+            )
+            out_BSHD[part_call.block.batch, part_call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
+            lse[part_call.block.batch, :, part_call.block.rows] = part.without_empty(
+                part_lse.unsqueeze(-1), -torch.inf
+            ).squeeze(-1)
+        return Result(out_BSHD, lse).in_layout(problem.layout)
+
+    def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
+        """The CPU kernel where one call of it is exact, on the caller's own tensors."""
+        problem = call.problem
+        if problem.device != "cpu" or call.pages is not None or (causal := _one_call(call, tensors)) is None:
+            return None
+        return _forward(*tensors.heads_first(call.problem.layout), 0.0, causal, scale=call.scale)[0]
+
+    def backward(
+        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        """The kernel's own backward, over the same calls as the forward."""
+        problem = call.problem
+        if problem.device == "cuda":
+            return _torch_flash_cuda.backward(call, tensors, result, grad_out, grad_lse)
+        q, k, v = tensors.heads_first(call.problem.layout)
+        grad = _layout.heads_first(grad_out, problem.layout)
+        out = _layout.heads_first(result.out, problem.layout)
+        if (causal := _one_call(call, tensors)) is not None:
+            grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=call.scale)
+            return [*(_layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
+        return self._backward_in_parts(call, tensors, result, grad)
+
+    def _backward_in_parts(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
+        problem = call.problem
+        views = tensors.heads_first(call.problem.layout)
+        precision = lse_dtype(problem.dtype)
+        sums = [
+            torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
+            for t in (tensors.q, tensors.k, tensors.v)
+        ]
+        dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
+        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        for part_call in _calls(call, tensors):
+            part = _Part(part_call, call, tensors, *views)
+            rows = (part_call.block.batch, slice(None), part_call.block.rows)
+            keys = (part_call.block.batch, slice(None), part_call.block.keys)
+            lse = result.lse[rows]
+            part_q, part_k, part_v = _backward(
+                part.without_empty(grad_BHSD[rows], 0.0),
+                part.q,
+                part.k,
+                part.v,
+                out_BHSD[rows],
+                lse.masked_fill(lse == -torch.inf, 0.0),
+                0.0,
+                part_call.causal,
+                attn_mask=part.mask,
+                scale=call.scale,
+            )
+            dq[rows] += part_q
+            dk[keys] += part_k
+            dv[keys] += part_v
+        return [*(total.to(problem.dtype) for total in sums), None, None, None]
+
+
+def _one_call(call: Call, tensors: Tensors) -> bool | None:
+    """The causal flag where a single call without a mask is exact; None where it is not."""
+    problem = call.problem
+    if tensors.bias is not None or tensors.alibi_slopes is not None:
+        return None
+    kinds = problem.mask.kinds
+    if not kinds:
+        return False
+    # the kernel scales after it has masked with -inf, and -inf times a scale below 0 is +inf
+    exact = kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
+    return True if exact else None
+
+
+def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
+    """The kernel calls that together cover every query row that has a key."""
+    problem = call.problem
+    biased = tensors.bias is not None or tensors.alibi_slopes is not None
+    heads = slice(0, problem.heads), slice(0, problem.kv_heads)
+    read = functools.partial(_sequences, problem, call.mask)
+    sequences, rest = call.mask.remembered(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
+    for batch, q, k in sequences:
+        if not (q.stop > q.start and k.stop > k.start):
+            continue
+        whole = Block(batch, *heads, q, k)
+        square = problem.align != "bottom_right" or q.stop - q.start == k.stop - k.start
+        if not biased and not rest:
+            yield KernelCall(whole, causal=False, masked=False)
+        elif not biased and rest == {"causal"} and square and "flipped" not in problem.features:
+            yield KernelCall(whole, causal=True, masked=False)
+        else:
+            normal = call.normal_form(tensors.q.device)
+            step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))
+            for start in range(q.start, q.stop, step):
+                rows = slice(start, min(start + step, q.stop))
+                keys = slice(*normal.hull(batch, rows))
+                if keys.stop > keys.start:
+                    block = Block(batch, *heads, rows, keys)
+                    yield KernelCall(block, causal=False, masked=biased or not block.is_covered(normal))
+
+
+def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
+    """(batch, queries, keys) of every sequence, and the kinds of mask that remain within each."""
+    kinds = set(problem.mask.kinds)
+    whole = [(slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len))]
+    documents, _ = mask.take("documents")
+    if documents is not None:
+        q = _spans(documents.cu_seqlens_q, documents.padded_q)
+        kv = _spans(documents.cu_seqlens_kv, documents.padded_kv)
+        return [(slice(0, 1), *spans) for spans in zip(q, kv, strict=True)], kinds - {"documents", "padded"}
+    lengths, _ = mask.take("lengths")
+    if lengths is not None:
+        q = _runs(lengths.q, lengths.q_start, problem.q_len, problem.batch)
+        kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
+        rest = kinds - {"lengths", "q_lengths", "starts"}
+        return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
+    one = problem.q_len * _entries(problem, *whole[0][::2])
+    if kinds & {"dense", "predicate", "document_ids", "global", "prefix"} and one > MASK_ENTRIES:
+        return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
+    return whole, kinds
+
+
+def _entries(problem: Problem, batch: slice, keys: slice) -> int:
+    """Entries of the additive mask of one query row, at most."""
+    heads = problem.heads if problem.bias is not None or "alibi" in problem.features else 1
+    entries: int = (batch.stop - batch.start) * heads * (keys.stop - keys.start)
+    return max(1, entries)
+
+
+def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:
+    """Where each document lies in the packed tensor."""
+    lengths = cu_seqlens.diff().tolist()
+    starts = (cu_seqlens if padded is None else padded).tolist()
+    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int) -> list[slice]:
+    """Where each batch element's real tokens lie in its row."""
+    begin = [0] * batch if starts is None else starts.tolist()
+    size = [whole] * batch if lengths is None else lengths.tolist()
+    return [slice(b, b + n) for b, n in zip(begin, size, strict=True)]
+
+
+class _Part:
+    """The tensors of one call, with what the mask hides taken out of them."""
+
+    def __init__(self, part_call: KernelCall, call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -> None:
+        block = part_call.block
+        self.q = q[block.batch, :, block.rows]
+        self.k, self.v = (x[block.batch, :, block.keys] for x in (k, v))
+        self.mask: Tensor | None = None
+        self._some_row: Tensor | None = None
+        if part_call.masked:
+            self._hide(block, call, tensors)
+
+    def _hide(self, block: Block, call: Call, tensors: Tensors) -> None:
+        """An additive mask of the block, and zeros where no row of it may look: the kernel multiplies what it masks."""
+        problem = call.problem
+        allowed = block.allowed(call.normal_form(tensors.q.device))
+        score = _additive(block, call, tensors)
+        if score is None:
+            score = torch.zeros((), dtype=problem.dtype, device=self.q.device)
+        else:
+            allowed = allowed & (score != -torch.inf)
+        self.mask = score.masked_fill(~allowed, -torch.inf)
+        self.q, self.k, self.v, self._some_row = hide(allowed, self.q, self.k, self.v)
+
+    def without_empty(self, tensor: Tensor, value: float) -> Tensor:
+        """[B, H, R, X] with `value` in the rows that have no key."""
+        return tensor if self._some_row is None else torch.where(self._some_row, tensor, value)
+
+
+def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
+    """Bias and ALiBi of the block in the precision of the softmax, broadcastable to [B, H, R, K]."""
+    problem = call.problem
+    precision = lse_dtype(problem.dtype)
+    score: Tensor | None = None
+    if tensors.alibi_slopes is not None:
+        normal = call.normal_form(tensors.q.device)
+        score = -row_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
+    if tensors.bias is not None:
+        bias = block.of_pairs(tensors.bias).to(precision)
+        score = bias if score is None else score + bias
+    return score
+
+
+BACKEND = TorchFlash()

@@ -1,0 +1,192 @@
+"""The CUDA half of `torch_flash`: PyTorch's copy of FlashAttention-2, called below SDPA.
+
+SDPA refuses its causal flag for unequal lengths because the kernel is bottom-right; called directly, bottom-right is
+what one gets. Also reached here and not through SDPA: windows, packed documents, ALiBi, the log-sum-exp.
+
+Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention_backward.cu) and
+flash_attn/flash_api.cpp; torch/nn/attention/varlen.py for packed tokens.
+
+A program may put FlashAttention 3 or 4 in the place of that kernel
+(``torch.nn.attention.activate_flash_attention_impl``): the operators stay, the limits are the other's, narrowed by what
+torch/nn/attention/_fa3.py and _fa4.py (2.13) take. Which one is active is asked at every call. Nothing here activates
+one: it is a switch of the whole process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends._base import Gradients, Limits, limit_reasons
+from undivided.backends.flash_attn import rules as _flash_attn_rules
+from undivided.machine import Machine, active_flash_impl
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+OPS = torch.ops.aten
+
+LIMITS = Limits(
+    devices=frozenset({"cuda"}),
+    dtypes=_gpu.HALF,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    masks=frozenset({"causal", "window", "documents"}),
+    alignments=frozenset({"bottom_right"}),
+    features=frozenset({"backward", "gqa", "lse", "alibi"}),
+    compute_capability=((8, 0), (12, 1)),
+    packages=(("torch", (2, 6), None),),
+    notes={
+        "dropout": "it draws its own pattern",
+        "softcap": "PyTorch's operator has no argument for it",
+        "lse_grad": "PyTorch's operator returns lse as a constant",
+        "lengths": "PyTorch's operator takes lengths of packed tokens only",
+    },
+)
+
+
+def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
+    """The limits of a flash-attn package behind PyTorch's operators: no ALiBi, and nothing that these have no argument
+    for."""
+    return dataclasses.replace(
+        limits,
+        features=limits.features & LIMITS.features,
+        compute_capability=((9, 0), highest),
+        packages=(("torch", (2, 13), None),),  # what its forerunners take was not read
+        notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse it with this implementation"},
+    )
+
+
+_Rules = tuple[Limits, Callable[[Problem, Machine], list[str]]]
+ACTIVATED: dict[str, _Rules] = {
+    "FA3": (_activated(_flash_attn_rules.LIMITS_3, (9, 0)), _flash_attn_rules.more_3),
+    # _fa4.py asks for a major version of 9 or 10
+    "FA4": (_activated(_flash_attn_rules.LIMITS_4, (10, 9)), _flash_attn_rules.more_4),
+}
+
+
+def reasons(problem: Problem, machine: Machine) -> list[str]:
+    """Every reason why PyTorch's flash operators cannot run this on CUDA, with the kernel that is behind them."""
+    common = _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+    impl = machine.flash_impl
+    if impl is not None:
+        return common + _activated_reasons(impl, problem, machine)
+    found = limit_reasons(LIMITS, problem, machine) + common
+    if {"alibi", "backward"} <= problem.features:
+        found.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
+    return found + _gpu.large_head_reasons(problem, machine)
+
+
+def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
+    if impl not in ACTIVATED:
+        return [
+            f"{impl} is active in the place of PyTorch's flash kernel, and its limits are not known "
+            "(torch.nn.attention.restore_flash_attention_impl() takes it out)"
+        ]
+    limits, more = ACTIVATED[impl]
+    found = limit_reasons(limits, problem, machine)
+    if machine.compute_capability is not None:
+        found += more(problem, machine)
+    return [f"{impl}, which is active: {reason}" for reason in found]
+
+
+def rank(problem: Problem, machine: Machine) -> float:
+    """Where it stands in the order to try."""
+    return _gpu.rank("torch_flash", machine)
+
+
+def forward(call: Call, tensors: Tensors) -> Result:
+    """Attention by ``aten::_flash_attention_forward``."""
+    problem = call.problem
+    causal, left, right = _band(call, tensors)
+    slopes = tensors.alibi_slopes
+    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    q, k, v = _tensors(call, tensors)
+    packing = _pack(call, tensors)
+    out, lse, *_ = OPS._flash_attention_forward(
+        q,
+        k,
+        v,
+        *packing,
+        0.0,
+        causal,
+        False,
+        scale=call.scale,
+        window_size_left=left,
+        window_size_right=right,
+        alibi_slopes=None if slopes is None else slopes.float().contiguous(),
+    )
+    if packing[0] is not None:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+
+
+def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    """Gradients by ``aten::_flash_attention_backward``."""
+    problem = call.problem
+    causal, left, right = _band(call, tensors)
+    q, k, v = _tensors(call, tensors)
+    packing = _pack(call, tensors)
+    out, grad, lse = (
+        _layout.canonical(result.out, problem.layout),
+        _layout.canonical(grad_out, problem.layout),
+        _gpu.for_kernel(result.lse),
+    )
+    packed = packing[0] is not None
+    if packed:
+        out, grad, lse = out[0], grad[0], lse[0]
+    # without dropout the random state is not read, but the schema wants two tensors
+    unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
+    with _gpu.deterministic(problem):
+        grads = OPS._flash_attention_backward(
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse,
+            *packing,
+            0.0,
+            causal,
+            *unused,
+            scale=call.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+    if packed:
+        cu_q, cu_k = packing[:2]
+        assert cu_q is not None and cu_k is not None
+        dq, dk, dv = (_gpu.clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
+        grads = dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
+    dq, dk, dv = (_layout.restore(g, problem.layout) for g in grads)
+    return dq, dk, dv, None, None, None
+
+
+def _band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
+    """(causal, left, right). FlashAttention 4 is told of a causal mask by its flag alone, as its own interface does."""
+    causal, left, right = _gpu.flash_band(call, tensors)
+    return causal, left, -1 if causal and active_flash_impl() is not None else right
+
+
+def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
+    """q, k, v. What no pair reads is 0 for FlashAttention 3 and 4, which may multiply it by 0; 2 does not load it."""
+    prepare = _gpu.views if active_flash_impl() is None else _gpu.cleaned_views
+    return prepare(call, tensors)
+
+
+_Packing = tuple[Tensor | None, Tensor | None, int, int]
+
+
+def _pack(call: Call, tensors: Tensors) -> _Packing:
+    """(cu_q, cu_k, max_q, max_k); no cumulative lengths for dense sequences."""
+    problem = call.problem
+    found = _gpu.packing(call, tensors)
+    if not found:
+        return None, None, problem.q_len, problem.kv_len
+    return found["cu_seqlens_q"], found["cu_seqlens_k"], found["max_seqlen_q"], found["max_seqlen_k"]

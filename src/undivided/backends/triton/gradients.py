@@ -1,0 +1,203 @@
+"""Launching the gradients of the `triton` backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends.triton import tables as _triton_tables
+from undivided.backends.triton.inputs import Inputs, Rows
+from undivided.kernels.triton.config import Config
+from undivided.request.result import Result, sink_factor
+
+
+def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
+    """Of (q, k, v, bias, sinks, alibi_slopes), where `Call.needs` asks for them."""
+    return _Backward(inputs, result, grad_out, grad_lse).run()
+
+
+class _Backward:
+    def __init__(self, inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> None:
+        problem = inputs.problem
+        self.inputs, self.problem = inputs, problem
+        self.needs = inputs.call.needs
+        g = _layout.heads_first(grad_out, problem.layout)
+        self.g = g if g.stride(-1) == 1 or g.shape[-1] == 1 else g.contiguous()
+        out = _layout.heads_first(result.out, problem.layout)
+        self.lse = result.lse.contiguous()
+        self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
+        self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        self.factor = None
+        if inputs.given.sinks is not None:
+            self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
+        self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
+
+    def run(self) -> list[Tensor | None]:
+        given, parts = self.inputs.given, list(self.inputs.parts())
+        dq = torch.empty_like(given.q) if self.needs[0] or self.needs[5] else None
+        # where the rows come in several calls the sums of the keys are kept in fp32
+        kind = torch.float32 if len(parts) > 1 else None
+        dk = torch.zeros_like(given.k, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dv = torch.zeros_like(given.v, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dbias = self._empty_bias() if self.needs[3] else None
+        for rows in parts:
+            if dq is not None:
+                self._rows(rows, _layout.heads_first(dq, self.problem.layout))
+            if dk is not None and dv is not None:
+                of_k, of_v = (_layout.heads_first(t, self.problem.layout) for t in (dk, dv))
+                self._keys(rows, of_k, of_v, add=len(parts) > 1)
+            if dbias is not None:
+                self._pairs(rows, dbias)
+        found = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
+        return [
+            None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
+            for gradient, tensor, needed in zip(found, given, self.needs, strict=True)
+        ]
+
+    def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
+        """What all three passes take; q, g and dq begin at the first of these rows."""
+        inputs, problem = self.inputs, self.problem
+        q, g = inputs.q[:, :, rows.span], self.g[:, :, rows.span]
+        tables = inputs.tiles(block_m, block_n)
+        first_block = rows.span.start // block_m
+        arguments: dict[str, Any] = {
+            "q": q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "g": g,
+            "lse": self.lse,
+            "delta": self.delta,
+            "factor": self.delta if self.factor is None else self.factor,
+            "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
+            "tiles": tables.rows[:, first_block:],
+            "tiles_b": _of_batch(tables.rows),
+            "heads": problem.heads,
+            "row_values": problem.q_len,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "GRAD_LSE": self.grad_lse is not None,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        for name, tensor in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", g)):
+            arguments |= _strides(name, tensor)
+        return arguments | inputs.pointers(rows) | inputs.switches(rows)
+
+    def _described(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
+        """The two tensors that a pass visits, as descriptors where that can be."""
+        found = self.inputs.described(tile, arguments[first], arguments[second], tile.block_n)
+        return {"TMA": False} if found is None else {"TMA": True, first: found[0], second: found[1]}
+
+    def _rows(self, rows: Rows, dq: Tensor) -> None:
+        from undivided.kernels.triton import backward
+
+        tile = self.inputs.tile("rows")
+        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
+        arguments |= self._described(arguments, tile, "k", "v")
+        steps = -(-self.problem.qk_dim // arguments["DIM_STEP"])
+        dq = dq[:, :, rows.span]
+        blocks = -(-arguments["q_len"] // tile.block_m)
+        backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
+            dq=dq,
+            dslope=self.delta if self.row_slopes is None else self.row_slopes,
+            steps=steps,
+            **_strides("dq", dq),
+            **arguments,
+            BIAS=self.inputs.bias is not None,
+            CLEAN=self.inputs.clean,
+            SPECIALISE=self.inputs.specialised(tile, arguments["TMA"]),
+        )
+
+    def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
+        from undivided.kernels.triton import backward
+
+        problem, tile = self.problem, self.inputs.tile("keys")
+        block_m, block_n = tile.block_n, tile.block_m  # a program keeps keys and visits rows
+        arguments = self._arguments(rows, tile, block_m, block_n)
+        steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
+        arguments |= self._described(arguments, tile, "q", "g")
+        whole = rows.span == slice(0, problem.q_len)
+        found = self.inputs.tiles(block_m, block_n, columns=whole)
+        columns = found.columns
+        if columns is None:  # some rows only: the blocks of these rows, numbered from 0
+            first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
+            columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
+        for with_k, with_v in ((True, False), (False, True)) if tile.apart else ((True, True),):
+            backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
+                dk=dk,
+                dv=dv,
+                columns=columns,
+                columns_b=_of_batch(columns),
+                steps=steps,
+                ADD=add,
+                WITH_K=with_k,
+                WITH_V=with_v,
+                **_strides("dk", dk),
+                **_strides("dv", dv),
+                **arguments,
+                BIAS=self.inputs.bias is not None,
+                GAPLESS=whole and self.inputs.gapless,
+                CLEAN=self.inputs.clean,
+            )
+
+    def _empty_bias(self) -> Tensor:
+        """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed
+        afterwards."""
+        bias = self.inputs.given.bias
+        assert bias is not None
+        return bias.new_zeros((*bias.shape[:2], self.problem.q_len, self.problem.kv_len), dtype=torch.float32)
+
+    def _pairs(self, rows: Rows, dbias: Tensor) -> None:
+        from undivided.kernels.triton import backward
+
+        problem, tile = self.problem, self.inputs.tile("rows")
+        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
+        part = dbias[:, :, rows.span]
+        grid = (
+            -(-problem.kv_len // tile.block_n),
+            -(-arguments["q_len"] // tile.block_m),
+            dbias.shape[0] * dbias.shape[1],
+        )
+        backward.pairs_kernel[grid](
+            dbias=part,
+            dbias_b=part.stride(0),
+            dbias_h=part.stride(1),
+            dbias_q=part.stride(2),
+            own_batch=dbias.shape[0],
+            own_heads=dbias.shape[1],
+            batches=problem.batch,
+            **arguments,
+        )
+
+    def _bias(self, dbias: Tensor | None) -> Tensor | None:
+        bias = self.inputs.given.bias
+        return None if dbias is None or bias is None else dbias.sum_to_size(bias.shape)
+
+    def _sinks(self) -> Tensor | None:
+        """``-sum over rows of sigmoid(sink - lse) * delta``; rows without keys have none."""
+        if not self.needs[4] or self.factor is None:
+            return None
+        share = torch.where(self.lse == -torch.inf, 0.0, (self.factor - 1) * self.delta)
+        return share.sum((0, 2))
+
+    def _slopes(self) -> Tensor | None:
+        slopes, rows = self.inputs.given.alibi_slopes, self.row_slopes
+        if slopes is None or rows is None:
+            return None
+        if slopes.dim() == 1:
+            return rows.sum((0, 2))
+        assert self.inputs.form is not None
+        sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
+        total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
+        return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
+
+
+def _of_batch(table: Tensor) -> int:
+    return table.stride(0) if table.shape[0] > 1 else 0
+
+
+def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+    return dict(zip((f"{name}_b", f"{name}_h", f"{name}_s"), tensor.stride()[:3], strict=True))

@@ -1,0 +1,310 @@
+"""What the Triton kernels are launched with: views, strides, the mask's tables, positions, switches.
+
+Legend: B batch, H query heads, N key/value heads, S sequence (Sq queries, Sk keys), D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.backends import _gpu
+from undivided.backends.triton import tables
+from undivided.kernels import philox
+from undivided.kernels.triton import config
+from undivided.masks import NormalForm
+from undivided.masks.normal_form import DensePairs
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+
+MASK_PAIRS = 1 << 28
+"""Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""
+
+
+_HOLES = frozenset({"padded", "document_ids", "dense", "predicate"})
+"""Kinds of mask under which unused memory, which may hold NaN, lies between keys that are used."""
+_ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
+"""Kinds under which it lies before or after them."""
+_MOVE_ON = frozenset({"causal", "window", "documents", "lengths", "q_lengths"})
+"""Kinds of mask whose ranges begin and end no earlier from row to row; rows without keys stand at the ends."""
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """ "sm90", "gfx942", or "interpreter" on the CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 8 stand for them on the CPU, so that decoding splits its keys there too."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def precision() -> str:
+    """fp32 products: "tf32" where PyTorch's own matrix products may use it, else exact."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _descriptor(tensor: Tensor, rows: int) -> Any:
+    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16
+    bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    sizes, size = list(tensor.shape), tensor.element_size()
+    # the step along an axis of length 1 is never taken, but must be one that could be
+    steps = [sizes[-1] if n == 1 else step for n, step in zip(sizes, tensor.stride(), strict=True)][:-1]
+    odd = any(step <= 0 or step * size % 16 for step in steps)
+    if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return None
+    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of every axis; 0 along an axis of length 1, so that a broadcast axis is read in place."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a problem (all, or as many as a mask is evaluated for at once) and their dense mask [B|1, H|1, R,
+    Sk]."""
+
+    span: slice
+    dense: Tensor | None
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Everything that every kernel takes, for one problem. Tensors are held here until the launches are queued."""
+
+    call: Call
+    given: Tensors
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.call.problem
+
+    def __post_init__(self) -> None:
+        call, problem, given = self.call, self.problem, self.given
+        self.q = _layout.heads_first(given.q, problem.layout)
+        if call.pages is None:
+            self.k = _layout.heads_first(given.k, problem.layout)
+            self.v = _layout.heads_first(given.v, problem.layout)
+            self.pages, self.page_strides = self.q, (0, 0, 0, 0)
+        else:  # pools [pages, page_size, N, D]: a key's row is found through the table
+            self.k, self.v = given.k.transpose(1, 2), given.v.transpose(1, 2)
+            self.pages = call.pages.contiguous()
+            self.page_strides = (
+                0 if problem.packed else self.pages.stride(0),
+                self.k.stride(0),
+                self.v.stride(0),
+                self.k.shape[0],
+            )
+        needs_positions = problem.features & {"alibi", "dropout"}
+        form = None
+        if needs_positions or not call.mask.is_full:
+            form = call.normal_form(given.q.device)
+        self.form: NormalForm | None = form
+        self.masked = not call.mask.is_full
+        self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
+        self.ranges = form.table if form is not None and self.masked else self._nothing(torch.int32)
+        self.bias = None
+        if given.bias is not None:
+            self.bias = given.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
+        self.slopes = None if given.alibi_slopes is None else self._row_slopes(given.alibi_slopes)
+        self.sinks = self._nothing() if given.sinks is None else given.sinks.detach().float().contiguous()
+        self.seed = self._seed(call.dropout_seed)
+
+    def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Stands for a tensor that the kernel does not read."""
+        return torch.empty(1, dtype=dtype, device=self.given.q.device)
+
+    def _seed(self, seed: int | Tensor | None) -> Tensor:
+        """int64 [1], filled in on the device: a number that is copied there waits for it."""
+        if seed is None:
+            return self._nothing(torch.int64)
+        if isinstance(seed, Tensor):
+            return seed.to(device=self.q.device, dtype=torch.int64).reshape(1)
+        return torch.full((1,), seed, dtype=torch.int64, device=self.q.device)
+
+    def _row_slopes(self, slopes: Tensor) -> Tensor:
+        """[B, H, Sq] fp32, a view where every sequence has the same slopes."""
+        problem, slopes = self.problem, slopes.detach().float()
+        if slopes.dim() == 1:
+            of_rows = slopes[None, :, None]
+        else:
+            assert self.form is not None
+            sequence = self.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
+            of_rows = slopes[sequence].transpose(1, 2)
+        return of_rows.expand(problem.batch, problem.heads, problem.q_len)
+
+    @property
+    def always_masked(self) -> bool:
+        """Whether no tile is free of a mask: a bias may hold -inf, a dense mask anything."""
+        return self.bias is not None or (self.form is not None and not self.form.exact)
+
+    def parts(self) -> Iterator[Rows]:
+        """All rows at once, unless the mask is neither ranges nor one dense tensor: then as many as fit in
+        MASK_PAIRS."""
+        problem, form = self.problem, self.form
+        everything = slice(0, problem.q_len)
+        if form is None or form.exact or not self.masked:
+            yield Rows(everything, None)
+        elif len(form.extras) == 1 and isinstance(extra := form.extras[0], DensePairs) and form.row_index is None:
+            yield Rows(everything, extra.tensor)
+        else:
+            step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1) // 128 * 128, 128)
+            for start in range(0, problem.q_len, step):
+                rows = slice(start, min(start + step, problem.q_len))
+                yield Rows(rows, form.allowed(slice(None), rows, slice(0, problem.kv_len), slice(None)))
+
+    def tiles(self, block_m: int, block_n: int, group: int = 1, columns: bool = False) -> tables.Tables:
+        """The mask's tables for these tile sizes."""
+        problem = self.problem
+        return tables.of(
+            self.form if self.masked else None,
+            problem.q_len,
+            problem.kv_len,
+            block_m,
+            block_n,
+            self.q.device,
+            group=group,
+            always_masked=self.always_masked,
+            columns=columns,
+        )
+
+    def pointers(self, rows: Rows) -> dict[str, Any]:
+        """The arguments that say what is masked, added and dropped, for these rows."""
+        form, nothing = self.form, self._nothing()
+        bias = nothing if self.bias is None else self.bias[:, :, rows.span]
+        dense = nothing if rows.dense is None else rows.dense.view(torch.uint8)
+        if rows.dense is not None:
+            dense = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
+        slopes = nothing if self.slopes is None else self.slopes
+        found: dict[str, Any] = {
+            "ranges": self.ranges,
+            "bias": bias,
+            "dense": dense,
+            "slopes": slopes,
+            "seed": self.seed,
+            "row_at": nothing,
+            "key_at": nothing,
+            "sequence": nothing,
+            "position": nothing,
+        }
+        if form is not None and self.problem.features & {"alibi", "dropout"}:
+            found["key_at"] = form.kv_position.contiguous()
+            found["position"] = form.q_position.contiguous()
+            found["row_at"] = (form.q_position + form.shift).contiguous()
+            found["sequence"] = form.q_sequence.contiguous()
+        for name in ("ranges", "row_at", "key_at", "sequence", "position"):
+            found[f"{name}_b"] = found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
+        for name, tensor in (("bias", bias), ("dense", dense)):
+            given = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
+            found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), given, strict=True))
+        given = slopes.stride() if self.slopes is not None else (0, 0, 0)
+        return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), given, strict=True))
+
+    def switches(self, rows: Rows) -> dict[str, Any]:
+        """Sizes and scalars, and what the kernels are specialised for."""
+        call, problem = self.call, self.problem
+        dropout = 0
+        if call.dropout_p > 0:
+            dropout = 2 if self._keys_stand_in_order() else 1
+        return {
+            "kv_len": problem.kv_len,
+            "q_len": rows.span.stop - rows.span.start,
+            "first_row": rows.span.start,
+            "scale": call.scale,
+            "softcap": call.softcap or 0.0,
+            "threshold": philox.threshold(call.dropout_p),
+            "survivor": philox.survivor_scale(call.dropout_p),
+            "drop_head": 0 if self.form is None else self.form.first_head,
+            "HEADS_PER_KV": problem.heads // problem.kv_heads,
+            "QK_DIM": problem.qk_dim,
+            "V_DIM": problem.v_dim,
+            "DIM_STEP": config.step_of(problem.qk_dim),
+            "VALUE_STEP": config.step_of(problem.v_dim),
+            "COLUMNS": self.columns,
+            "DENSE": rows.dense is not None,
+            "ALIBI": self.slopes is not None,
+            "SOFTCAP": call.softcap is not None,
+            "SINKS": self.given.sinks is not None,
+            "DROPOUT": dropout,
+            "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
+        }
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are ``scale * q k`` and nothing else, and the scale keeps their order."""
+        return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.call.scale > 0
+
+    @property
+    def clean(self) -> int:
+        """Which keys the kernels take for 0: 0 none, 1 those around all that a block of rows sees, 2 all that it does
+        not."""
+        if not self.masked and self.bias is None:
+            return 0
+        kinds = self.problem.mask.kinds
+        if kinds & _HOLES or self.bias is not None:
+            return 2
+        documents = _gpu.documents(self.call, self.given)
+        if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
+            # a document may have keys that none of its queries sees, or no queries: they lie between those of others
+            return 2
+        return int(bool(kinds & _ENDS))
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the rows that see a whole key tile lie side by side: ranges that never move back, one a row."""
+        form = self.form
+        if form is None or not self.masked:
+            return True
+        return self.columns == 2 and form.row_index is None and self.problem.mask.kinds <= _MOVE_ON
+
+    def _keys_stand_in_order(self) -> bool:
+        """Whether key j of the tensor is position j of its sequence, so that one draw serves eight neighbours."""
+        moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
+        return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
+
+    def described(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
+        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head,
+        which the copy engine reads whole, zeros beyond the last; None where these tiles do not ask for them, or it
+        cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
+        problem = self.problem
+        whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
+        if not tile.descriptors or problem.page_size is not None or not whole:
+            return None
+        found = [_descriptor(tensor, rows) for tensor in (first, second)]
+        return None if None in found else (found[0], found[1])
+
+    def specialised(self, tile: config.Config, described: bool) -> bool:
+        """Whether loads, products and softmax get warps of their own: where these tiles ask for it and the loop is one
+        that was compiled so, that reads nothing by address, whose scores are ``scale * q k`` and which clears nothing;
+        Triton 3.7 refuses some others."""
+        plain = self.plain and not self.always_masked and not self.problem.features & {"dropout", "sinks"}
+        return tile.specialise and described and plain and self.clean == 0
+
+    def tile(self, name: str) -> config.Config:
+        """The tile sizes of a pass."""
+        problem = self.problem
+        size = max(problem.qk_dim, problem.v_dim)
+        tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
+        rich = self.always_masked or "dropout" in problem.features
+        # the pass over keys holds two sums, and has no room for a second value a pair
+        rich = rich or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
+        return config.lighter(tile) if rich else tile

@@ -1,0 +1,175 @@
+"""Which tiles a block of query rows needs, and which of them need no mask: from the row ranges, in torch, on the
+device.
+
+A block of rows needs the tiles that the union of its rows' ranges touches, one run for each range. A tile is full where
+every row of the block allows all of its keys. So eight numbers a block of rows, in tiles:
+
+    [first, full_first, full_last, last) of the first range, and of the second
+
+Nothing here waits for the device. The tables belong to a mask and are worked out once (`of`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.tensors import is_traced
+from undivided.masks import NormalForm
+
+_FAR = 2**31 - 1
+PAIRS_AT_ONCE = 1 << 22
+"""Tile pairs compared at once while columns are looked up: 16 MiB of int32."""
+
+
+class Tables(NamedTuple):
+    """rows: int32 [B|1, row blocks, 8]. columns: int32 [B|1, key tiles, 4]: [first, last) block of rows that needs the
+    tile with a mask, and [first, last) of those that need it whole; between them may lie blocks that do not."""
+
+    rows: Tensor
+    columns: Tensor | None
+
+
+MOST_PLAIN = 64
+"""Tables of calls without a mask that are kept: a few lengths a layer kind, 32 bytes a block of rows each."""
+
+_plain: dict[object, Tables] = {}
+_known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
+
+
+def of(
+    normal: NormalForm | None,
+    q_len: int,
+    kv_len: int,
+    block_m: int,
+    block_n: int,
+    device: torch.device,
+    *,
+    group: int = 1,
+    always_masked: bool = False,
+    columns: bool = False,
+) -> Tables:
+    """The tables of a mask (None: every pair), remembered beside it.
+
+    Args:
+        group: heads that lie side by side in the rows, so that a query is `group` rows.
+        always_masked: no tile is full, because more than ranges decides (a bias, a dense mask).
+        columns: also the blocks of rows that each key tile needs, for a pass over keys.
+    """
+    if normal is None:
+        return _every_pair(q_len * group, kv_len, block_m, block_n, device, always_masked, columns)
+    memory = _known.setdefault(normal, {})
+    key = (block_m, block_n, group, always_masked, columns)
+    found = memory.get(key)
+    if found is None:
+        rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
+        found = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
+        if not is_traced():
+            memory[key] = found
+    return found
+
+
+def _every_pair(
+    rows: int, kv_len: int, block_m: int, block_n: int, device: torch.device, always_masked: bool, columns: bool
+) -> Tables:
+    key = (-(-rows // block_m), -(-kv_len // block_n), 0 if always_masked else kv_len // block_n, device, columns)
+    found = None if is_traced() else _plain.get(key)
+    if found is None:
+        found = _plain_tables(*key)
+        if not is_traced():
+            _plain[key] = found
+            if len(_plain) > MOST_PLAIN:
+                _plain.pop(next(iter(_plain)))
+    return found
+
+
+def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, columns: bool) -> Tables:
+    """Filled in on the device: numbers that are copied there wait for it."""
+    table = torch.zeros((1, max(blocks, 1), 8), dtype=torch.int32, device=device)
+    table[..., 2] = whole
+    table[..., 3] = tiles
+    return Tables(table, column_table(table, tiles) if columns else None)
+
+
+def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_masked: bool) -> Tensor:
+    _, rows, width = ranges.shape
+    if group > 1:
+        ranges = ranges.repeat_interleave(group, dim=1)
+        rows *= group
+    blocks = max(-(-rows // block_m), 1)
+    missing = blocks * block_m - rows
+    runs = []
+    for side in range(0, width, 2):
+        start, stop = ranges[..., side], ranges[..., side + 1]
+        none = stop <= start
+        # rows beyond the tensor need nothing and allow everything
+        first = _blocked(start.masked_fill(none, _FAR), missing, _FAR, block_m).amin(-1)
+        last = _blocked(stop.masked_fill(none, 0), missing, 0, block_m).amax(-1)
+        latest = _blocked(start.masked_fill(none, _FAR), missing, 0, block_m).amax(-1)
+        earliest = _blocked(stop.masked_fill(none, 0), missing, _FAR, block_m).amin(-1)
+        runs.append(_run(first, last, latest, earliest, block_n, always_masked))
+    if width == 2:
+        runs.append(torch.zeros_like(runs[0]))
+    else:
+        runs[1] = _after(runs[0], runs[1])
+    return torch.cat(runs, -1).contiguous()
+
+
+def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
+    """[B, blocks, block]: rows in blocks, the last filled up."""
+    padded: Tensor = torch.nn.functional.pad(values, (0, missing), value=fill)
+    blocks: Tensor = padded.unflatten(1, (-1, block))
+    return blocks
+
+
+def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
+    empty = last <= first
+    begin, end = first // block_n, -(-last // block_n)
+    # rows that do not share a range leave no tile full
+    full_begin = torch.where(latest < _FAR, -(-latest.clamp(max=_FAR - block_n) // block_n), end)
+    full_end = torch.minimum(earliest, last) // block_n
+    if always_masked:
+        full_begin, full_end = end, end
+    full_begin = full_begin.clamp(begin, end)
+    full_end = torch.maximum(full_end, full_begin).clamp(max=end)
+    run = torch.stack((begin, full_begin, full_end, end), -1)
+    return run.masked_fill(empty[..., None], 0).to(torch.int32)
+
+
+def _after(one: Tensor, two: Tensor) -> Tensor:
+    """The second run without the tiles that the first one visits: tiles of both are masked by both ranges at once."""
+    begin, full_begin, full_end, end = two.unbind(-1)
+    first, last = one[..., 0], one[..., 3]
+    overlap = (last > first) & (end > begin) & (begin < last)
+    begin = torch.where(overlap, last, begin)
+    end = torch.maximum(begin, end)
+    full_begin = full_begin.clamp(begin, end)
+    full_end = torch.maximum(full_end.clamp(begin, end), full_begin)
+    return torch.stack((begin, full_begin, full_end, end), -1)
+
+
+def column_table(rows: Tensor, tiles: int) -> Tensor:
+    """For each key tile the blocks of rows that need it, as hulls; compared in chunks of key tiles."""
+    batch, blocks, _ = rows.shape
+    index = torch.arange(blocks, device=rows.device, dtype=torch.int32)[None, None, :]
+    a, fa, fa_end, a_end, b, fb, fb_end, b_end = (x[:, None, :] for x in rows.unbind(-1))
+    found = []
+    step = max(PAIRS_AT_ONCE // max(blocks * batch, 1), 1)
+    for start in range(0, tiles, step):
+        t = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[None, :, None]
+        whole = ((t >= fa) & (t < fa_end)) | ((t >= fb) & (t < fb_end))
+        part = (((t >= a) & (t < a_end)) | ((t >= b) & (t < b_end))) & ~whole
+        found.append(torch.stack((*_hull(part, index), *_hull(whole, index)), -1))
+    if not found:
+        return rows.new_zeros((batch, 0, 4))
+    return torch.cat(found, 1).to(torch.int32).contiguous()
+
+
+def _hull(needed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """[first, last) block where `needed`, [0, 0) for none."""
+    last = torch.where(needed, index + 1, 0).amax(-1)
+    first = torch.where(needed, index, _FAR).amin(-1)
+    return torch.where(last > 0, first, 0), last

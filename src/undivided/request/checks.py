@@ -1,0 +1,288 @@
+"""The checks of attention's arguments, one concept a function. Masks check themselves (`Mask.check`).
+
+Each raises `InputError` naming the argument, its value, the limit, and a repair where one step is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.foreign import mask_hint
+from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.arguments.tensors import readable
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_layout(layout: object) -> None:
+    """InputError unless it is the name of a layout."""
+    if layout not in LAYOUTS:
+        raise InputError(
+            "layout",
+            f"be one of {', '.join(map(repr, LAYOUTS))}",
+            repr(layout),
+            hint="b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
+        )
+
+
+def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
+    """InputError unless softcap, dropout_p and return_lse are what `attention` takes."""
+    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):  # type: ignore[operator]
+        raise InputError("softcap", "be a positive number or None", repr(softcap))
+    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:  # type: ignore[operator]
+        raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p))
+    if not isinstance(return_lse, bool):
+        raise InputError("return_lse", "be True or False", repr(return_lse))
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a real number that a float can hold (an int can be larger)."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def checked_scale(scale: float) -> float:
+    """The scale as a float, or InputError."""
+    if not _is_finite(scale):
+        raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale))
+    return float(scale)
+
+
+def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
+    """InputError unless q, k and v have the axes of the layout; pools of pages have four."""
+    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(("k", "v"), _layout.rank(layout) if pages is None else 4)
+    axes = {"q": ", ".join(layout)} | dict.fromkeys(("k", "v"), ", ".join(layout))
+    if pages is not None:
+        axes |= dict.fromkeys(("k", "v"), "pages, page size, kv heads, head size")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != ranks[name]:
+            hint = None
+            if tensor.dim() == 3 and ranks[name] == 4 and pages is None:
+                hint = (
+                    "a [batch, seq, hidden] tensor has its heads still together: "
+                    "x.unflatten(-1, (heads, head_dim)), then layout='bshd'"
+                )
+            elif tensor.dim() == 4 and ranks[name] == 3:
+                hint = "thd is for packed tokens without a batch axis; a padded batch is 'bshd', 'sbhd' or 'bhsd'"
+            raise InputError(
+                name, f"have {ranks[name]} axes [{axes[name]}]", f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint
+            )
+
+
+def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """InputError unless q, k and v share a supported dtype and a device."""
+    if q.dtype not in DTYPES:
+        raise InputError("q", "be float16, bfloat16, float32 or float64", str(q.dtype))
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise InputError(
+                name,
+                f"have the dtype of q ({q.dtype})",
+                str(tensor.dtype),
+                hint=f"{name}.to(q.dtype), or run under torch.autocast",
+            )
+        if tensor.device != q.device:
+            raise InputError(
+                name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)"
+            )
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
+    """InputError unless the sizes of q, k and v fit together in this layout."""
+    batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
+    k_batch, kv_len, kv_heads, k_dim = _layout.sizes(k.shape, layout)
+    v_batch, v_len, v_heads, v_dim = _layout.sizes(v.shape, layout)
+    hint = _layout_hint(q, k, v, layout)
+    if qk_dim == 0 or v_dim == 0 or heads == 0:
+        name, tensor = ("v", v) if v_dim == 0 else ("q", q)
+        raise InputError(name, "have at least one head and a head size of at least 1", list(tensor.shape))
+    if k_dim != qk_dim:
+        raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
+    if k_batch != batch:
+        raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
+    for what, of_k, of_v in (("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("heads", kv_heads, v_heads)):
+        if of_k != of_v:
+            raise InputError("v", f"have the {what} of k ({of_k})", f"{of_v} in {list(v.shape)}", hint=hint)
+    _check_heads(heads, kv_heads, k, hint)
+
+
+def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None:
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(
+            "k",
+            f"have a number of heads that divides q's ({heads})",
+            f"{kv_heads} in {list(k.shape)}",
+            hint=hint or _heads_hint(heads, kv_heads),
+        )
+
+
+def _heads_hint(heads: int, kv_heads: int) -> str:
+    if kv_heads > heads:
+        return "k has more heads than q: were q and k given in the other order?"
+    if heads > 1024:  # a list of divisors would take long to make and to read
+        return f"grouped-query attention needs a number of key heads that divides the query heads ({heads})"
+    *fewer, most = (str(n) for n in range(1, heads + 1) if heads % n == 0)
+    divisors = f"{', '.join(fewer)} or {most}" if fewer else most
+    return (
+        f"grouped-query attention needs {divisors} key heads for {heads} query heads, so that each serves equally many"
+    )
+
+
+def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
+    """The only other layout that these shapes fit, if it makes the sequence longer: heads and batches are mostly
+    shorter."""
+    here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
+    fitting = []
+    for other in LAYOUTS:
+        if other == layout or _layout.rank(other) != q.dim():
+            continue
+        (b, s, h, d), (kb, ks, kh, kd), (vb, vs, vh, _) = (_layout.sizes(t.shape, other) for t in (q, k, v))
+        fits = (b, d) == (kb, kd) and (kb, ks, kh) == (vb, vs, vh) and kh and h % kh == 0
+        if fits and max(s, ks) > here:
+            fitting.append(other)
+    return f"these shapes would fit layout={fitting[0]!r}" if len(fitting) == 1 else None
+
+
+def check_pages(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor, gradients: bool
+) -> tuple[int, int, int]:
+    """(kv_len, kv_heads, page_size) of a paged cache."""
+    if gradients:
+        raise InputError(
+            "pages",
+            "be used without gradients of k and v (a cache is read, not trained through)",
+            "k or v with requires_grad=True",
+            hint="call under torch.no_grad(), or pass k and v unpaged",
+        )
+    batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
+    if pages.dtype != torch.int32 or pages.dim() != 2:
+        raise InputError(
+            "pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}"
+        )
+    if layout != "thd" and pages.shape[0] != batch:
+        raise InputError("pages", f"have one row a sequence of q ({batch})", list(pages.shape))
+    if k.shape[:3] != v.shape[:3]:
+        raise InputError("v", f"have the pages, page size and heads of k {list(k.shape[:3])}", list(v.shape))
+    if k.shape[3] != qk_dim:
+        raise InputError("k", f"have the head size of q ({qk_dim})", f"{k.shape[3]} in {list(k.shape)}")
+    if pages.device != q.device:
+        raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device))
+    page_size, kv_heads = k.shape[1], k.shape[2]
+    if k.shape[0] == 0 or page_size == 0:
+        raise InputError("k", "have at least one page of at least one key when pages is given", list(k.shape))
+    _check_heads(heads, kv_heads, k, None)
+    rows = pages.shape[0] if layout == "thd" else 1
+    return rows * pages.shape[1] * page_size, kv_heads, page_size
+
+
+def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> None:
+    """On the CPU: every page that holds a real key is one of the pool's. Entries beyond the lengths may be anything."""
+    if pages.numel() == 0:
+        return
+    if readable(pages):  # mostly every entry is: two operations, where looking at the lengths takes a dozen
+        lowest, highest = pages.aminmax()
+        if lowest >= 0 and highest < pool:
+            return
+    lengths, documents = mask.take("lengths")[0], mask.take("documents")[0]
+    if lengths is not None:
+        ends, start = lengths.kv, lengths.kv_start
+    else:
+        ends, start = documents.cu_seqlens_kv.diff(), None
+    if not readable(pages, ends, start):
+        return
+    first_keys = torch.arange(pages.shape[1], device=pages.device) * page_size
+    real = first_keys < (ends if start is None else ends + start).unsqueeze(1)
+    wrong = real & ((pages < 0) | (pages >= pool))
+    if bool(wrong.any()):
+        raise InputError(
+            "pages",
+            f"number pages of the pool, 0 to {pool - 1}, wherever a sequence has keys",
+            int(pages[wrong][0]),
+            hint="only entries beyond a sequence's length may hold anything else",
+        )
+
+
+def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
+    """Kinds of the optional inputs, and the shape of sinks; the others' shapes depend on the lengths or the mask."""
+    for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            hint = (
+                "a boolean mask goes to mask=masks.dense(tensor), True = attend" if tensor.dtype == torch.bool else None
+            )
+            raise InputError(name, "be a floating-point tensor", str(tensor.dtype), hint=hint)
+        if tensor.device != q.device:
+            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device))
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape))
+
+
+def check_bias(bias: Tensor, layout: Layout, batch: int, heads: int, q_len: int, kv_len: int) -> str:
+    """Which axes of the bias are broadcast, as in `Problem.bias`, or InputError."""
+    full = (batch, heads, q_len, kv_len)
+    words = f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if bias.dim() > 4 or any(size not in (1, limit) for size, limit in zip(shape, full, strict=True)):
+        raise InputError("bias", f"be broadcastable to {words}", list(bias.shape))
+    return "".join("1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True))
+
+
+def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
+    """InputError unless there is one slope per head, or per sequence and head."""
+    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        raise InputError(
+            "alibi_slopes",
+            f"have shape [heads] = [{heads}] or [sequences, heads] = [{sequences}, {heads}]",
+            list(slopes.shape),
+        )
+
+
+def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
+    """The dropout seed; None draws one from torch's generator, so that checkpoint recomputation repeats it."""
+    if seed is None:
+        return torch.empty((), dtype=torch.int64, device=device).random_()
+    check_seed(seed, device)
+    if isinstance(seed, Tensor):
+        return seed.clone()  # the caller may count it up in place before the backward
+    return int(seed)
+
+
+def check_seed(seed: object, device: torch.device) -> None:
+    """InputError unless it is a seed, or None."""
+    if seed is None:
+        return
+    if isinstance(seed, Tensor):
+        check_tensor("dropout_seed", seed)
+        if seed.dim() != 0 or seed.dtype != torch.int64:
+            got = f"{seed.dtype} {list(seed.shape)}"
+            raise InputError("dropout_seed", "be an int or a 0-d int64 tensor", got)
+        if seed.device.type not in (device.type, "cpu"):
+            raise InputError("dropout_seed", f"be on the device of q ({device}) or the CPU", str(seed.device))
+    elif not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
+        raise InputError("dropout_seed", "be an int from 0 to 2**63 - 1 or a 0-d int64 tensor", repr(seed))
+
+
+def checked_mask(mask: object) -> Mask:
+    """The mask, every pair if None; InputError for anything that is not a mask."""
+    if mask is None:
+        return masks.FULL
+    if isinstance(mask, Mask):
+        return mask
+    hint = mask_hint(mask)
+    if isinstance(mask, Tensor):
+        hint = "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added"
+    raise InputError("mask", "be an undivided.masks.Mask or None", type(mask).__name__, hint=hint)

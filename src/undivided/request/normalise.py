@@ -1,0 +1,325 @@
+"""Request -> Call: the one place where arguments are checked.
+
+What the shapes, dtypes and devices of a request mean is worked out once and found again by `_signature`; what a mask
+means for these sizes is remembered by the mask. A repeated call is two dictionary look-ups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_memory, check_tensor
+from undivided.arguments.layout import LAYOUTS
+from undivided.arguments.tensors import span, versions
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.request.call import Call, CheckedMask
+from undivided.request.checks import (
+    check_bias,
+    check_extras,
+    check_kinds,
+    check_layout,
+    check_page_numbers,
+    check_pages,
+    check_ranks,
+    check_scalars,
+    check_seed,
+    check_shapes,
+    check_slopes,
+    checked_mask,
+    checked_scale,
+    checked_seed,
+)
+from undivided.request.problem import Problem
+from undivided.request.request import Request, Tensors
+from undivided.request.slopes import are_usual
+
+
+class Known(NamedTuple):
+    """What a signature was worked out to mean. spans: elements that q, k and v reach over in memory, or None."""
+
+    problem: Problem
+    spans: tuple[int, int, int] | None
+
+
+Facts = tuple[str | None, tuple[bool, ...], bool]
+"""What a problem depends on besides tensors and options: the device that replaces that of the tensors, which tensors
+need a gradient, and whether the scale is 0 or below (kernels that scale after they have masked with -inf get that
+wrong)."""
+
+
+def normalise(
+    request: Request, device: str | None = None, needs: tuple[bool, ...] | None = None
+) -> tuple[Call, Tensors]:
+    """The checked call, and the request's tensors with a bias of four axes.
+
+    Args:
+        request: as the caller wrote it.
+        device: replaces the device of the tensors, for machines that are described.
+        needs: which of the tensors need a gradient, if they do not say so themselves (inside a compiled graph).
+
+    Raises:
+        InputError: naming the argument that is wrong.
+    """
+    tensors, options = request.tensors, request.options
+    q, k, v, bias, sinks, slopes = tensors
+    layout, mask, scale, softcap, dropout_p, seed, _, pages = options
+    if layout not in LAYOUTS:
+        check_layout(layout)
+    if needs is None:
+        needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
+    if scale is not None:
+        scale = checked_scale(scale)
+    facts = device, needs, scale is not None and scale <= 0
+    key = _signature(request, facts)
+    try:
+        known = _known.get(key)
+    except TypeError:  # a symbolic size has no hash
+        known = Known(_specialised(describe(request, facts)), None)
+    if known is None:
+        known = Known(describe(request, facts), (span(q), span(k), span(v)))
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = known
+    problem, spans = known
+    if spans is not None:
+        _check_memory(q, k, v, spans)
+    if not (bias is sinks is slopes is pages is None):
+        for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", pages)):
+            if tensor is not None:
+                check_memory(name, tensor)
+    checked = None
+    if mask is not None or layout == "thd" or slopes is not None or pages is not None:
+        # `known` stands for its key, whose hash would cost five times as much: the mask holds it, so its id is its own
+        checked = checked_mask(mask).remembered(id(known), _with_mask, known, mask, q.device, slopes, pages)
+        mask, problem = checked.mask, checked.problem
+        if "dense" in problem.mask.kinds:  # kernels read it, and other masks only what was worked out from them
+            for tensor in mask.take("dense")[0]:
+                check_memory("mask", tensor)
+        if pages is not None:
+            _check_pages_once(checked, pages, k.shape[0])
+    if bias is not None and bias.dim() < 4:
+        tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
+    if dropout_p or seed is not None:
+        seed = checked_seed(seed, q.device)
+    if scale is None:
+        scale = problem.qk_dim**-0.5
+    if softcap is not None:
+        softcap = float(softcap)
+    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked), tensors
+
+
+def check_kinds_and_sizes(request: Request) -> None:
+    """InputError for what is wrong in kinds and sizes: a fake tensor has no run time at which it would be found."""
+    tensors, options = request.tensors, request.options
+    check_layout(options.layout)
+    if options.scale is not None:
+        checked_scale(options.scale)
+    needs = tuple(torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in tensors)
+    problem = describe(request, (None, needs, False))
+    check_seed(options.dropout_seed, tensors.q.device)
+    sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
+    checked_mask(options.mask).check(*sizes, packed=problem.packed, device=tensors.q.device)
+
+
+def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
+    """Once for all layers of a model that read the same block table."""
+    version = versions((pages,))
+    known = checked.pages
+    if known is not None and version is not None and known[0] is pages and known[1:] == (version[0], pool):
+        return
+    check_page_numbers(checked.mask, pages, pool, checked.problem.page_size or 1)
+    checked.pages = None if version is None else (pages, version[0], pool)
+
+
+def _needs(tensors: Tensors) -> tuple[bool, ...]:
+    q, k, v, bias, sinks, slopes = tensors
+    try:
+        first = (q.requires_grad, k.requires_grad, v.requires_grad)
+    except AttributeError:  # not tensors: the checks to come say so
+        return _NO_GRADIENTS
+    if bias is sinks is slopes is None:
+        return _NEEDS[first]
+    return (*first, *(getattr(tensor, "requires_grad", False) for tensor in (bias, sinks, slopes)))
+
+
+def _specialised(problem: Problem) -> Problem:
+    """With the sizes that symbolic ones stand for: plain operations are traced for these."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
+    return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
+
+
+def _check_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int]) -> None:
+    """InputError unless the storages hold what sizes and strides say: they can be resized at any time."""
+    of_q, of_k, of_v = spans
+    try:
+        size = q.itemsize
+        if (
+            q.untyped_storage().nbytes() >= (of_q + q.storage_offset()) * size
+            and k.untyped_storage().nbytes() >= (of_k + k.storage_offset()) * size
+            and v.untyped_storage().nbytes() >= (of_v + v.storage_offset()) * size
+        ):
+            return
+    except NotImplementedError:  # sparse, or of torch.func: no storage
+        pass
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+
+
+_known: dict[object, Known] = {}
+_MOST_KNOWN = 4096
+_NO_GRADIENTS = (False,) * 6
+_NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
+
+
+def _signature(request: Request, facts: Facts) -> object:
+    """Everything that `describe` looks at, so that a repeated call is a dictionary look-up."""
+    q, k, v, bias, sinks, slopes = request.tensors
+    layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
+    try:
+        key: tuple[object, ...] = (
+            layout,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.is_cpu or q.device,  # a bool is compared at a third of the price of a device
+            k.is_cpu or k.device,
+            v.is_cpu or v.device,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            return_lse,
+            *facts,
+        )
+        if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
+            return key
+        if softcap is not None or dropout_p != 0:  # now, for the key keeps only whether they are there
+            check_scalars(softcap, dropout_p, return_lse)
+        kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
+        usual = slopes is not None and are_usual(slopes)
+        return (*key, *kinds, usual, softcap is None, bool(dropout_p))
+    except (AttributeError, TypeError, RuntimeError):
+        _check_tensors(request)
+        check_scalars(softcap, dropout_p, return_lse)
+        raise
+
+
+def _check_tensors(request: Request) -> None:
+    for name, tensor in (*zip(Tensors._fields, request.tensors, strict=True), ("pages", request.options.pages)):
+        if tensor is not None or name in ("q", "k", "v"):
+            check_tensor(name, tensor)
+
+
+def describe(request: Request, facts: Facts) -> Problem:
+    """The problem of a request, all of it checked but the mask, which comes later, and scale and seed, which are
+    values."""
+    q, k, v, bias, sinks, slopes = request.tensors
+    layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
+    device, needs, _ = facts
+    _check_tensors(request)
+    check_scalars(softcap, dropout_p, return_lse)
+    check_ranks(q, k, v, layout, pages)
+    check_kinds(q, k, v)
+    batch, q_len, heads, qk_dim = _layout.sizes(q.shape, layout)
+    page_size = None
+    if pages is None:
+        check_shapes(q, k, v, layout)
+        _, kv_len, kv_heads, _ = _layout.sizes(k.shape, layout)
+    else:
+        kv_len, kv_heads, page_size = check_pages(q, k, v, layout, pages, gradients=needs[1] or needs[2])
+    check_extras(q, bias, sinks, slopes, heads)
+    return Problem(
+        device=device or q.device.type,
+        dtype=q.dtype,
+        layout=layout,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        qk_dim=qk_dim,
+        v_dim=v.shape[-1],
+        mask=masks.FULL.structure,
+        align=None,
+        features=_features(request, facts, heads != kv_heads),
+        page_size=page_size,
+        bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
+        bias_dtype=None if bias is None else bias.dtype,
+        usual_slopes=slopes is not None and are_usual(slopes),
+    )
+
+
+def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
+    (q, k, v, bias, sinks, slopes), options, (_, needs, flipped) = request.tensors, request.options, facts
+    present = {
+        "backward": any(needs),
+        "bias": bias is not None,
+        "bias_grad": needs[3],
+        "sinks": sinks is not None,
+        "sinks_grad": needs[4],
+        "alibi": slopes is not None,
+        "alibi_grad": needs[5],
+        "softcap": options.softcap is not None,
+        "dropout": options.dropout_p > 0,
+        "gqa": grouped,
+        "value_dim": v.shape[-1] != q.shape[-1],
+        "lse": options.return_lse,
+        "lse_grad": options.return_lse and any(needs),
+        "paged": options.pages is not None,
+        "flipped": flipped,
+        "strided": not all(t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0 for t in (q, k, v)),
+    }
+    return frozenset(name for name, needed in present.items() if needed)
+
+
+def _with_mask(
+    known: Known, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+) -> CheckedMask:
+    """Check the mask against the sizes and put its structure into the problem."""
+    problem = known.problem
+    mask = mask or masks.FULL
+    if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
+        raise InputError(
+            "mask",
+            "say where the documents are in layout 'thd'",
+            masks.describe(mask.structure),
+            hint="mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+        )
+    if pages is not None:
+        mask = _paged_mask(mask, problem, pages)
+    mask.check(problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device)
+    align = mask.resolved_align(problem.batch, problem.q_len, problem.kv_len, needed=slopes is not None)
+    documents = mask.document_sizes
+    if slopes is not None:
+        check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
+    return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), known)
+
+
+def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
+    """With pages the mask carries the lengths; in thd each sequence's keys start at its own first page."""
+    if not mask.kinds & {"lengths", "documents"}:
+        raise InputError(
+            "mask",
+            "carry the keys' lengths when pages is given",
+            masks.describe(mask.structure),
+            hint="mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
+        )
+    if problem.layout != "thd":
+        return mask
+    assert problem.page_size is not None
+    sequences = (mask.document_sizes or (0,))[0]
+    if sequences != pages.shape[0]:
+        raise InputError("pages", f"have one row a document of the mask ({sequences})", list(pages.shape))
+    starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (
+        pages.shape[1] * problem.page_size
+    )
+    return mask.with_padded_kv(starts)

@@ -1,0 +1,101 @@
+"""What a request needs of a backend, without its tensors: all that selection looks at.
+
+Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size (Dk, Dv).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from undivided import masks
+from undivided.arguments.layout import Layout
+from undivided.masks import Structure
+
+
+class Problem(NamedTuple):
+    """What is asked, without tensors. Built once, validated once, never changed.
+
+    device: "cpu", "cuda", ... where it is to run.
+    dtype: of q, k, v and the result.
+    layout: of q, k, v and the result.
+    batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
+        documents.
+    mask: the mask's structure; mask.kinds names its parts.
+    align: "both" where top-left and bottom-right agree, "top_left", "bottom_right", or None where it does not matter.
+    features: what the problem needs of a backend beyond plain attention; see `FEATURES`.
+    bias: which axes of the bias are broadcast, as "bhqk" with 1 for a broadcast axis, e.g. "1h1k"; None without a bias.
+    documents: (number, longest query, longest key length) of packed documents; lengths are None where only the device
+        knows.
+    page_size: of a paged key/value cache, or None.
+    deterministic: the result must repeat bit for bit.
+    bias_dtype: of the bias, which need not be that of q; None without one.
+    usual_slopes: the ALiBi slopes are known to be the usual ones (see `_slopes`).
+    """
+
+    device: str
+    dtype: torch.dtype
+    layout: Layout
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    qk_dim: int
+    v_dim: int
+    mask: Structure
+    align: str | None
+    features: frozenset[str]
+    bias: str | None = None
+    documents: tuple[int, int | None, int | None] | None = None
+    page_size: int | None = None
+    deterministic: bool = False
+    bias_dtype: torch.dtype | None = None
+    usual_slopes: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences are packed documents (thd)."""
+        return self.layout == "thd"
+
+    @property
+    def lse_is_read(self) -> bool:
+        """Whether a forward's log-sum-exp is returned, or needed for the gradients."""
+        return "lse" in self.features or "backward" in self.features
+
+    def __str__(self) -> str:
+        q = f"q {self.batch}x{self.q_len}x{self.heads}x{self.qk_dim}"
+        kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
+        if self.v_dim != self.qk_dim:
+            kv += f"/{self.v_dim}"
+        parts = [f"{q} (BxSxHxD), {kv}", f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}"]
+        parts.append(f"mask {masks.describe(self.mask)}")
+        if self.align in ("top_left", "bottom_right"):
+            parts.append(self.align.replace("_", "-"))
+        if self.features:
+            parts.append("needs " + ", ".join(sorted(self.features)))
+        return "; ".join(parts)
+
+
+FEATURES: dict[str, str] = {
+    "backward": "gradients",
+    "bias": "an additive bias",
+    "bias_grad": "the gradient of the bias",
+    "alibi": "ALiBi slopes",
+    "alibi_grad": "the gradient of the ALiBi slopes",
+    "softcap": "softcap",
+    "sinks": "sinks",
+    "sinks_grad": "the gradient of the sinks",
+    "dropout": "dropout",
+    "gqa": "fewer key/value heads than query heads",
+    "value_dim": "a value head size other than the query's",
+    "lse": "the log-sum-exp returned",
+    "lse_grad": "the gradient through the log-sum-exp",
+    "partial": "the gradient of a part of the keys, from the whole's output and log-sum-exp",
+    "some_heads": "dropout for heads that do not start at the first",
+    "paged": "paged keys and values",
+    "flipped": "a scale of 0 or below",
+    "strided": "a last axis whose stride is not 1",
+}
+"""Every feature a problem may need, in words."""

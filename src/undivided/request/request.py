@@ -1,0 +1,96 @@
+"""What a caller of `attention` wrote, as values: the tensors that may have gradients, and the options.
+
+Nothing is checked here, and nothing here knows of kernels. `undivided.request.normalise` checks a request and turns it
+into a `Call`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
+from undivided.masks import Mask
+
+made = tuple.__new__
+"""``made(Tensors, (...))`` is ``Tensors(...)`` at half the price: for what every small call makes."""
+
+
+class Tensors(NamedTuple):
+    """The inputs that may have gradients, in the order in which gradients are returned.
+
+    q [.., H, Dk], k [.., N, Dk] and v [.., N, Dv] have the request's layout; with pages, k and v are pools
+    [pages, page_size, N, D]. bias is broadcastable to [B, H, Sq, Sk], sinks is [H], alibi_slopes is [H] or
+    [sequences, H].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    def heads_first(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as [B, H, S, D], views."""
+        q, k, v = self[:3]
+        return _layout.heads_first(q, layout), _layout.heads_first(k, layout), _layout.heads_first(v, layout)
+
+    def without_pages(self, pages: Tensor | None, layout: Layout) -> Tensors:
+        """The same with k and v in `layout`: copies of the pages of every sequence, in order."""
+        if pages is None:
+            return self
+        k, v = (_layout.restore(_gathered(pool, pages, layout), layout) for pool in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
+
+def _gathered(pool: Tensor, pages: Tensor, layout: Layout) -> Tensor:
+    """The pages of every sequence, in order: [B, max_pages * page_size, N, D], or one long row for thd."""
+    rows = pool[pages.clamp(0, max(pool.shape[0] - 1, 0))].flatten(1, 2)
+    return rows.flatten(0, 1).unsqueeze(0) if layout == "thd" else rows
+
+
+class Options(NamedTuple):
+    """Everything else that an attention call takes; see `undivided.attention` for each."""
+
+    layout: Layout
+    mask: Mask | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    return_lse: bool = False
+    pages: Tensor | None = None
+
+
+class Request(NamedTuple):
+    """One call of `attention` as it was written.
+
+    >>> import torch
+    >>> q = torch.randn(1, 4, 2, 8)
+    >>> Request.of(q, q, q, layout="bshd", softcap=5.0).options.softcap
+    5.0
+    """
+
+    tensors: Tensors
+    options: Options
+    backend: str | None = None
+    deterministic: bool | None = None
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        backend: str | None = None,
+        deterministic: bool | None = None,
+        **options: Any,
+    ) -> Request:
+        """A request from the keywords of `attention`; `options` are the fields of `Options`."""
+        return Request(Tensors(q, k, v, bias, sinks, alibi_slopes), Options(**options), backend, deterministic)

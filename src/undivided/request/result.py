@@ -1,0 +1,201 @@
+"""Results of attention, and the one place where partial results are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.errors import InputError
+
+
+class Result(NamedTuple):
+    """What a backend returns.
+
+    out: in the caller's layout, [.., H, Dv], any strides; dtype of the inputs.
+    lse: [B, H, Sq] natural logarithm of the sum of exp(score) over the allowed keys, fp32 (fp64 for fp64 inputs);
+        -inf for a row with no allowed key; sinks not included. `UNREAD` will do where `Problem.lse_is_read` is false.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def canonical(self, layout: Layout) -> Result:
+        """The same with out, which is in `layout`, seen as [B, Sq, H, Dv]."""
+        return self if layout == "bshd" else Result(_layout.canonical(self.out, layout), self.lse)
+
+    def in_layout(self, layout: Layout) -> Result:
+        """The same with out, which is [B, Sq, H, Dv], seen in `layout`."""
+        return self if layout == "bshd" else Result(_layout.restore(self.out, layout), self.lse)
+
+
+UNREAD = torch.full((), torch.nan)
+"""Stands for a log-sum-exp that nobody reads."""
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 inputs, else fp32: the precision that softmax is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None, *, layout: Layout | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over disjoint sets of keys into attention over their union.
+
+    ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) * out_i``, then, with sinks,
+    ``out * sigmoid(lse - sink)``: parts are computed without sinks, and merge applies them once.
+
+    Args:
+        outs: partial outputs, all of one shape: [B, Sq, H, D] in any layout, or [T, H, D].
+        lses: their log-sum-exps, [B, H, Sq] ([H, T] for thd), fp32 or fp64.
+        sinks: [H], or None.
+        layout: of the outputs; needed only where the shapes fit more than one layout.
+
+    Returns:
+        (out, lse): out with the dtype and layout of the parts, lse over all keys, sinks not included.
+        A row that no part could attend from gives out 0 and lse -inf.
+
+    Raises:
+        InputError: no parts, shapes that do not agree, or a layout that must be said.
+
+    Source: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    >>> import torch, undivided
+    >>> q, k, v = (torch.randn(2, 6, 3, 8) for _ in range(3))
+    >>> parts = [undivided.attention(q, k[:, s], v[:, s], layout="bshd", return_lse=True)
+    ...          for s in (slice(0, 2), slice(2, 6))]
+    >>> out, lse = undivided.merge(*zip(*parts))
+    >>> torch.allclose(out, undivided.attention(q, k, v, layout="bshd"), atol=1e-5)
+    True
+    """
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
+    layout = _check_parts(outs, lses, sinks, layout)
+    dtype = torch.promote_types(lses[0].dtype, torch.float32)
+    lse_parts = torch.stack([part.to(dtype) for part in lses])
+    largest = lse_parts.detach().amax(0)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = torch.exp(lse_parts - largest)
+    total = weights.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
+    weights = weights / total
+    if sinks is not None:
+        weights = weights * sink_factor(lse, sinks)
+    weights = weights if layout != "thd" else weights.unsqueeze(1)  # [parts, B, H, S]
+    combined = torch.zeros((), dtype=dtype, device=lse.device)
+    for part, weight in zip(outs, weights, strict=True):
+        # a part without keys has weight 0 and output 0 by contract; where() keeps garbage out should it not be
+        part_BHSD = _layout.heads_first(part, layout).to(dtype)
+        combined = combined + torch.where(weight.unsqueeze(-1) > 0, part_BHSD * weight.unsqueeze(-1), 0.0)
+    out_BSHD = combined.transpose(1, 2).to(outs[0].dtype)
+    return _layout.restore(out_BSHD, layout).contiguous(), lse
+
+
+def merge_into(total: Result, part: Result) -> None:
+    """`merge` of two, in place: ``total`` (in the precision of the softmax) becomes attention over the keys of both.
+
+    Takes little memory besides, where `merge` takes several outputs: an eighth of one, where the part is of a half
+    type.
+
+    >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
+    >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
+    >>> merge_into(total, Result(torch.full((1, 2, 1, 4), 3.0), torch.zeros(1, 1, 2)))
+    >>> total.out.unique().tolist(), total.lse.exp().round().unique().tolist()
+    ([2.0], [2.0])
+    """
+    lse = torch.logaddexp(total.lse, part.lse.to(total.lse.dtype))
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
+    rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
+    for out, of_part, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
+        out.mul_(weights[0]).addcmul_(of_part.to(out.dtype), weights[1])
+    total.lse.copy_(lse)
+
+
+def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks multiply an output by: ``exp(lse) / (exp(lse) + exp(sink))``; lse is [.., H, S], sinks [H].
+
+    A row with no key (lse = -inf) keeps its 0 output, and its factor is 0 with zero gradients.
+    """
+    empty = lse == -torch.inf
+    factor = torch.sigmoid(lse.masked_fill(empty, 0.0) - sinks.to(lse.dtype).unsqueeze(-1))
+    return factor.masked_fill(empty, 0.0)
+
+
+def _listed(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return list(parts)
+    except TypeError:
+        raise InputError(name, "be a sequence of tensors", type(parts).__name__) from None
+
+
+def _check_parts(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None) -> Layout:
+    if not outs or len(outs) != len(lses):
+        raise InputError("lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for part in parts:
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise InputError(name, "be floating-point tensors", got)
+            check_tensor(name, part)
+            if (part.shape, part.dtype, part.device) != (parts[0].shape, parts[0].dtype, parts[0].device):
+                raise InputError(name, f"be tensors like the first, {_kind(parts[0])}", _kind(part))
+    if lses[0].device != outs[0].device:
+        raise InputError("lses", f"be on the device of outs ({outs[0].device})", lses[0].device)
+    layout = _which_layout(outs[0], lses[0], layout)
+    if sinks is not None:
+        _check_sinks(sinks, lses[0])
+    return layout
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
+    """The layout as given, or the only one that the shapes fit."""
+    if layout is not None and layout not in LAYOUTS:
+        raise InputError("layout", f"be one of {', '.join(map(repr, LAYOUTS))}, or None", repr(layout))
+    fitting = [name for name in LAYOUTS if _fits(out, lse, name)]
+    if layout in fitting:
+        return layout
+    if not fitting or layout is not None:
+        raise InputError(
+            "lses",
+            f"be [B, H, Sq] for outs in {layout or 'bshd, sbhd or bhsd'}, [H, T] in thd",
+            f"{list(lse.shape)} for outs of {list(out.shape)}",
+            hint=f"these shapes would fit layout={fitting[0]!r}" if len(fitting) == 1 else None,
+        )
+    if len(fitting) > 1:
+        raise InputError(
+            "layout",
+            f"be said, as {list(out.shape)} fits {' and '.join(fitting)}",
+            "None",
+            hint=f"merge(outs, lses, layout={fitting[0]!r})",
+        )
+    return fitting[0]
+
+
+def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise InputError("sinks", "be a floating-point tensor", got)
+    check_tensor("sinks", sinks)
+    if tuple(sinks.shape) != (lse.shape[-2],):
+        raise InputError("sinks", f"have shape [heads] = [{lse.shape[-2]}]", list(sinks.shape))
+    if sinks.device != lse.device:
+        raise InputError("sinks", f"be on the device of outs ({lse.device})", sinks.device)
+
+
+def _fits(out: Tensor, lse: Tensor, layout: Layout) -> bool:
+    if out.dim() != _layout.rank(layout) or lse.dim() != _layout.rank(layout) - 1:
+        return False
+    batch, length, heads, _ = _layout.sizes(out.shape, layout)
+    return tuple(lse.shape) == ((heads, length) if layout == "thd" else (batch, heads, length))

@@ -1,0 +1,103 @@
+"""ALiBi's usual slopes, and whether a tensor is known to hold them.
+
+cuDNN computes them itself and takes no others. Whether a tensor holds them cannot be read without waiting for its
+device, so it is known of those that were made here and not written to since.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.checks import as_integer
+from undivided.arguments.tensors import has_dispatch, is_traced, versions
+
+_made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
+"""The slopes of a number of heads on a device, and the in-place version that they were made with."""
+
+
+_own: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
+"""The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was made with."""
+
+
+def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
+
+    For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise the slopes of the power of two below n,
+    followed by every other slope of twice that power. cuDNN takes no other slopes: it runs with a tensor of this
+    function until somebody writes to it. A copy is not recognised; other backends take any slopes.
+
+    Args:
+        heads: number of query heads, at least 1.
+        device: where the tensor is made.
+
+    Returns:
+        The slopes, float32 [heads].
+
+    Raises:
+        InputError: ``heads`` is not an int, or is below 1.
+
+    Source: Press et al. 2022 (arXiv:2108.12409), section 3 and its published code for other numbers of heads.
+
+    >>> import undivided
+    >>> undivided.alibi_slopes(4).tolist(), undivided.alibi_slopes(3).tolist()
+    ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
+    """
+    slopes = _computed(as_integer("heads", heads, 1), device)
+    if not is_traced() and (version := versions((slopes,))) is not None:
+        key = id(slopes)
+        _own[key] = weakref.ref(slopes, lambda _: _own.pop(key, None)), version
+    return slopes
+
+
+def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond
+    n.
+
+    The same tensor at every call, for as long as nobody writes to it.
+
+    Source: Press et al. 2022 (arXiv:2108.12409).
+
+    >>> usual_slopes(6).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    """
+    if is_traced():
+        return _computed(heads, device)
+    key = (heads, torch.empty(0, device=device).device)
+    known = _made.get(key)
+    if known is None or versions((known[0],)) != known[1]:
+        with torch.inference_mode(False):  # an inference tensor would not say whether it was written to
+            slopes = _computed(heads, device)
+        known = _made[key] = slopes, versions((slopes,))
+    return known[0]
+
+
+def _computed(heads: int, device: torch.device | str) -> Tensor:
+    n = 1 << int(math.log2(heads))
+    first = torch.arange(1, n + 1, dtype=torch.float32, device=device) * (-8 / n)
+    rest = torch.arange(1, 2 * (heads - n) + 1, 2, dtype=torch.float32, device=device) * (-4 / n)
+    return torch.exp2(torch.cat((first, rest)))
+
+
+def are_usual(slopes: Tensor) -> bool:
+    """Whether the slopes are known to be the usual ones: False for the same numbers from elsewhere.
+
+    >>> slopes = usual_slopes(8)
+    >>> are_usual(slopes), are_usual(slopes.detach()), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
+    (True, True, False, False)
+    """
+    if slopes.dim() != 1 or torch.compiler.is_compiling() or has_dispatch(slopes):
+        return False
+    if (own := _own.get(id(slopes))) is not None and own[0]() is slopes:
+        return own[1] == versions((slopes,))
+    made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
+    if made is None or version is None or versions((slopes,)) != version:
+        return False
+    if made is slopes:
+        return True
+    # a view or a detached one shares memory and version; `_made` keeps the memory from being used again
+    same = slopes.dtype == made.dtype and slopes.stride() == made.stride() and slopes.device.type != "meta"
+    return same and slopes.data_ptr() == made.data_ptr()

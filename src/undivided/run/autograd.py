@@ -1,0 +1,295 @@
+"""Running a backend under autograd: first derivatives by the backend, all others by the reference.
+
+forward            the chosen backend
+backward           the same backend, by recomputation from (out, lse)
+double backward    the reference, block by block, whatever ran before
+forward mode, vmap and torch.func    the reference as plain tensor operations
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.tensors import is_observed, versions
+from undivided.backends import reference
+from undivided.backends._base import Backend, Gradients
+from undivided.backends.reference.block_gradients import gradients_of
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result, lse_dtype
+from undivided.run.batches import over_hidden_batch, vmap_rule
+
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
+
+
+def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+    """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] if it was requested."""
+    features = call.problem.features
+    if _is_transformed(tensors):
+        with torch.autocast(tensors.q.device.type, enabled=False):
+            result = reference.composite(call, tensors)
+        return _returned(result, call.problem) if "lse" in features else result.out
+    if "backward" not in features:
+        if tensors.q.is_meta or any_autocast():
+            result = forward(backend, call, tensors)
+        else:
+            result = backend.forward(call, tensors)
+        return _returned(result, call.problem) if "lse" in features else result.out
+    inputs: tuple[Tensor | None, ...] = tensors
+    if inputs[3] is inputs[4] is inputs[5] is None:
+        inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
+        if "lse" not in features and (out_BHSD := backend.recorded(call, tensors)) is not None:
+            return _derivable_twice(out_BHSD, backend, call)
+    return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _returned(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the caller gets them: lse is [H, T] in thd."""
+    return result.out, result.lse.squeeze(0) if problem.packed else result.lse
+
+
+def _derivable_twice(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
+    """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one
+    may be requested, those of `_AttentionBackward` take their place."""
+    assert out_BHSD.grad_fn is not None
+    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, call))
+    return _layout.from_heads_first(out_BHSD, call.problem.layout).contiguous()
+
+
+def _exchange_gradients(
+    backend: Backend, call: Call, grads: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Called after the node's backward; reads what it saved, so that nothing is held beside that."""
+    if not torch.is_grad_enabled() or (grad := grad_outputs[0]) is None:
+        return None
+    node = torch._C._current_autograd_node()
+    q, k, v, out, lse = (getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp"))
+    call = call.with_problem(call.problem._replace(layout="bhsd"))
+    arguments = (backend, call, out, lse, grad, None, q, k, v)
+    found = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
+    return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))
+
+
+def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
+    """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
+    q = tensors.q
+    if q.is_meta:
+        problem = call.problem
+        out = q.new_empty((*q.shape[:-1], problem.v_dim))
+        return Result(out, q.new_empty((problem.batch, problem.heads, problem.q_len), dtype=lse_dtype(problem.dtype)))
+    if any_autocast():
+        with torch.autocast(q.device.type, enabled=False):
+            return backend.forward(call, tensors)
+    return backend.forward(call, tensors)
+
+
+def backward(
+    backend: Backend, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Run a backend's backward with autocast off."""
+    if tensors.q.is_meta:
+        return [
+            torch.empty_like(t) if t is not None and needed else None
+            for t, needed in zip(tensors, call.needs, strict=True)
+        ]
+    if any_autocast():
+        with torch.autocast(tensors.q.device.type, enabled=False):
+            return backend.backward(call, tensors, result, grad_out, grad_lse)
+    return backend.backward(call, tensors, result, grad_out, grad_lse)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, cast as it casts the arguments of scaled_dot_product_attention: all but float64, to its dtype."""
+    if not any_autocast() or not isinstance(q, Tensor) or q.is_meta:
+        return q, k, v
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (_cast(name, t, dtype) for name, t in (("q", q), ("k", k), ("v", v)))
+    return q, k, v
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype == dtype:
+        return tensor
+    check_tensor(name, tensor)
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _is_transformed(tensors: Tensors) -> bool:
+    """Whether torch.func or forward-mode differentiation is looking: they see through plain operations only."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+class _Attention(torch.autograd.Function):
+    """The chosen backend as one differentiable operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend_and_call: tuple[Backend, Call], *inputs: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        backend, call = backend_and_call
+        out, lse = _returned(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.call = backend, call, state(call)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if "lse" in call.problem.features else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        count = len(inputs)
+        if grad_out is None and grad_lse is None:
+            return (None,) * (1 + count)
+        inputs += [None] * (6 - count)
+        backend, call, before = ctx.call
+        check_unchanged(call, before)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        arguments = (backend, call, out, lse, grad_out, grad_lse, *inputs)
+        return (None, *over_hidden_batch(_gradients_to_derive(), *arguments)[:count])
+
+
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without its questions about torch.func, which `run` has answered: they cost as much as the
+rest."""
+
+
+def state(call: Call) -> object:
+    """Differs once what autograd does not save has been changed in place."""
+    mask, pages = call.mask, call.pages
+    return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
+
+
+def check_unchanged(call: Call, before: object) -> None:
+    """RuntimeError if what autograd does not save was changed in place since `before`, a `state`."""
+    if state(call) != before:
+        raise RuntimeError(
+            "the mask's tensors (lengths, cu_seqlens, what a predicate captures) or the pages were changed in place "
+            "between forward and backward; pass a clone, or call backward first"
+        )
+
+
+def gradients(
+    backend: Backend,
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *inputs: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs, from out, lse and their gradients as the caller has them."""
+    for name, grad in (("grad_out", grad_out), ("grad_lse", grad_lse)):
+        if grad is not None:
+            check_tensor(name, grad)
+    if is_observed(grad_out, grad_lse, None):
+        backend = reference.BACKEND  # in plain operations, that a mode can see and a wrapped gradient can pass
+    if call.problem.packed:
+        lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
+    tensors = Tensors._make(inputs)
+    return tuple(backward(backend, call, tensors, Result(out, lse), grad_out, grad_lse))
+
+
+def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
+    """`gradients`, as an operation with a derivative and a batching rule where either may be asked for."""
+    if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _AttentionBackward.apply
+    return gradients
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as an operation of its own, so that it has a derivative and a batching rule."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        _, ctx.call, _, _, grad_out, grad_lse, *tensors = inputs
+        ctx.save_for_backward(*tensors, grad_out, grad_lse)
+        ctx.state = state(ctx.call)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_unchanged(ctx.call, ctx.state)
+        found = differentiated(ctx.call, *ctx.saved_tensors, *grad_gradients)
+        return (None,) * 4 + found
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
+        return vmap_rule(_AttentionBackward, info, axes, arguments)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """The double backward as an operation of its own, so that it has a batching rule."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return _double_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Nothing to keep: where a third derivative may follow, `_recorded_double_backward` runs."""
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
+        return vmap_rule(_DoubleBackward, info, axes, arguments)
+
+
+def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and
+    the gradients of the backward's own results."""
+    assert tensors[0] is not None
+    derive = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return over_hidden_batch(derive, call, *tensors)
+
+
+def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward`
+    saves and the gradients of what it returns."""
+    (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
+    if grad_lse is not None and call.problem.packed:
+        grad_lse = grad_lse.unsqueeze(0)
+    assert grad_out is not None
+    found, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
+        call, Tensors._make(inputs), grad_out, grad_lse, grad_gradients
+    )
+    if for_grad_lse is not None and call.problem.packed:
+        for_grad_lse = for_grad_lse.squeeze(0)
+    return for_grad_out, for_grad_lse, *found
+
+
+def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same as operations that autograd records, where a third derivative may follow: O(S^2) memory."""
+    # views, so that one tensor given as q, k and v is three variables here
+    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
+    grad_gradients = tensors[8:]
+    result = reference.composite(call, Tensors._make(inputs))
+    out, lse = _returned(result, call.problem)
+    outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
+    first = gradients_of([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
+    pairs = [
+        (g, o)
+        for g, o in zip(first, grad_gradients, strict=True)
+        if g is not None and g.requires_grad and o is not None
+    ]
+    found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True)
+    return tuple(found)

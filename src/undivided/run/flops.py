@@ -1,0 +1,63 @@
+"""What PyTorch's FlopCounterMode counts for the operator: products of all pairs, whatever the mask, as for its own
+attention.
+
+Source: the formulas of scaled_dot_product_attention in torch/utils/flop_counter.py (2.13): two products forward, five
+    backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from undivided.arguments import layout as _layout
+
+Shape = Sequence[int]
+
+
+def register_if_counting() -> None:
+    """Register the formulas once somebody has imported the counter: importing it ourselves would cost every program.
+
+    A counter copies the formulas when it is made; one that was made before ours were registered gets them here.
+    """
+    if "torch.utils.flop_counter" not in sys.modules:
+        return
+    formulas = _registered()
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if counter is not None and hasattr(counter, "flop_registry"):
+            counter.flop_registry.update(formulas)
+
+
+@functools.cache
+def _registered() -> dict[Any, Any]:
+    """The formulas of both operators, registered with PyTorch."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    operators = torch.ops.undivided
+    register_flop_formula(operators.attention)(_forward)
+    register_flop_formula(operators.attention_backward)(_backward)
+    return {operator: flop_registry[operator] for operator in (operators.attention, operators.attention_backward)}
+
+
+def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
+    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1])
+
+
+def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
+    """The scores anew, and the gradients of weights, values, queries and keys."""
+    return 2 * _pairs(q, k, rest) * (3 * q[-1] + 2 * v[-1])
+
+
+def _pairs(q: Shape, k: Shape, rest: Sequence[Any]) -> int:
+    """Of a query and a key, in all heads. rest: the operator's arguments from the bias on."""
+    pages, spec = rest[5], rest[6]
+    layout = spec.partition("|")[0]
+    batch, q_len, heads, _ = _layout.sizes(torch.Size(q), layout)
+    kv_len = _layout.sizes(torch.Size(k), layout)[1] if pages is None else pages[1] * k[1]
+    return batch * heads * q_len * kv_len

@@ -1,0 +1,324 @@
+"""PyTorch's scaled_dot_product_attention on our flow: the same arguments and results, any rank, any broadcasting.
+
+Its tensors become views in layout "bhsd", its mask a `masks.Mask` or a bias, and PyTorch's switches part of the policy.
+
+Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.arguments.checks import check_tensor
+from undivided.arguments.tensors import is_observed
+from undivided.errors import InputError, NoBackendError
+from undivided.masks import Mask
+from undivided.request.checks import DTYPES
+from undivided.request.request import Options, Request, Tensors, made
+from undivided.run import autograd as _autograd
+from undivided.run import compile as _compile
+from undivided.run.prepare import prepare
+from undivided.run.sdpa_errors import NO_KERNEL, as_pytorchs
+from undivided.selection import switches as _sdp_switches
+from undivided.selection.policy import policy
+
+Views = tuple[Tensor, Tensor, Tensor]
+_CAUSAL = masks.causal("top_left")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
+
+    ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is
+    0, what a boolean mask hides never reaches a result, and of a mask together with is_causal both apply.
+
+    Args:
+        query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
+        key: [..., H, S, E]; axes before S broadcast against query's and value's.
+        value: [..., H, S, Ev].
+        attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's
+            dtype or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as
+            structure.
+        dropout_p: probability of dropping a weight; applied whenever it is above 0, for there is no training flag.
+        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ; attn_mask, if given, applies
+            too.
+        scale: of the scores; 1/sqrt(E) if None.
+        enable_gqa: key and value may have fewer heads; their number divides query's.
+
+    Returns:
+        [..., H, L, Ev] in query's dtype.
+
+    Raises:
+        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is of the type
+            that PyTorch raises as well (RuntimeError, TypeError, ...) and carries PyTorch's message.
+        NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``),
+            which are honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every
+            backend's reasons.
+
+    Source: PyTorch's documentation of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    >>> import torch, undivided
+    >>> q, k, v = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 7, 64), torch.randn(2, 2, 7, 32)
+    >>> undivided.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
+    torch.Size([2, 8, 5, 32])
+    """
+    query, key, value = _autograd.autocast(query, key, value)
+    try:
+        _check_flags(is_causal, enable_gqa)
+        shape: Sequence[int] | None = None
+        if _is_plain(query, key, value, enable_gqa):
+            q, k, v = query, key, value
+        else:
+            shape = _output_shape(query, key, value, enable_gqa)
+            if shape[-1] == 0 or 0 in shape[:-2]:
+                return _nothing(query, key, value, enable_gqa)
+            if query.shape[-1] == 0:
+                query, key = _scores_of_zero(query), _scores_of_zero(key)
+            q, k, v = _folded(query, key, value, shape, enable_gqa)
+        mask, bias = _CAUSAL if is_causal else None, None
+        if attn_mask is not None:
+            mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
+        if isinstance(scale, Tensor):
+            scale = _number(scale)
+        options = made(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
+        out = _attend(made(Request, (made(Tensors, (q, k, v, bias, None, None)), options, None, None)))
+    except InputError as error:
+        if torch.compiler.is_compiling():
+            raise
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        raise as_pytorchs(error, *call) from None
+    except NoBackendError as error:
+        error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
+        raise
+    return out if shape is None else out.reshape(shape)
+
+
+def _attend(request: Request) -> Tensor:
+    """Prepare and run, for [B, H, S, D] tensors."""
+    switches = _sdp_switches.read()
+    q, k, v, bias, *_ = request.tensors
+    if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
+        return cast(Tensor, _compile.attention(request, switches))
+    decision, call, tensors = prepare(request, policy(switches=switches))
+    return _autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
+
+
+def _check_flags(is_causal: object, enable_gqa: object) -> None:
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool | torch.SymBool):
+            raise InputError(name, "be True or False", repr(flag))
+
+
+def _number(scale: Tensor) -> float:
+    if scale.numel() != 1 or scale.is_meta:
+        got = "a meta tensor" if scale.is_meta else list(scale.shape)
+        raise InputError("scale", "be a number, or a tensor that holds one", got)
+    return float(scale)
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether the tensors are [B, H, S, D] as `attention` takes them: nothing to broadcast, nothing wrong."""
+    try:
+        q, k, v = query.shape, key.shape, value.shape
+        return (
+            len(q) == len(k) == len(v) == 4
+            and q[0] == k[0] == v[0]
+            and k[1] == v[1]
+            and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
+            and k[2] == v[2]
+            and q[3] == k[3]
+            and q[1] > 0 < q[3]
+            and v[3] > 0
+            and query.dtype == key.dtype == value.dtype
+            and query.dtype in DTYPES
+            and query.device == key.device == value.device
+            and query.layout == key.layout == value.layout == torch.strided
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The shape of the result, once everything about the three tensors has been checked."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        check_tensor(name, tensor)
+        fewest = 3 if enable_gqa else 2
+        if tensor.dim() < fewest:
+            axes = "heads, length, head size" if enable_gqa else "length, head size"
+            hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and fewest == 2 else None
+            raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape), hint=hint)
+    _check_kinds(named)
+    if key.shape[-1] != query.shape[-1]:
+        wanted = f"have the head size of query ({query.shape[-1]})"
+        raise InputError("key", wanted, f"{key.shape[-1]} in {list(key.shape)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise InputError(
+            "value", f"have the length of key ({key.shape[-2]})", f"{value.shape[-2]} in {list(value.shape)}"
+        )
+    kept = 3 if enable_gqa else 2
+    leading = _broadcast(named, kept)
+    heads = _grouped_heads(query, key, value) if enable_gqa else ()
+    return (*leading, *heads, query.shape[-2], value.shape[-1])
+
+
+def _check_kinds(named: dict[str, Tensor]) -> None:
+    query = named["query"]
+    if query.dtype not in DTYPES:
+        raise InputError("query", "be float16, bfloat16, float32 or float64", str(query.dtype))
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            hint = f"{name}.to(query.dtype), or run under torch.autocast"
+            raise InputError(name, f"have the dtype of query ({query.dtype})", str(tensor.dtype), hint=hint)
+        if tensor.device != query.device:
+            hint = f"{name}.to(query.device)"
+            raise InputError(name, f"be on the device of query ({query.device})", str(tensor.device), hint=hint)
+
+
+def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
+    """The common shape of all but the last `kept` axes."""
+    rank = max(tensor.dim() for tensor in named.values()) - kept
+    common = [1] * rank
+    for name, tensor in named.items():
+        for axis, size in enumerate(tensor.shape[:-kept], rank + kept - tensor.dim()):
+            if size not in (1, common[axis]) and common[axis] != 1:
+                hint = None
+                if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
+                    hint = "enable_gqa=True, if these are fewer key and value heads"
+                raise InputError(
+                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape), hint=hint
+                )
+            common[axis] = size if common[axis] == 1 else common[axis]
+    return tuple(common)
+
+
+def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
+    heads = query.shape[-3]
+    for name, tensor in (("key", key), ("value", value)):
+        if heads % tensor.shape[-3] if tensor.shape[-3] else heads:
+            wanted = f"have a number of heads that divides query's ({heads})"
+            raise InputError(name, wanted, f"{tensor.shape[-3]} in {list(tensor.shape)}")
+    return (heads,)
+
+
+def _folded(
+    query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as [B, H, S, D]: views, unless leading axes lie so in memory that no stride can join them."""
+    batch = shape[:-3]
+    heads = shape[-3] if len(shape) > 2 else 1
+    tensors = [t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value)]
+    kv_heads = tensors[1].shape[-3]
+    if kv_heads != tensors[2].shape[-3]:  # served from different heads: the only case in which they are expanded
+        tensors[1:] = [t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]]
+        kv_heads = heads
+    q, k, v = (_fold(t, batch, n) for t, n in zip(tensors, (heads, kv_heads, kv_heads), strict=True))
+    return q, k, v
+
+
+def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
+    """[..., H, S, D] with its leading axes expanded to `batch`, as [B, H, S, D]."""
+    if not batch:
+        batch = (1,)
+    if tensor.shape[-3] != heads or tuple(tensor.shape[:-3]) != tuple(batch):
+        tensor = tensor.expand(*batch, heads, *tensor.shape[-2:])
+    return tensor if tensor.dim() == 4 else tensor.reshape(math.prod(batch), heads, *tensor.shape[-2:])
+
+
+def _scores_of_zero(tensor: Tensor) -> Tensor:
+    """A tensor of head size 0 with one column of zeros: every score is 0, and kernels need a column."""
+    return torch.nn.functional.pad(tensor, (0, 1))
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
+    """The empty result where there is no head, no batch element or no value to weigh, with its (zero) gradients."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (
+            t.repeat_interleave(heads // t.shape[-3], -3) if heads else t[..., :0, :, :] for t in (key, value)
+        )
+    return query @ key.transpose(-1, -2) @ value
+
+
+def _mask_or_bias(
+    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
+) -> tuple[Mask | None, Tensor | None]:
+    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; is_causal
+    joined."""
+    if not isinstance(attn_mask, Tensor):
+        raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
+    if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise InputError("attn_mask", "be without is_causal=True, being a causal mask itself", "both")
+        return _causal_bias(attn_mask, query.shape[-2], kv_len), None
+    check_tensor("attn_mask", attn_mask)
+    if attn_mask.device != query.device:
+        raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
+    scores = (*shape[:-1], kv_len)
+    sizes = attn_mask.shape
+    if len(sizes) > len(scores) or any(
+        have not in (1, want) for have, want in zip(reversed(sizes), reversed(scores), strict=False)
+    ):
+        raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
+    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
+        raise InputError(
+            "attn_mask",
+            "be None if is_causal=True and flash kernels are switched off",
+            "both",
+            hint="allow SDPBackend.FLASH_ATTENTION as well, or join the causal part to attn_mask",
+        )
+    folded = _folded_mask(attn_mask, scores[:-3])
+    causal = _CAUSAL if is_causal else None
+    if attn_mask.dtype != torch.bool:
+        return causal, _as_added(folded, query)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func sees plain operations only
+        return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+    dense = masks.dense(folded)
+    return dense if causal is None else dense & causal, None
+
+
+def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
+    """[B|1, H|1, L|1, S|1]; more leading axes than one are joined, by a view unless only some of them broadcast."""
+    rank = max(len(batch), 1) + 3
+    if mask.dim() < rank:
+        mask = mask[(None,) * (rank - mask.dim())]
+    if rank == 4:
+        return mask
+    leading = mask.shape[:-3]
+    if all(size == 1 for size in leading):
+        return mask.flatten(0, -4)
+    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+
+
+def _as_added(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask of numbers, in the dtypes that PyTorch takes; autocast casts it as it does query."""
+    if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+    if mask.dtype not in (torch.float32, query.dtype):
+        wanted = dict.fromkeys(("bool", "float32", str(query.dtype).removeprefix("torch.")))
+        hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
+        raise InputError("attn_mask", f"be {' or '.join(wanted)}", str(mask.dtype), hint=hint)
+    return mask
+
+
+def _causal_bias(bias: Any, q_len: int, kv_len: int) -> Mask:
+    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``: structure, never a dense mask."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        got = f"a causal bias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys"
+        raise InputError("attn_mask", f"be for {q_len} queries and {kv_len} keys", got)
+    return masks.causal("top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right")

@@ -1,0 +1,275 @@
+"""Which backend runs a problem, and why not the others: a pure function of (Problem, Machine, Policy).
+
+The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
+
+Candidates are tried in the caller's order, where there is one, then by rank. Where two or more that can run were
+measured on such a problem (`_measured`), these trade their places, the fastest first; the others keep theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from undivided.backends import all_backends, is_called
+from undivided.backends._base import Backend
+from undivided.errors import NoBackendError
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+from undivided.selection import log as _logging
+from undivided.selection import measured as _measured
+from undivided.selection.policy import Policy
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not.
+
+    estimate: what it may take, by a benchmark; None where it cannot run, or was not measured on such a problem.
+    """
+
+    backend: Backend
+    reasons: tuple[str, ...]
+    note: str = ""
+    estimate: _measured.Estimate | None = None
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The chosen backend, and for every other one its list of reasons.
+
+    ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons,
+    ``str(decision)`` is the table. ``decision.verdicts`` has all of it in the order tried, and estimates of time where
+    something was measured. `undivided.explain` makes one.
+
+    Args:
+        problem: what was asked for: sizes, dtype, mask structure and features, without tensors.
+        machine: the machine it was asked for.
+        policy: what the caller allows.
+        chosen: the backend that runs; None where none may.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> decision = undivided.explain(q, q, q, layout="bshd", backend="reference")
+    >>> decision.backend.name, decision.reasons["reference"], decision.reasons["torch_flash"][0]
+    ('reference', (), "not asked for: backend='reference'")
+    """
+
+    problem: Problem
+    machine: Machine
+    policy: Policy
+    chosen: Backend | None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that runs.
+
+        Raises:
+            NoBackendError: there is none.
+        """
+        if self.chosen is None:
+            raise NoBackendError(self)
+        return self.chosen
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every backend in the order it was tried, with its reasons. Built when first read."""
+        return tuple(self._verdict(backend) for backend in _in_order(self.problem, self.machine, self.policy))
+
+    @property
+    def reasons(self) -> dict[str, tuple[str, ...]]:
+        """Reasons by backend name. The chosen one has none; one that lost only by rank has the note that says so."""
+        return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
+
+    def standing(self, verdict: Verdict) -> str:
+        """By what a backend that can run has its place: its estimate, or its default rank; "" if the caller gave the
+        order."""
+        if not verdict.can_run:
+            return ""
+        if verdict.estimate is not None:
+            return str(verdict.estimate)
+        if self.policy.forced is not None or self.policy.allowed is not None:
+            return ""
+        on = _measured.architecture(self.problem.device, self.machine) or "this machine"
+        return f"default rank: not measured on {on}"
+
+    def _verdict(self, backend: Backend) -> Verdict:
+        reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))
+        if reasons:
+            return Verdict(backend, reasons)
+        entry = _measured.nearest(self.problem, self.machine)
+        estimate = _measured.estimate(entry, backend.name, self.problem)
+        if backend is self.chosen:
+            return Verdict(backend, (), "", estimate)
+        name = self.chosen.name if self.chosen else "none"
+        return Verdict(backend, (), f"can run, ranked after {name}", estimate)
+
+    def __str__(self) -> str:
+        head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
+        lines = [head, f"  problem: {self.problem}", f"  machine: {self.machine}"]
+        width = max(len(v.backend.name) for v in self.verdicts)
+        for verdict in self.verdicts:
+            name, backend = verdict.backend.name.ljust(width), verdict.backend
+            said = verdict.reasons or (verdict.note or f"chosen ({backend.family})",)
+            if standing := self.standing(verdict):
+                said = (f"{said[0]}; {standing}",)
+            for i, reason in enumerate(said):
+                lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
+        if self.chosen is None and self.policy.forced is not None:
+            lines.append(
+                f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out "
+                f"to let selection choose"
+            )
+        return "\n".join(lines)
+
+
+def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    """Choose. Repeated problems are a dictionary look-up.
+
+    Raises:
+        NoBackendError: nothing may run it; the error carries the Decision.
+    """
+    key = (id(problem), id(policy), id(machine))  # hashing what they hold would cost as much as the rest
+    known = _decisions.get(key)
+    if known is None:
+        known = problem, policy, machine, _select_by_class(problem, machine, policy)
+        _remember(_decisions, key, known)
+    _last.decision = decision = known[-1]
+    return decision
+
+
+class _Last(threading.local):
+    decision: Decision | None = None
+
+
+_last = _Last()
+
+
+def last_decision() -> Decision | None:
+    """The Decision of the last call of this thread: which backend ran, and why not the others.
+
+    Set by every call that selects: `attention`, `scaled_dot_product_attention`, the layers, the caches, and compiled
+    graphs when they run. A call that raises for want of a backend leaves it as it was; `explain` does too. Under
+    context parallelism it is that of the rank's last piece of work. Under torch.func and forward-mode differentiation
+    the reference's operations run, whatever was decided.
+
+    Returns:
+        The `Decision`; None before the thread's first call.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> out = undivided.attention(q, q, q, layout="bshd", backend="reference")
+    >>> undivided.last_decision().backend.name
+    'reference'
+    """
+    return _last.decision
+
+
+def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    """The Decision for exactly this problem, also where no backend can run it. Nothing is cached, nothing raised."""
+    if policy.deterministic and not problem.deterministic:
+        problem = problem._replace(deterministic=True)
+    for backend in _in_order(problem, machine, policy):
+        if not _objections(backend, problem, machine, policy):
+            return Decision(problem, machine, policy, backend)
+    return Decision(problem, machine, policy, None)
+
+
+def selection_key(problem: Problem) -> Problem:
+    """The problem with its lengths replaced by what a backend may look at in them, so that decoding shares decisions.
+
+    Kept of a length: whether it is 0 to 16, its divisibility by 8 to 64, between which powers of two it lies; and how
+    query and key length compare. `Backend.reasons` promises to look at nothing else.
+    """
+    q_len, kv_len = _length_class(problem.q_len), _length_class(problem.kv_len)
+    order = (problem.q_len > problem.kv_len) - (problem.q_len < problem.kv_len)
+    documents = problem.documents
+    if documents is not None:
+        count, max_q, max_kv = documents
+        documents = (_length_class(count), _maybe_class(max_q), _maybe_class(max_kv))
+    # a class is a length that stands for its like; the comparison of the two rides along in the unused sign of kv_len
+    return problem._replace(q_len=q_len * 4 + order, kv_len=kv_len, documents=documents)
+
+
+def _length_class(length: int) -> int:
+    if length <= 16:
+        return length
+    alignment = min(length & -length, 64)
+    return (length - 1).bit_length() * 1024 + alignment
+
+
+def _maybe_class(length: int | None) -> int | None:
+    return None if length is None else _length_class(length)
+
+
+_decisions: dict[object, tuple[Problem, Policy, Machine, Decision]] = {}
+"""By the ids of problem, policy and machine, which are held here so that nothing else gets them."""
+_by_class: dict[object, Decision] = {}
+_MOST_DECISIONS = 4096
+
+
+def _remember(cache: dict[object, Any], key: object, value: object) -> None:
+    if len(cache) >= _MOST_DECISIONS:
+        cache.clear()
+    cache[key] = value
+
+
+def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Decision:
+    key = (selection_key(problem), policy, id(machine))
+    known = _by_class.get(key)
+    if known is not None and known.machine is machine:
+        exact = (
+            problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
+        )
+        return Decision(exact, machine, policy, known.chosen)
+    decision = decide(problem, machine, policy)
+    _logging.log(decision, policy.log)
+    if decision.chosen is None:
+        raise NoBackendError(decision)
+    _remember(_by_class, key, decision)
+    return decision
+
+
+def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
+    """Backends in the order to try: the caller's order first where there is one, then by rank, then as measured."""
+    listed = policy.allowed or ()
+
+    def turn(backend: Backend) -> int:
+        return next((i for i, word in enumerate(listed) if is_called(backend, word)), len(listed))
+
+    order = sorted(all_backends(), key=lambda backend: (turn(backend), backend.rank(problem, machine)))
+    entry = _measured.nearest(problem, machine)
+    if entry is None:
+        return order
+    measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
+    faster: list[str] = []
+    for _, equals in itertools.groupby(measured, key=turn):
+        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates)
+    by_name = {backend.name: backend for backend in measured}
+    traded = iter(faster)
+    return [by_name[next(traded)] if backend in measured else backend for backend in order]
+
+
+def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
+    """Everything that stands against this backend: what the caller said first, then what the backend says."""
+    said = []
+    asked = policy.forced is not None and is_called(backend, policy.forced)
+    if policy.forced is not None and not asked:
+        said.append(f"not asked for: backend={policy.forced!r}")
+    if policy.allowed is not None and not any(is_called(backend, word) for word in policy.allowed):
+        said.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
+    said += [f"switched off by {who}" for word, who in policy.disabled if is_called(backend, word)]
+    reasons = said + backend.reasons(problem, machine)
+    named = asked or (policy.allowed is not None and backend.name in policy.allowed)
+    if not reasons and not named and (hesitation := backend.only_when_asked(problem, machine)):
+        reasons.append(hesitation)
+    return reasons

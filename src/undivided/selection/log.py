@@ -1,0 +1,42 @@
+"""The logger "undivided", and the handler behind UNDIVIDED_LOG: one record for each new Decision.
+
+A record has level INFO and the Decision as its attribute ``decision``. Its text is one line, or the whole table if
+DEBUG is enabled. Decisions are remembered: a repeated problem makes no second record.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from undivided.selection.decision import Decision
+
+logger = logging.getLogger("undivided")
+
+
+class _StandardError(logging.Handler):
+    """Prints to what `sys.stderr` is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"undivided: {self.format(record)}", file=sys.stderr)
+
+
+_shortcut = _StandardError()
+
+
+def log(decision: Decision, shortcut: str) -> None:
+    """Log a new Decision; `shortcut` is UNDIVIDED_LOG: "info" and "debug" print it whatever the logger's own level
+    is."""
+    is_enabled = logger.isEnabledFor(logging.INFO)
+    if not is_enabled and not shortcut:
+        return
+    chosen = decision.chosen.name if decision.chosen else "no backend"
+    in_full = shortcut == "debug" or logger.isEnabledFor(logging.DEBUG)
+    text = str(decision) if in_full else f"{chosen} for {decision.problem}"
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, extra={"decision": decision})
+    if is_enabled:
+        logger.handle(record)
+    if shortcut:  # not attached to the logger, whose level would have to change and be put back
+        _shortcut.handle(record)

@@ -1,0 +1,321 @@
+"""What backends were measured at, and the estimates by which selection orders them.
+
+A table holds, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on
+pairs, or bytes read in decoding. Figures are compared with those of their own run only, so each entry has one run. The
+package's table is ``measured.json``, made from reports in ``benchmarks/``; a user's own comes before it, from
+UNDIVIDED_RANKS or a file in the cache folder. Both are read once, when first something is selected; `undivided ranks`
+writes them.
+
+Only what selection may look at counts: lengths are rounded up to powers of two (see `_selection.selection_key`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from undivided._files import users_file
+from undivided.errors import InputError
+from undivided.kernels import cpu
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+
+SCHEMA = 1
+NEAR = (1, 2)
+"""Powers of two that a measured problem may differ from the one asked about, in key length and in work: the suites step
+both by four, so that everything between is covered."""
+SHORT = 16
+"""Up to so many keys only the same number counts, rounded up: with twice as many another kernel may be the fastest
+(measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
+TIE = 0.05
+"""Rates so close are equal: a run repeats to a few hundredths."""
+
+_GRADIENTS = 2.5
+"""A backward multiplies five times where a forward does twice."""
+_SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())
+"""Features that leave the kind of a problem as it is."""
+
+
+class Run(NamedTuple):
+    """Where figures come from: when, on what, by which commit and torch, and the report they were read from."""
+
+    when: str
+    machine: str
+    commit: str
+    torch: str
+    report: str
+
+
+class Place(NamedTuple):
+    """Where a problem stands in a table.
+
+    kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, head size up to, masks and features.
+    length, work: bits of the key length, rounded up to a power of two, and of the work.
+    """
+
+    kind: str
+    length: int
+    work: int
+
+
+class Entry(NamedTuple):
+    """Rates by backend, all of one run."""
+
+    run: Run
+    rates: Mapping[str, float]
+
+
+Table = Mapping[str, Mapping[tuple[int, int], Entry]]
+"""kind -> (length, work) -> entry."""
+
+
+class Estimate(NamedTuple):
+    """What a problem may take with a backend: its work over the rate that was measured nearest to it.
+
+    seconds: forward, and backward where gradients are wanted. rate: a second. unit: of the work, "FLOP" or "B". run:
+        whose.
+    """
+
+    seconds: float
+    rate: float
+    unit: str
+    run: Run
+
+    def __str__(self) -> str:
+        return f"est. {_span(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
+
+
+# Where a problem stands
+
+
+def architecture(device: str, machine: Machine) -> str | None:
+    """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None where it is not known.
+
+    "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the
+    other's.
+
+    >>> architecture("cuda", Machine.named("h200"))
+    'sm90'
+    """
+    if device == "cpu":
+        library = cpu.load() if machine.probed else ""
+        return machine.isa.lower() or None if isinstance(library, str) else library.level
+    if device == "cuda" and machine.compute_capability is not None and not machine.hip:
+        return "sm{}{}".format(*machine.compute_capability) + (f"+{machine.flash_impl}" if machine.flash_impl else "")
+    return None
+
+
+def place(problem: Problem, machine: Machine) -> Place | None:
+    """Where this problem stands; None on an architecture that has no name."""
+    on = architecture(problem.device, machine)
+    if on is None:
+        return None
+    rounded = problem._replace(q_len=_up(problem.q_len), kv_len=_up(problem.kv_len))
+    if problem.documents is not None:
+        count, longest_q, longest_kv = problem.documents
+        rounded = rounded._replace(documents=(_up(count), _up(longest_q), _up(longest_kv)))
+    dtype, width = str(problem.dtype).removeprefix("torch."), max(32, _up(max(problem.qk_dim, problem.v_dim)))
+    kind = f"{on}/{dtype}/{_pass(problem)}/{width}/{_structure(problem)}"
+    _, longest = _longest(rounded)
+    return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
+
+
+def _up(length: int | None) -> int:
+    return 1 << (length - 1).bit_length() if length else 0
+
+
+def _pass(problem: Problem) -> str:
+    if "backward" in problem.features:
+        return "training"
+    longest_q, _ = _longest(problem)
+    return "decode" if longest_q == 1 else "forward"
+
+
+def _structure(problem: Problem) -> str:
+    """``full``, ``causal+gqa``: masks and features, in the order of the alphabet."""
+    words = problem.mask.kinds | (problem.features - _SAME)
+    if _pass(problem) == "decode" and problem.align != "top_left":
+        words -= {"causal"}  # a last query sees every key
+    if problem.deterministic:
+        words |= {"deterministic"}
+    return "+".join(sorted(words)) or "full"
+
+
+def _longest(problem: Problem) -> tuple[int, int]:
+    """The longest sequence of queries and of keys; all tokens where only a GPU knows."""
+    _, longest_q, longest_kv = problem.documents or (0, None, None)
+    return longest_q or problem.q_len, longest_kv or problem.kv_len
+
+
+def work(problem: Problem) -> float:
+    """Operations of the pairs of its band, or bytes of keys and values in decoding. What depends on values counts
+    whole.
+
+    >>> import torch, undivided
+    >>> q = torch.empty(1, 4, 2, 8, device="meta")
+    >>> mask = undivided.masks.causal()
+    >>> work(undivided.explain(q, q, q, layout="bshd", mask=mask).problem)  # 2 heads, 10 pairs, 2 * 8 multiply-adds
+    640.0
+    """
+    if _pass(problem) == "decode":
+        row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
+        return float(problem.batch * problem.kv_len * row)
+    longest_q, longest_kv = _longest(problem)
+    sequences = problem.batch * problem.q_len / max(longest_q, 1)
+    pairs = sequences * problem.heads * _pairs(problem, longest_q, longest_kv)
+    forward = 2.0 * pairs * (problem.qk_dim + problem.v_dim)
+    return forward * (1 + _GRADIENTS) if _pass(problem) == "training" else forward
+
+
+def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
+    """Pairs of the band of one sequence and head."""
+    left, right = problem.mask.left, problem.mask.right
+    shift = kv_len - q_len if problem.align == "bottom_right" else 0
+    above = 0 if left is None else _keys_before(shift - left, q_len, kv_len)
+    return (q_len * kv_len if right is None else _keys_before(shift + right + 1, q_len, kv_len)) - above
+
+
+def _keys_before(first: int, q_len: int, kv_len: int) -> int:
+    """Keys before ``row + first``, summed over the rows."""
+    some = min(max(-first, 0), q_len)
+    whole = min(max(kv_len - first, some), q_len)
+    return (whole - some) * (some + whole - 1) // 2 + (whole - some) * first + (q_len - whole) * kv_len
+
+
+# What was measured
+
+
+def nearest(problem: Problem, machine: Machine) -> Entry | None:
+    """Of the measured problems of this kind and within `NEAR` the nearest in key length and work."""
+    at = place(problem, machine)
+    if at is None:
+        return None
+    for table in tables():
+        entries = table.get(at.kind, {})
+        near = [(apart, one) for one in entries if (apart := _apart(at, *one)) is not None]
+        if near:
+            return entries[min(near)[1]]
+    return None
+
+
+def _apart(at: Place, length: int, work: int) -> int | None:
+    """Powers of two between a place and a measured one; None where it is out of reach."""
+    longer, more = abs(length - at.length), abs(work - at.work)
+    reach = NEAR[0] if min(length, at.length) > SHORT.bit_length() else 0
+    return longer + more if longer <= reach and more <= NEAR[1] else None
+
+
+def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
+    """What this problem may take with the backend of this name; None where it was not measured."""
+    rate = entry.rates.get(name) if entry is not None else None
+    if entry is None or rate is None:
+        return None
+    return Estimate(work(problem) / rate, rate, "B" if _pass(problem) == "decode" else "FLOP", entry.run)
+
+
+def fastest_first(names: Sequence[str], rates: Mapping[str, float]) -> Iterator[str]:
+    """The fastest first; of those within `TIE` of the fastest that is left, the first as given.
+
+    >>> list(fastest_first(["a", "b", "c"], {"a": 10.0, "b": 20.0, "c": 20.5}))
+    ['b', 'c', 'a']
+    """
+    left = list(names)
+    while left:
+        best = max(rates[name] for name in left)
+        yield (found := next(name for name in left if rates[name] >= (1 - TIE) * best))
+        left.remove(found)
+
+
+# Files
+
+OURS = Path(__file__).with_name("measured.json")
+
+
+def users_path() -> Path:
+    """Where a user's own table lies: UNDIVIDED_RANKS, or a file in the cache folder."""
+    return users_file("UNDIVIDED_RANKS", "ranks.json")
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """The user's table, then the package's. A user's file that cannot be understood, or that
+    UNDIVIDED_RANKS names and does not exist, is left out with a warning."""
+    ours, path = read(OURS), users_path()
+    try:
+        if os.environ.get("UNDIVIDED_RANKS") and not path.exists():
+            raise InputError("UNDIVIDED_RANKS", "name a file that exists", str(path))
+        return read(path), ours
+    except InputError as error:
+        warnings.warn(f"{error}; the package's own ranks are used", RuntimeWarning, stacklevel=2)
+        return (ours,)
+
+
+def in_force() -> Table:
+    """The tables as one, the user's entries first."""
+    return functools.reduce(merged, reversed(tables()))
+
+
+def read(path: Path) -> Table:
+    """The table in a file; an empty one where there is none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", said) from None
+
+
+def _parsed(found: Mapping[str, Any]) -> Table:
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
+    runs = {name: Run(**fields) for name, fields in found["runs"].items()}
+    table: dict[str, dict[tuple[int, int], Entry]] = {}
+    for kind, places in found["rates"].items():
+        for at, (run, rates) in places.items():
+            length, size = map(int, at.split("/"))
+            rates = {str(name): float(rate) for name, rate in rates.items()}
+            if not all(0 < rate < math.inf for rate in rates.values()):
+                raise ValueError(f"a rate that is no positive number in {kind} {at}")
+            table.setdefault(kind, {})[length, size] = Entry(runs[run], rates)
+    return table
+
+
+def write(path: Path, table: Table) -> None:
+    """Put a table into a file, a line an entry."""
+    runs = sorted({entry.run for places in table.values() for entry in places.values()})
+    names = {run: f"{number}" for number, run in enumerate(runs)}
+    kinds = []
+    for kind, places in sorted(table.items()):
+        lines = [
+            f"   {json.dumps(f'{length}/{size}')}: {json.dumps([names[run], dict(sorted(rates.items()))])}"
+            for (length, size), (run, rates) in sorted(places.items())
+        ]
+        kinds.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n  }")
+    listed = ",\n".join(f"  {json.dumps(names[run])}: {json.dumps(run._asdict())}" for run in runs)
+    text = f'{{\n "schema": {SCHEMA},\n "runs": {{\n{listed}\n }},\n "rates": {{\n' + ",\n".join(kinds) + "\n }\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def merged(old: Table, new: Table) -> Table:
+    """Both; where both have an entry, the new one."""
+    return {kind: {**old.get(kind, {}), **new.get(kind, {})} for kind in {**old, **new}}
+
+
+def _span(seconds: float) -> str:
+    """``1.23 ms``."""
+    size, unit = next((one for one in ((1.0, "s"), (1e-3, "ms")) if seconds >= one[0]), (1e-6, "us"))
+    return f"{seconds / size:.3g} {unit}"

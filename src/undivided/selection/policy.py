@@ -1,0 +1,259 @@
+"""Which backends the caller allows: argument > context manager > `set_backends` > environment.
+
+All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for
+it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from undivided.errors import InputError
+from undivided.selection import switches as _sdp_switches
+
+
+class Policy(NamedTuple):
+    """What the caller allows.
+
+    forced: the backend or family that must run, or None. An explicit request never falls back.
+    allowed: names or families, in the order to try them, or None for all in the default order.
+    disabled: (name or family, who said so) pairs that must not run.
+    deterministic: results must repeat bit for bit.
+    log: "" (nothing), "info" (each new Decision) or "debug" (and its reasons).
+    """
+
+    forced: str | None = None
+    allowed: tuple[str, ...] | None = None
+    allowed_by: str = ""
+    disabled: tuple[tuple[str, str], ...] = ()
+    deterministic: bool = False
+    log: str = ""
+
+
+class _Switch(NamedTuple):
+    """What `set_backends` and the blocks of `use_backends` around a call allow together."""
+
+    allowed: tuple[str, ...] | None = None
+    allowed_by: str = ""
+    disabled: tuple[tuple[str, str], ...] = ()
+
+
+class _Block(NamedTuple):
+    """The setting of the innermost ``with`` of this context, and the block around it."""
+
+    switch: _Switch
+    outer: _Block | None
+
+
+_process = _Switch()
+_block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
+
+
+def _current_switch() -> _Switch:
+    block = _block.get()
+    return _process if block is None else block.switch
+
+
+def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
+    """Allow only these backends or families, in this order, for the whole process.
+
+    It replaces what an earlier call set; with no arguments every backend is allowed again. A `use_backends` block
+    narrows it further.
+
+    Args:
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
+            for all.
+        disable: backends or families that must not run, str.
+
+    Raises:
+        InputError: a name that no backend or family has. Nothing is changed then.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> undivided.set_backends("reference")
+    >>> undivided.explain(q, q, q, layout="bshd").backend.name
+    'reference'
+    >>> undivided.set_backends()
+    """
+    global _process
+    if isinstance(disable, str):
+        raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
+    disabled = tuple((name, "set_backends(disable=...)") for name in _known(disable, "disable"))
+    _process = _Switch(_known(names) or None, "set_backends", disabled)
+
+
+class use_backends:
+    """Allow only these backends or families, in this order, in a ``with`` block.
+
+    With no names every backend is allowed again. `use_backends.disable` forbids some and leaves the others. The block
+    holds in its own thread or task; `set_backends` is for the whole process.
+
+    Args:
+        names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
+            for all.
+
+    Returns:
+        A context manager, which may be entered any number of times.
+
+    Raises:
+        InputError: a name that no backend or family has.
+
+    >>> import torch, undivided
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> with undivided.use_backends("reference"):
+    ...     undivided.explain(q, q, q, layout="bshd").backend.name
+    'reference'
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = _known(names)
+        self._disabled: tuple[str, ...] | None = None
+
+    @classmethod
+    def disable(cls, *names: str) -> use_backends:
+        """Forbid these backends or families in a ``with`` block, on top of what is set around it.
+
+        Args:
+            names: as for `use_backends`.
+
+        Returns:
+            A context manager, as of `use_backends`.
+
+        Raises:
+            InputError: a name that no backend or family has.
+
+        >>> import torch, undivided
+        >>> q = torch.randn(1, 8, 2, 16)
+        >>> with undivided.use_backends.disable("native"):
+        ...     undivided.explain(q, q, q, layout="bshd").reasons["native"][0]
+        'switched off by use_backends.disable'
+        """
+        block = cls()
+        block._disabled = _known(names)
+        return block
+
+    def __enter__(self) -> use_backends:
+        switch = _Switch(self._names or None, "use_backends")
+        if self._disabled is not None:
+            around = _current_switch()
+            disabled = tuple((name, "use_backends.disable") for name in self._disabled)
+            switch = around._replace(disabled=around.disabled + disabled)
+        _block.set(_Block(switch, _block.get()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        block = _block.get()
+        _block.set(block.outer if block is not None else None)
+
+
+def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
+    from undivided.backends import names_and_families
+
+    known = names_and_families()
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name))
+    return tuple(names)
+
+
+# The variables, as the process' environment stores them. os.environ.get encodes and decodes on every call (1 us each,
+# and nine of them are read); its inner dictionary is looked up instead, with the plain way as the fallback.
+_VARIABLES = (
+    "UNDIVIDED_BACKENDS",
+    "UNDIVIDED_DETERMINISTIC",
+    "UNDIVIDED_LOG",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_DEBUG",
+    "NVTE_DEBUG_LEVEL",
+)
+_inner = getattr(os.environ, "_data", None)
+_ENCODED = tuple(os.fsencode(name) if os.name == "posix" else name for name in _VARIABLES)
+
+Environment = tuple[object, ...]
+
+
+def environment() -> Environment:
+    """The raw values of the variables that matter, to be compared and hashed."""
+    if _inner is not None:
+        return () if _inner.keys().isdisjoint(_ENCODED) else tuple(map(_inner.get, _ENCODED))
+    return tuple(map(os.environ.get, _VARIABLES))
+
+
+def policy(backend: str | None = None, deterministic: bool | None = None, switches: str = "") -> Policy:
+    """The policy of this call; `switches` are PyTorch's own (`_sdp_switches`) where the call is under them."""
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise InputError("deterministic", "be True, False or None", repr(deterministic))
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        deterministic = True
+    block = _block.get()
+    key = (backend, deterministic, _process if block is None else block.switch, environment(), switches)
+    try:
+        found = _policies.get(key)
+    except TypeError:  # a list, say: the check below tells which argument it was
+        found = None
+    if found is None:
+        if len(_policies) >= _MOST_POLICIES:
+            _policies.clear()
+        found = _policies[key] = _read_policy(backend, deterministic, key[2], switches)
+    return found
+
+
+_policies: dict[object, Policy] = {}
+_MOST_POLICIES = 256
+
+
+def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = "") -> Policy:
+    if backend is not None:
+        _known((backend,))
+    disabled = list(switch.disabled)
+    for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
+        if not _flag(f"NVTE_{variable}_ATTN", True):
+            disabled.append((family, f"NVTE_{variable}_ATTN=0"))
+    disabled += _sdp_switches.disabled(switches)
+    allowed, allowed_by = switch.allowed, switch.allowed_by
+    if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "")).strip():
+        allowed, allowed_by = _listed(text), "UNDIVIDED_BACKENDS"
+    if allowed is None and (order := _sdp_switches.order(switches)):
+        allowed, allowed_by = order, "sdpa_kernel(set_priority=True)"
+    if deterministic is None:
+        allows_other = _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO", True)
+        deterministic = _flag("UNDIVIDED_DETERMINISTIC", False) or not allows_other
+    return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, _log_level())
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        from undivided.backends import names_and_families
+
+        known = ", ".join(sorted(names_and_families()))
+        raise InputError("UNDIVIDED_BACKENDS", f"name at least one of {known}", repr(text))
+    return _known(names, "UNDIVIDED_BACKENDS")
+
+
+def _flag(variable: str, default: bool) -> bool:
+    text = os.environ.get(variable, "").strip()
+    if text not in ("", "0", "1"):
+        raise InputError(variable, "be 0 or 1", repr(text))
+    return default if text == "" else text == "1"
+
+
+def _log_level() -> str:
+    """UNDIVIDED_LOG, or TransformerEngine's NVTE_DEBUG x NVTE_DEBUG_LEVEL (1 = info, 2 = debug)."""
+    level = os.environ.get("UNDIVIDED_LOG", "").strip().lower()
+    if level not in ("", "0", "info", "debug"):
+        raise InputError("UNDIVIDED_LOG", "be 'info' or 'debug'", repr(level))
+    if level in ("", "0") and os.environ.get("NVTE_DEBUG", "0") == "1":
+        return {"0": "", "1": "info"}.get(os.environ.get("NVTE_DEBUG_LEVEL", "0"), "debug")
+    return level if level in ("info", "debug") else ""
