@@ -279,7 +279,7 @@ class TestFiles:
     ) -> None:
         """A misspelt path was an empty table, and nobody heard of it."""
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "rank.json"))
-        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"):
+        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must be a file that exists, got .*rank\.json"):
             assert explain().backend is not None
         assert explain().backend is not None, "once is enough"
 
@@ -465,12 +465,12 @@ class TestCommands:
             monkeypatch.setenv(by, path)
         done = command("ranks", *(["--into", path] if by == "--into" else []))
         assert (done.exit_code, done.stdout) == (2, "")
-        assert f"{by} must name a file that exists" in done.stderr
+        assert f"{by} must be a file that exists" in done.stderr
 
     def test_a_filter_without_a_match_is_refused(self) -> None:
         done = command("ranks", "--into", str(_measured.OURS), "--filter", "forwards")
         assert (done.exit_code, done.stdout) == (2, "")
-        assert "--filter must be a part of a kind" in done.stderr
+        assert "--filter must be contained in a kind" in done.stderr
 
     def test_reports_are_not_shown(self, tmp_path: Path) -> None:
         kept = tmp_path / "report.json"
