@@ -279,7 +279,7 @@ class TestFiles:
     ) -> None:
         """A misspelt path was an empty table, and nobody heard of it."""
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "rank.json"))
-        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must be a file that exists, got .*rank\.json"):
+        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"):
             assert explain().backend is not None
         assert explain().backend is not None, "once is enough"
 
