@@ -9,9 +9,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-from undivided import functional
-from undivided import sdpa as _sdpa
-from undivided.run import autograd as _autograd
+from undivided import functional, sdpa
+from undivided.run import autograd
 
 QUICK = {
     "test_backends": r"^(?!.*-(triton|flex)\])",
@@ -53,5 +52,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seen_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TorchDispatchMode of the test sees the operations of a backend, not the one operator that a mode sees
     otherwise."""
-    for module in (functional, _autograd, _sdpa):
+    for module in (functional, autograd, sdpa):
         monkeypatch.setattr(module, "is_observed", lambda *_: False)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 
 
 class LiveBytes(TorchDispatchMode):
@@ -55,7 +55,7 @@ def count_as_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels' scratch and the letters of the simulation are not counted; what is sent is held until the exchange is
     over."""
     for name in ("forward", "backward"):
-        monkeypatch.setattr(_autograd, name, _only_results(getattr(_autograd, name)))
+        monkeypatch.setattr(autograd, name, _only_results(getattr(autograd, name)))
     exchange = SimulatedGroup.exchange
 
     def quietly(self: SimulatedGroup, sends: Any, receives: Any) -> Any:

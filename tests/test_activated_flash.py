@@ -18,7 +18,7 @@ from calls import problem_of
 from undivided import machine as _machine
 from undivided import masks
 from undivided.backends import torch_flash
-from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection.decision import decide, select
@@ -185,14 +185,14 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
         return fake.gradients(lambda q, k, v: fake.flash(q, k, v, scale, band, cu_q=cu_q, cu_k=cu_k), (q, k, v), grad)
 
     found = types.SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(_torch_flash_cuda, "OPS", found)
+    monkeypatch.setattr(cuda, "OPS", found)
     return calls
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_same_operators_are_called(monkeypatch: pytest.MonkeyPatch, operators: list[Any], mask: str) -> None:
     activate(monkeypatch, "FA4")
-    check(_torch_flash_cuda, *tensors(6, 5), mask=MASKS[mask]())
+    check(cuda, *tensors(6, 5), mask=MASKS[mask]())
     assert (
         operators[0]
         == operators[1]
@@ -211,4 +211,4 @@ def test_garbage_behind_the_last_document_is_cleared(monkeypatch: pytest.MonkeyP
     q, k, v = tensors(10, 10, "thd")
     q[8:], k[8:], v[8:] = (torch.nan,) * 3
     mask = masks.documents(torch.tensor([0, 3, 3, 8]), total_q=10) & masks.causal()
-    check(_torch_flash_cuda, q, k, v, layout="thd", mask=mask)
+    check(cuda, q, k, v, layout="thd", mask=mask)

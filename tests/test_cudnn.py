@@ -22,7 +22,7 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.slopes import usual_slopes
-from undivided.run import prepare as _prepare
+from undivided.run import prepare
 from undivided.selection.decision import Decision, select
 from undivided.selection.policy import Policy
 from undivided.verification.cases import CASES, Case
@@ -205,7 +205,7 @@ def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.Monk
         seen.append(problem)
         return select(problem, machine, policy)
 
-    monkeypatch.setattr(_prepare, "select", noted)
+    monkeypatch.setattr(prepare, "select", noted)
     module = DotProductAttention(4, 8, 2, qkv_format="bshd", attn_mask_type="causal")
     module(*(t.float() for t in tensors(6, 6)), core_attention_bias_type="alibi")
     assert [problem.usual_slopes for problem in seen] == [True]

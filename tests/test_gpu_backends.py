@@ -19,10 +19,8 @@ from adapter_check import MASKS, Recorder, check, tensors
 from calls import call_of
 from undivided import masks
 from undivided.backends import flash_attn
-from undivided.backends.flash_attn import version_2 as _flash_attn_2
-from undivided.backends.flash_attn import version_3 as _flash_attn_3
-from undivided.backends.flash_attn import version_4 as _flash_attn_4
-from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.backends.flash_attn import version_2, version_3, version_4
+from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
 
 
@@ -103,9 +101,7 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return grads
 
     for name, function in (("_flash_attention_forward", flash_forward), ("_flash_attention_backward", flash_backward)):
-        monkeypatch.setattr(
-            _torch_flash_cuda, "OPS", types.SimpleNamespace(**vars_of(_torch_flash_cuda.OPS), **{name: function})
-        )
+        monkeypatch.setattr(cuda, "OPS", types.SimpleNamespace(**vars_of(cuda.OPS), **{name: function}))
     return record
 
 
@@ -116,7 +112,7 @@ def vars_of(ops: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
-    check(_torch_flash_cuda, *tensors(3, 5, layout), layout=layout, mask=MASKS[mask]())
+    check(cuda, *tensors(3, 5, layout), layout=layout, mask=MASKS[mask]())
     call = aten.last("flash_forward")
     assert call["q"].shape == (2, 3, 4, 8)
     assert (call["causal"], call["left"], call["right"]) == {
@@ -130,7 +126,7 @@ def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
 
 def test_torch_flash_rows_without_keys(aten: Recorder) -> None:
     """Three more queries than keys: their rows are 0 and -inf, though the kernel says +inf."""
-    check(_torch_flash_cuda, *tensors(6, 3), mask=masks.causal("bottom_right"))
+    check(cuda, *tensors(6, 3), mask=masks.causal("bottom_right"))
     assert (aten.last("flash_backward")["lse"][..., :3] == torch.inf).all()
 
 
@@ -138,7 +134,7 @@ def test_torch_flash_packed_documents_with_a_tail(aten: Recorder) -> None:
     """Tokens after the last document are never written by the kernel, forward or backward."""
     cu = torch.tensor([0, 3, 3, 8])
     q, k, v = tensors(10, 10, "thd")
-    check(_torch_flash_cuda, q, k, v, layout="thd", mask=masks.documents(cu, total_q=10) & masks.causal())
+    check(cuda, q, k, v, layout="thd", mask=masks.documents(cu, total_q=10) & masks.causal())
     call = aten.last("flash_forward")
     assert call["q"].shape == (10, 4, 8)
     assert call["cu_q"].dtype == torch.int32
@@ -147,7 +143,7 @@ def test_torch_flash_packed_documents_with_a_tail(aten: Recorder) -> None:
 
 def test_torch_flash_alibi(aten: Recorder) -> None:
     check(
-        _torch_flash_cuda,
+        cuda,
         *tensors(3, 5),
         mask=masks.causal("bottom_right"),
         alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 1.0]),
@@ -158,10 +154,8 @@ def test_torch_flash_alibi(aten: Recorder) -> None:
 def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
     q, k, v = tensors()
     call, given = call_of(q, k, v, layout="bshd", device="cuda")
-    result = _torch_flash_cuda.forward(call, given)
-    _torch_flash_cuda.backward(
-        call.with_problem(call.problem._replace(deterministic=True)), given, result, torch.ones_like(q), None
-    )
+    result = cuda.forward(call, given)
+    cuda.backward(call.with_problem(call.problem._replace(deterministic=True)), given, result, torch.ones_like(q), None)
     assert aten.last("flash_backward")["deterministic"]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -238,9 +232,9 @@ def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:
 
 
 VERSIONS = {
-    2: (_flash_attn_2, "flash_attn.flash_attn_interface"),
-    3: (_flash_attn_3, "flash_attn_3.flash_attn_interface"),
-    4: (_flash_attn_4, "flash_attn.cute.interface"),
+    2: (version_2, "flash_attn.flash_attn_interface"),
+    3: (version_3, "flash_attn_3.flash_attn_interface"),
+    4: (version_4, "flash_attn.cute.interface"),
 }
 
 

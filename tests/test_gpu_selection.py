@@ -13,7 +13,7 @@ import torch
 from calls import problem_of
 from undivided import masks
 from undivided.backends import cudnn, flash_attn, torch_cudnn, torch_efficient
-from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.backends.shared import cudnn_rules
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.request.slopes import usual_slopes
@@ -487,7 +487,7 @@ def test_selection_on_a_described_machine(row: Row) -> None:
 def test_cudnn_versions_that_are_known_to_be_wrong(version: str, piece: str) -> None:
     problem = ask(SQUARE, mask=masks.window(64, 64))
     machine = Machine.named("b200", version, PACKAGES)
-    assert any(piece in reason for reason in _cudnn_rules.reasons(problem, machine))
+    assert any(piece in reason for reason in cudnn_rules.reasons(problem, machine))
 
 
 def test_flash_attn_versions_have_bounds() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import undivided
 from undivided import NoBackendError, masks
-from undivided.backends.native import call as _native_call
+from undivided.backends.native import call
 from undivided.kernels import cpu
 from undivided.masks import Mask
 
@@ -530,7 +530,7 @@ DROPPED: dict[str, tuple[str, tuple[int, ...], int, Callable[[], Mask | None]]] 
 @pytest.mark.parametrize("case", DROPPED)
 def test_dropout_drops_what_the_reference_drops(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the unit matrix for values the output is the weights: zeros stand in the same places, the rest is close."""
-    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(call, "MASK_PAIRS", 1)
     torch.manual_seed(0)
     layout, shape, keys, mask = DROPPED[case]
     q = torch.randn(shape).to(dtype)
@@ -556,7 +556,7 @@ def test_dropout_of_everything_gives_zeros() -> None:
 
 @needs_library
 def test_a_mask_that_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(call, "MASK_PAIRS", 1)
     q, k, v = (torch.randn(2, 2, 100, 16) for _ in range(3))
     ids = torch.randint(0, 3, (2, 100))
     check(q, k, v, masks.document_ids(ids) & masks.causal())

@@ -21,7 +21,7 @@ from torch import Tensor
 import undivided
 from test_native import LEVELS, MASKS, SCALES, SIZES, apart, needs_library
 from undivided import masks
-from undivided.backends.native import call as _native_call
+from undivided.backends.native import call
 from undivided.kernels import cpu
 from undivided.masks import Mask
 
@@ -142,7 +142,7 @@ def test_slopes_of_every_document_and_dropout_within_it(dtype: torch.dtype) -> N
 @DTYPES
 def test_a_mask_that_is_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv are then sums over several calls, in fp32."""
-    monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(call, "MASK_PAIRS", 1)
     tensors, grads = everything(dtype, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)
     check(tensors, grads, layout="bhsd", mask=mask & masks.causal("bottom_right"), dropout_p=0.2, dropout_seed=9)
@@ -315,7 +315,7 @@ def test_long_values(dtype: torch.dtype, dropout: float) -> None:
 def test_what_does_not_fit_is_computed_again_from_nothing(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of the first attempt, buffers of sums included, leave no trace, whichever of its calls fails."""
     if in_parts:
-        monkeypatch.setattr(_native_call, "MASK_PAIRS", 1)
+        monkeypatch.setattr(call, "MASK_PAIRS", 1)
     tensors, grads = everything(torch.float16, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0) & masks.causal("bottom_right")
     attempt, run, calls = cpu.GRADIENT_FIELDS.index("attempt"), cpu.Library.backward, []

@@ -22,9 +22,8 @@ from calls import call_of
 from fake_cudnn import FakeCudnn, FakeGraph
 from undivided import masks
 from undivided.backends import get, torch_cudnn, torch_efficient
-from undivided.backends.cudnn import graph as _cudnn_graph
-from undivided.backends.triton import inputs as _triton_inputs
-from undivided.backends.triton import tables
+from undivided.backends.cudnn import graph
+from undivided.backends.triton import inputs, tables
 from undivided.machine import Machine
 from undivided.request.slopes import usual_slopes
 
@@ -135,8 +134,8 @@ def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for module, names in ((forward, ("forward", "combine")), (backward, ("rows", "keys", "pairs"))):
         for one in names:
             monkeypatch.setattr(module, f"{one}_kernel", Launch())
-    monkeypatch.setattr(_triton_inputs, "processors", lambda device: 132)
-    monkeypatch.setattr(_triton_inputs, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(inputs, "processors", lambda device: 132)
+    monkeypatch.setattr(inputs, "architecture", lambda device: "sm90")
     assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
 
 
@@ -197,8 +196,8 @@ CUDNN_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
     monkeypatch.setattr(FakeGraph, "execute", lambda *arguments, **named: None)
-    monkeypatch.setattr(_cudnn_graph, "_graphs", {})
-    monkeypatch.setattr(_cudnn_graph, "_handles", {})
+    monkeypatch.setattr(graph, "_graphs", {})
+    monkeypatch.setattr(graph, "_handles", {})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.backends.reference.block import document_ends
+from undivided.backends.shared.block import document_ends
 from undivided.masks import Mask
 
 RUNS = ["reference", *levels.here()]

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grimp
+import networkx
 import pytest
 import torch
 
@@ -57,73 +59,6 @@ def test_importing_the_package_imports_nothing_optional_and_nothing_slow() -> No
     assert not slow, "these parts of torch are imported by the function that uses them, or not at all"
 
 
-# Top to bottom: each layer, its modules and packages, and the layers that it may import besides itself.
-LAYERS: dict[str, tuple[set[str], set[str]]] = {
-    "surface": (
-        {"undivided"},
-        {"command line", "uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
-    ),
-    "command line": (
-        {"undivided.cli", "undivided.__main__"},
-        {"uses", "cache", "request", "selection", "backends", "kernels", "problem", "errors"},
-    ),
-    "uses": (
-        {
-            "undivided.benchmarking",
-            "undivided.context_parallel",
-            "undivided.diagnosis",
-            "undivided.integrations",
-            "undivided.nn",
-            "undivided.verification",
-        },
-        {"cache", "request", "selection", "backends", "kernels", "problem", "errors"},
-    ),
-    # A cache knows tensors and lengths; `attend` is one call of the public function.
-    "cache": ({"undivided.cache"}, {"request", "problem", "errors"}),
-    "request": (
-        {
-            "undivided.functional",
-            "undivided.run.autograd",
-            "undivided.run.batches",
-            "undivided.run.compile",
-            "undivided.run.flops",
-            "undivided.sdpa",
-            "undivided.run.sdpa_errors",
-        },
-        {"selection", "backends", "kernels", "problem", "errors"},
-    ),
-    "selection": (
-        {
-            "undivided.selection.decision",
-            "undivided.selection.log",
-            "undivided.selection.measured",
-            "undivided.selection.policy",
-            "undivided.selection.switches",
-        },
-        {"backends", "kernels", "problem", "errors"},
-    ),
-    "backends": ({"undivided.backends"}, {"kernels", "problem", "errors"}),
-    "kernels": ({"undivided.kernels"}, {"errors"}),  # arithmetic only
-    "problem": (
-        {
-            "undivided.arguments.checks",
-            "undivided.arguments.foreign",
-            "undivided.arguments.layout",
-            "undivided.machine",
-            "undivided.request.problem",
-            "undivided.request.result",
-            "undivided.request.slopes",
-            "undivided.arguments.tensors",
-            "undivided.request.checks",
-            "undivided.masks",
-        },
-        {"errors"},
-    ),
-    "errors": ({"undivided.errors", "undivided._files", "undivided._version"}, set()),
-}
-MAY_USE_PROCESS_GROUPS = {"surface", "command line", "uses"}
-
-
 def _modules() -> dict[str, Path]:
     """Every module of the package: dotted name -> file."""
     found = {}
@@ -134,17 +69,6 @@ def _modules() -> dict[str, Path]:
 
 
 MODULES = _modules()
-
-
-def _layer(module: str) -> str | None:
-    """The layer of a module: that of the package it lies in. Only ``undivided`` itself is the surface."""
-    within = [
-        name
-        for name, (members, _) in LAYERS.items()
-        for m in members - {"undivided"}
-        if f"{module}.".startswith(f"{m}.")
-    ]
-    return "surface" if module == "undivided" else next(iter(within), None)
 
 
 class _Imports(ast.NodeVisitor):
@@ -192,28 +116,56 @@ def _imported_module(name: str) -> str:
     return name
 
 
+def test_the_contracts_of_imports_are_kept() -> None:
+    """`[tool.importlinter]` in pyproject.toml: which way imports run."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kept, 0 broken" in done.stdout
+
+
+def test_no_modules_import_each_other() -> None:
+    """No circle, also among the modules of one package, lazily, or for types alone."""
+    graph = grimp.build_graph("undivided", cache_dir=None)
+    edges = ((module, to) for module in graph.modules for to in graph.find_modules_directly_imported_by(module))
+    circles = [
+        sorted(found) for found in networkx.strongly_connected_components(networkx.DiGraph(edges)) if len(found) > 1
+    ]
+    assert not circles
+
+
+KNOWS_PROCESS_GROUPS = ("cli", "benchmarking", "context_parallel", "diagnosis", "integrations", "nn", "verification")
+SHARED_BY_BACKENDS = ("_base", "_table", "shared")
+
+
 def _violations(module: str, source: str, is_package: bool = False) -> Iterator[str]:
-    layer = _layer(module)
-    assert layer is not None, f"{module} is in no layer: give it one in LAYERS"
-    allowed = LAYERS[layer][1] | {layer}
+    """What import contracts cannot say: parts of torch, and that backends do not import each other."""
     imports = _Imports(module, is_package)
     imports.visit(ast.parse(source))
     for line, name in imports.found:
         here = f"{module}:{line} imports {name}"
-        if f"{name}.".startswith("torch.distributed.") and layer not in MAY_USE_PROCESS_GROUPS:
+        part = module.split(".")[1] if "." in module else ""
+        if f"{name}.".startswith("torch.distributed.") and part not in (*KNOWS_PROCESS_GROUPS, ""):
             yield f"{here}, and nothing at or below functional may know process groups"
-        if name.split(".")[0] != "undivided":
-            continue
-        target = _imported_module(name)
-        target_layer = _layer(target)
-        if target_layer not in allowed:
-            yield f"{here}: {layer} may import only {', '.join(sorted(allowed))}, and this is {target_layer}"
-        elif _is_backend(target) and layer == "backends" and target != module:
-            yield f"{here}: a backend never imports another; what they share goes to backends/_base.py or below"
+        own, other = _backend(module), _backend(_imported_module(name))
+        if own and other and own != other:
+            yield f"{here}: a backend never imports another; what they share goes to backends/shared"
 
 
-def _is_backend(module: str) -> bool:
-    return module.startswith("undivided.backends.") and not module.split(".")[2].startswith("_")
+def _backend(module: str) -> str | None:
+    """The name of the backend that a module belongs to."""
+    parts = module.split(".")
+    is_backend = parts[:2] == ["undivided", "backends"] and len(parts) > 2 and parts[2] not in SHARED_BY_BACKENDS
+    return parts[2] if is_backend else None
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -227,18 +179,11 @@ def test_imports_run_one_way(module: str) -> None:
     ("module", "source"),
     [
         pytest.param("undivided.backends.new", "from undivided.backends.reference import x", id="backend-to-backend"),
+        pytest.param("undivided.backends.new", "from undivided.backends import reference", id="by-package"),
+        pytest.param("undivided.backends.new", "from . import reference", id="relative"),
         pytest.param(
-            "undivided.backends.new", "from undivided.backends import reference", id="backend-to-backend-by-package"
+            "undivided.backends.native.new", "from undivided.backends.triton.tables import x", id="part-of-it"
         ),
-        pytest.param("undivided.backends.new", "from . import reference", id="backend-to-backend-relative"),
-        pytest.param("undivided.backends.new", "from undivided import masks, attention", id="backend-to-surface"),
-        pytest.param("undivided.backends.new", "import undivided.selection.decision", id="backend-to-selection"),
-        pytest.param("undivided.kernels.new", "from undivided.request.problem import Problem", id="kernel-to-problem"),
-        pytest.param(
-            "undivided.masks", "def f():\n  from undivided.functional import attention", id="mask-to-functional-lazily"
-        ),
-        pytest.param("undivided.cache.new", "from undivided.selection.decision import select", id="cache-to-selection"),
-        pytest.param("undivided.functional", "import_module('undivided.nn')", id="functional-to-nn-by-name"),
         pytest.param("undivided.functional", "import torch.distributed as dist", id="functional-to-distributed"),
         pytest.param("undivided.request.problem", "torch.distributed.get_rank()", id="problem-uses-distributed"),
         pytest.param("undivided.kernels.new", "from torch import distributed", id="kernel-to-distributed"),
@@ -252,12 +197,8 @@ def test_an_import_the_wrong_way_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         pytest.param("undivided.backends.new", "from undivided.backends._base import Backend", id="backend-to-base"),
-        pytest.param("undivided.backends.new", "from undivided import _layout, masks", id="backend-to-masks"),
-        pytest.param("undivided.nn.new", "from undivided.functional import attention", id="nn-to-functional"),
-        pytest.param(
-            "undivided.context_parallel.new", "import torch.distributed as dist", id="context-parallel-to-distributed"
-        ),
-        pytest.param("undivided.errors", "if TYPE_CHECKING:\n  from undivided.nn import x", id="types-only"),
+        pytest.param("undivided.backends.native.new", "from undivided.backends.native import x", id="within-one"),
+        pytest.param("undivided.context_parallel.new", "import torch.distributed as dist", id="context-parallel"),
     ],
 )
 def test_an_import_the_right_way_is_let_through(module: str, source: str) -> None:

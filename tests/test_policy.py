@@ -15,7 +15,7 @@ from undivided import InputError, NoBackendError, masks, set_backends, use_backe
 from undivided.backends import reference, torch_flash
 from undivided.masks import Mask
 from undivided.selection import decision as selection
-from undivided.selection import policy as _policy
+from undivided.selection import policy
 
 # fp64, which our own kernel refuses: so nothing here depends on whether it was built
 Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
@@ -24,7 +24,7 @@ Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variable set, every backend allowed, before and after."""
-    for name in _policy._VARIABLES:
+    for name in policy._VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_backends()
     yield
@@ -401,9 +401,9 @@ def test_transformer_engines_debug_variables_are_aliases(
 ) -> None:
     monkeypatch.setenv("NVTE_DEBUG", debug)
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", level)
-    assert _policy.policy().log == want
+    assert policy.policy().log == want
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
-    assert _policy.policy().log == "info"
+    assert policy.policy().log == "info"
 
 
 def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reading_the_policy_again_is_a_look_up() -> None:
-    assert _policy.policy() is _policy.policy()
+    assert policy.policy() is policy.policy()
 
 
 def test_switching_on_logging_later_prints_the_decisions_made_from_then_on(

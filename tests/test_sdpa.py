@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import undivided
-from undivided import sdpa as _sdpa
+from undivided import sdpa
 from undivided.errors import InputError, NoBackendError
 from undivided.request.request import Request
-from undivided.run import prepare as _prepare
+from undivided.run import prepare
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import policy
 
@@ -412,14 +412,14 @@ def test_compiled_whole(call: Callable[..., Tensor]) -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the backends that were chosen, call by call."""
     names: list[str] = []
-    select = _prepare.select
+    select = prepare.select
 
     def noted(*args: Any) -> Any:
         decision = select(*args)
         names.append(decision.backend.name)
         return decision
 
-    monkeypatch.setattr(_prepare, "select", noted)
+    monkeypatch.setattr(prepare, "select", noted)
     return names
 
 
@@ -544,14 +544,14 @@ def test_tensors_are_folded_by_views(name: str, monkeypatch: pytest.MonkeyPatch)
     inputs = SHAPES[name].inputs()
     mask = torch.ones(inputs[0].shape[-2], inputs[1].shape[-2], dtype=torch.bool)
     seen: list[Tensor] = []
-    attend = _sdpa._attend
+    attend = sdpa._attend
 
     def spied(request: Request) -> Tensor:
         assert request.options.mask is not None
         seen.extend((*request.tensors[:3], *request.options.mask.tensors))
         return attend(request)
 
-    monkeypatch.setattr(_sdpa, "_attend", spied)
+    monkeypatch.setattr(sdpa, "_attend", spied)
     ours(*inputs, mask, enable_gqa=SHAPES[name].enable_gqa)
     assert all(t.dim() == 4 for t in seen)
     assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in (*inputs, mask)]

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from calls import call_of
 from undivided import masks
 from undivided.backends import get
-from undivided.backends.triton import inputs as _triton_inputs
+from undivided.backends.triton import inputs
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -140,7 +140,7 @@ def problems() -> Iterator[tuple[str, Any]]:
 
 def main(architecture: str, *only: str) -> None:
     backend = get("triton")
-    _triton_inputs.architecture = lambda device: architecture  # type: ignore[assignment]
+    inputs.architecture = lambda device: architecture  # type: ignore[assignment]
     for name, (call, given) in problems():
         if only and name not in only:
             continue

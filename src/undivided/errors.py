@@ -13,12 +13,18 @@ Nothing else leaves the library for bad input, and nothing is half done when one
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from undivided.selection.decision import Decision
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 __all__ = ["InputError", "NoBackendError"]
+
+
+class Refusal(Protocol):
+    """What a `NoBackendError` carries: an `undivided.Decision`, by the part of it that says why."""
+
+    @property
+    def reasons(self) -> Mapping[str, tuple[str, ...]]:
+        """Every reason of each backend, by its name."""
 
 
 class InputError(ValueError):
@@ -84,6 +90,6 @@ class NoBackendError(RuntimeError):
     device=cpu (runs on cuda)
     """
 
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: Refusal) -> None:
         self.decision = decision
         super().__init__(str(decision))

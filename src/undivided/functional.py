@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.foreign import keyword_hint
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import is_observed
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
+from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Request, Tensors, made
-from undivided.run import autograd as _autograd
-from undivided.run import compile as _compile
+from undivided.run import autograd, compile
 from undivided.run.prepare import explained, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
 from undivided.selection.policy import policy
 
-if TYPE_CHECKING:
-    from undivided.context_parallel import ContextParallel
-
 __all__ = ["attention", "explain", "scaled_dot_product_attention"]
+
+
+class ContextParallelLike(Protocol):
+    """What `attention` needs of an `undivided.ContextParallel`: nothing here knows process groups."""
+
+    def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
+        """The result for this rank's tokens."""
+
+    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
+        """The decision for this rank's largest piece of work."""
 
 
 @overload
@@ -48,7 +54,7 @@ def attention(
     deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
     pages: Tensor | None = ...,
-    context_parallel: ContextParallel | None = ...,
+    context_parallel: ContextParallelLike | None = ...,
 ) -> Tensor: ...
 
 
@@ -71,7 +77,7 @@ def attention(
     deterministic: bool | None = ...,
     return_lse: Literal[True],
     pages: Tensor | None = ...,
-    context_parallel: ContextParallel | None = ...,
+    context_parallel: ContextParallelLike | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -93,7 +99,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
-    context_parallel: ContextParallel | None = None,
+    context_parallel: ContextParallelLike | None = None,
     **unknown: Any,  # not in the overloads, which are what type checkers see; an empty dict costs 20 ns
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
@@ -150,16 +156,16 @@ def attention(
         if torch.compiler.is_compiling():  # which cannot make a class
             raise error
         raise error.as_also(TypeError)  # which Python raises for an unknown keyword
-    if _autograd.any_autocast():
-        q, k, v = _autograd.autocast(q, k, v)
+    if autograd.any_autocast():
+        q, k, v = autograd.autocast(q, k, v)
     options = made(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
     request = made(Request, (made(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic))
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
-        return _compile.attention(request)
+        return compile.attention(request)
     decision, call, tensors = prepare(request, policy(backend, deterministic))
-    return _autograd.run(decision.backend, call, tensors)
+    return autograd.run(decision.backend, call, tensors)
 
 
 def explain(
@@ -180,7 +186,7 @@ def explain(
     deterministic: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
-    context_parallel: ContextParallel | None = None,
+    context_parallel: ContextParallelLike | None = None,
     machine: Machine | None = None,
     **unknown: Any,
 ) -> Decision:
@@ -214,7 +220,7 @@ def explain(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    q, k, v = _autograd.autocast(q, k, v)
+    q, k, v = autograd.autocast(q, k, v)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
         Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
@@ -238,8 +244,8 @@ def _this(q: Tensor, device: str | None) -> Machine:
     return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
-def _checked(context_parallel: object) -> ContextParallel:
-    """A ContextParallel, told by what it can do: nothing at or below this module knows process groups."""
+def _checked(context_parallel: object) -> ContextParallelLike:
+    """A ContextParallel, recognised by an attribute of its own, or InputError."""
     if not hasattr(context_parallel, "traffic"):
         raise InputError(
             "context_parallel",
@@ -247,7 +253,7 @@ def _checked(context_parallel: object) -> ContextParallel:
             type(context_parallel).__name__,
             hint="undivided.ContextParallel(group).bind(q_len)",
         )
-    return cast("ContextParallel", context_parallel)
+    return cast(ContextParallelLike, context_parallel)
 
 
 _ARGUMENTS = frozenset((*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "context_parallel"))

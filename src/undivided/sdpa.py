@@ -21,8 +21,7 @@ from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
 from undivided.request.request import Options, Request, Tensors, made
-from undivided.run import autograd as _autograd
-from undivided.run import compile as _compile
+from undivided.run import autograd, compile
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, as_pytorchs
 from undivided.selection import switches as _sdp_switches
@@ -77,7 +76,7 @@ def scaled_dot_product_attention(
     >>> undivided.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 32])
     """
-    query, key, value = _autograd.autocast(query, key, value)
+    query, key, value = autograd.autocast(query, key, value)
     try:
         _check_flags(is_causal, enable_gqa)
         shape: Sequence[int] | None = None
@@ -113,9 +112,9 @@ def _attend(request: Request) -> Tensor:
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
-        return cast(Tensor, _compile.attention(request, switches))
+        return cast(Tensor, compile.attention(request, switches))
     decision, call, tensors = prepare(request, policy(switches=switches))
-    return _autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
+    return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 
 def _check_flags(is_causal: object, enable_gqa: object) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.backends.shared import gpu
 from undivided.machine import Machine
 from undivided.masks import NormalForm
 from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
@@ -72,8 +72,8 @@ class Flex(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No compiler for the CPU kernel."""
@@ -84,12 +84,12 @@ class Flex(Backend):
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then what they cannot say."""
-        reasons = limit_reasons(self.limits, problem, machine) + _gpu.size_reasons(problem)
+        reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cpu":
             reasons += [_refused(name) for name in _ON_CPU if name in problem.features and name != "sinks"]
             reasons += [missing] if (missing := _no_compiler(machine)) else []
         if problem.device == "cuda":
-            reasons += _gpu.hip_reasons(problem, machine)
+            reasons += gpu.hip_reasons(problem, machine)
             if "triton" not in machine.packages:
                 reasons.append("triton is not installed (torch.compile needs it on a GPU)")
             if (
@@ -112,9 +112,9 @@ class Flex(Backend):
         if problem.device == "cpu":
             out = _compiled()(*inputs, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(_gpu.settle(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+            return Result(gpu.settle(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
         out, lse = _with_lse(inputs, settings)
-        return Result(*_gpu.settle(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
+        return Result(*gpu.settle(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -131,7 +131,7 @@ class Flex(Backend):
         leaves = Tensors._make(fresh)
         with torch.enable_grad():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
-        grad = _gpu.clear_rows(_layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
+        grad = gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
         found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
         gradients: list[Tensor | None] = [None] * 6
@@ -198,7 +198,7 @@ def _with_lse(tensors: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Te
 
 def _inputs(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, ...]:
     """q, k, v as [B, H, S, D]: FlexAttention multiplies what it masks by 0, so garbage is cleared first."""
-    return tuple(t.transpose(1, 2) for t in _gpu.cleaned(call, tensors, form))
+    return tuple(t.transpose(1, 2) for t in gpu.cleaned(call, tensors, form))
 
 
 def _settings(call: Call, tensors: Tensors, form: NormalForm) -> dict[str, Any]:

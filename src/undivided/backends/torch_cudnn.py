@@ -4,7 +4,7 @@ Packed documents run forward only: [T, H, D], int32 offsets, a log-sum-exp of [T
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention) and
 native/cudnn/MHA.cpp, whose causal flag is top-left; for documents there ``run_cudnn_SDP_fprop_nestedtensor``, and
-cuda/attention_backward.cu, as they were from 2.10 to 2.13; cuDNN's own by version in `_cudnn_rules`.
+cuda/attention_backward.cu, as they were from 2.10 to 2.13; cuDNN's own by version in `cudnn_rules`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends.cudnn import rules as _cudnn_rules
-from undivided.backends.cudnn.graph import aligned
+from undivided.backends.shared import cudnn_rules, gpu
 from undivided.machine import Machine, format_version
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -27,7 +25,7 @@ OPS = torch.ops.aten
 
 _TILE = 128
 """The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong
-(`_cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by
+(`cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by
 it."""
 _OFFSETS = 1 << 30  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
 
@@ -41,7 +39,7 @@ class TorchCudnn(Backend):
     how_to_get = "part of PyTorch's CUDA builds: https://pytorch.org/get-started"
     limits = Limits(
         devices=frozenset({"cuda"}),
-        dtypes=_gpu.HALF,
+        dtypes=gpu.HALF,
         head_dim_multiple=8,
         masks=frozenset({"causal", "documents"}),
         alignments=frozenset({"top_left"}),
@@ -59,21 +57,21 @@ class TorchCudnn(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, no package, or neither."""
-        if machine.version("cudnn") is None and _gpu.no_gpu(machine) is None:
+        if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
             return "cuDNN is not installed"
-        return _gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then what they cannot say."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cuda":
-            reasons += _cudnn_rules.reasons(problem, machine, oldest=(9, 0), plain=True)
+            reasons += cudnn_rules.reasons(problem, machine, oldest=(9, 0), plain=True)
             reasons += _document_reasons(problem, machine)
         for name, size in (("batch", problem.batch), ("heads", problem.heads)):
             if size > 65535:
@@ -102,7 +100,7 @@ class TorchCudnn(Backend):
         problem = call.problem
         if problem.documents is not None:
             return _packed_forward(call, tensors)
-        q, k, v = (aligned(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (gpu.aligned(t) for t in tensors.heads_first(call.problem.layout))
         out, lse, *_ = OPS._cudnn_attention_forward(
             q,
             k,
@@ -119,17 +117,17 @@ class TorchCudnn(Backend):
             scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*_gpu.settle(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
+        return Result(*gpu.settle(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
         problem = call.problem
-        q, k, v = (aligned(t) for t in tensors.heads_first(call.problem.layout))
-        grad = _layout.heads_first(grad_out, problem.layout)
-        out = aligned(_layout.heads_first(result.out, problem.layout))
-        if grad.stride() != out.stride() or aligned(grad) is not grad:  # cuDNN is told one layout for both
+        q, k, v = (gpu.aligned(t) for t in tensors.heads_first(call.problem.layout))
+        grad = layout.heads_first(grad_out, problem.layout)
+        out = gpu.aligned(layout.heads_first(result.out, problem.layout))
+        if grad.stride() != out.stride() or gpu.aligned(grad) is not grad:  # cuDNN is told one layout for both
             grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         grads = OPS._cudnn_attention_backward(
@@ -150,15 +148,15 @@ class TorchCudnn(Backend):
             "causal" in problem.mask.kinds,
             scale=call.scale,
         )
-        dq, dk, dv = (_layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
+        dq, dk, dv = (layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
 
 
 def _packed_forward(call: Call, tensors: Tensors) -> Result:
     """Documents: packed tokens that lie one after another, their offsets, and what no pair reads cleared."""
     problem = call.problem
-    packing = _gpu.packing(call, tensors)
-    q, k, v = (aligned(t.contiguous()) for t in _gpu.cleaned_views(call, tensors))
+    packing = gpu.packing(call, tensors)
+    q, k, v = (gpu.aligned(t.contiguous()) for t in gpu.cleaned_views(call, tensors))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
     out, stats, *_ = OPS._cudnn_attention_forward(
         q,
@@ -175,7 +173,7 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    settled = _gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q.device))
+    settled = gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q.device))
     return Result(*settled).in_layout(problem.layout)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.request.problem import Problem
-from undivided.selection import measured as _measured
+from undivided.selection import measured
 from undivided.selection.measured import Entry, Place, Run, Table
 
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
@@ -47,8 +47,8 @@ class Timing(NamedTuple):
 
 def describe_place(problem: Problem, machine: Machine) -> dict[str, Any] | None:
     """The place of a problem in the table, and its work, for a report; None if it has no place."""
-    at = _measured.place(problem, machine)
-    return None if at is None else {**at._asdict(), "operations_or_bytes": _measured.work(problem)}
+    at = measured.place(problem, machine)
+    return None if at is None else {**at._asdict(), "operations_or_bytes": measured.work(problem)}
 
 
 def ranks(report: Mapping[str, Any], name: str) -> Ranks:
@@ -80,7 +80,7 @@ def add(report: Mapping[str, Any], name: str, path: Path) -> Ranks:
         InputError: as for `ranks`, or the file exists and is not a table.
     """
     new = ranks(report, name)
-    _measured.write(path, _measured.merged(_measured.read(path), new.table))
+    measured.write(path, measured.merged(measured.read(path), new.table))
     return new
 
 

@@ -42,7 +42,7 @@ from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.request.result import Result, lse_dtype
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 
 
 class Backward:
@@ -148,7 +148,7 @@ class Backward:
         share, heads = self.shares[piece.share], heads_in_share(self.call, piece)
         tensors = piece_tensors(self.call, share, round_, piece, *keys)
         grad, (out, lse), grad_lse = upstream
-        gradients = _autograd.backward(
+        gradients = autograd.backward(
             backend,
             piece_call(self.call, piece, problem),
             tensors,

@@ -27,7 +27,7 @@ from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         (out, lse), saved = _forward(call, inputs)
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.state = call, _autograd.state(call.whole)
+        ctx.call, ctx.state = call, autograd.state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
         if "lse" not in call.problem.features:
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _autograd.check_unchanged(ctx.call.whole, ctx.state)
+        autograd.check_unchanged(ctx.call.whole, ctx.state)
         return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))
 
 
@@ -71,7 +71,7 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
-            share_results[piece.share].add(piece, _autograd.forward(backend, piece_call(call, piece, part), tensors))
+            share_results[piece.share].add(piece, autograd.forward(backend, piece_call(call, piece, part), tensors))
             call.ring.traffic.pairs += piece.pairs
             del tensors
         del k_r, v_r

@@ -39,7 +39,7 @@ from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 from undivided.selection.policy import Policy
 
 MergeMethod = Literal["all_gather", "ring"]
@@ -98,7 +98,7 @@ def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[T
         partial = step.q.new_zeros((batch * rows * heads, problem.v_dim + 1), dtype=dtype)
         partial[:, -1] = -torch.inf
     else:
-        out, lse = _autograd.forward(*step.local)
+        out, lse = autograd.forward(*step.local)
         partial = torch.cat([out.to(dtype), lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
     for comm in reversed(axes):
         partial = _merge_ranks(comm, partial, by)

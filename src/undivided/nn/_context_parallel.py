@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.arguments.layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
@@ -38,9 +38,9 @@ def global_inputs(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor 
     placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(inputs.format, *cu_seqlens))
 
     def sized(tensor: Tensor, length: int) -> Tensor:
-        shape = list(_layout.canonical(tensor, inputs.format).shape)
+        shape = list(layout.canonical(tensor, inputs.format).shape)
         shape[1] = length
-        return _layout.restore(tensor.new_empty(()).expand(shape), inputs.format)
+        return layout.restore(tensor.new_empty(()).expand(shape), inputs.format)
 
     q_len, kv_len = placement.length("q"), placement.length("kv")
     return Inputs(sized(inputs.q, q_len), sized(inputs.k, kv_len), sized(inputs.v, kv_len), inputs.format)
@@ -50,7 +50,7 @@ def freqs_of_rank(
     freqs: Tensor, t: Tensor, format: Layout, cp: ContextParallel, offsets: Tensor | None, side: Side
 ) -> Tensor:
     """The rows of freqs for this rank's tokens, one row per token."""
-    length = _layout.sizes(t.shape, format)[1]
+    length = layout.sizes(t.shape, format)[1]
     rows = cp.placed(length, length, _documents(format, offsets, offsets)).rows(side)[cp.rank].to(freqs.device)
     if rows.numel() != length:
         raise InputError("hidden_states", f"have rank {cp.rank}'s {rows.numel()} tokens", length)

@@ -3,5 +3,5 @@
 request    the tensors and options       problem    what selection sees of them
 checks     of every argument             normalise  request -> call
 call       what a backend is called with result     what it returns, and how parts are merged
-slopes     the usual ALiBi slopes
+slopes     the usual ALiBi slopes           foreign    hints for keywords of other libraries
 """

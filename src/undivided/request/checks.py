@@ -14,11 +14,11 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.foreign import mask_hint
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.foreign import mask_hint
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

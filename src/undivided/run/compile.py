@@ -32,7 +32,7 @@ from undivided.request.checks import check_seed, checked_mask
 from undivided.request.normalise import check_kinds_and_sizes
 from undivided.request.request import Options, Request, Tensors
 from undivided.request.result import lse_dtype
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 from undivided.run.flops import register_if_counting
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
@@ -161,7 +161,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         backend, call, tensors = _prepared(*arguments)
         problem = call.problem
-        out, lse = _autograd.forward(backend, call, tensors)
+        out, lse = autograd.forward(backend, call, tensors)
         if not problem.lse_is_read:  # its shape has been promised all the same
             shape = problem.batch, problem.heads, problem.q_len
             lse = tensors.q.new_zeros(shape, dtype=lse_dtype(problem.dtype))
@@ -174,7 +174,7 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
     with torch.no_grad():
         # selected anew: out and lse mean the same whichever backend made them
         backend, call, tensors = _prepared(*given)
-        found = _autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
+        found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
     return [_like(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
 
 
@@ -242,7 +242,7 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     _, call, tensors = _prepared(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
     given = iter(gradients)
     wanted = _shaped([next(given) if n else None for n in call.needs], tensors)  # the bias has four axes there
-    of_grad, of_lse, *found = _autograd.differentiated(call, *tensors, *grads, *wanted)
+    of_grad, of_lse, *found = autograd.differentiated(call, *tensors, *grads, *wanted)
     of_inputs = _shaped(found, inputs)
     nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
     return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)

@@ -20,7 +20,7 @@ from undivided.backends._base import Backend
 from undivided.errors import NoBackendError
 from undivided.machine import Machine
 from undivided.request.problem import Problem
-from undivided.selection import log as _logging
+from undivided.selection import log
 from undivided.selection import measured as _measured
 from undivided.selection.policy import Policy
 
@@ -232,7 +232,8 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
         )
         return Decision(exact, machine, policy, known.chosen)
     decision = decide(problem, machine, policy)
-    _logging.log(decision, policy.log)
+    name = "no backend" if decision.chosen is None else decision.chosen.name
+    log.log(decision, f"{name} for {problem}", policy.log)
     if decision.chosen is None:
         raise NoBackendError(decision)
     _remember(_by_class, key, decision)

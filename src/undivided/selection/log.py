@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from undivided.selection.decision import Decision
 
 logger = logging.getLogger("undivided")
 
@@ -26,15 +22,14 @@ class _StandardError(logging.Handler):
 _shortcut = _StandardError()
 
 
-def log(decision: Decision, shortcut: str) -> None:
+def log(decision: object, summary: str, shortcut: str) -> None:
     """Log a new Decision; `shortcut` is UNDIVIDED_LOG: "info" and "debug" print it whatever the logger's own level
     is."""
     is_enabled = logger.isEnabledFor(logging.INFO)
     if not is_enabled and not shortcut:
         return
-    chosen = decision.chosen.name if decision.chosen else "no backend"
     in_full = shortcut == "debug" or logger.isEnabledFor(logging.DEBUG)
-    text = str(decision) if in_full else f"{chosen} for {decision.problem}"
+    text = str(decision) if in_full else summary
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, extra={"decision": decision})
     if is_enabled:
         logger.handle(record)

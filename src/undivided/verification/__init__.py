@@ -21,7 +21,7 @@ from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.request import Options, Tensors
-from undivided.run import autograd as _autograd
+from undivided.run import autograd
 from undivided.verification.report import Report, Row
 from undivided.verification.runs import build_request, run
 
@@ -92,7 +92,7 @@ def verify(
     selected = _select([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
-        q, k, v = _autograd.autocast(q, k, v)
+        q, k, v = autograd.autocast(q, k, v)
     if dropout_p and dropout_seed is None:
         dropout_seed = int(torch.randint(2**62, ()))  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):

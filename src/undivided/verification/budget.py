@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.errors import InputError
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
-from undivided.verification import oracle as _oracle
+from undivided.verification import oracle
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.plain_attention import plain as plain_attention
 
@@ -99,9 +99,9 @@ class Budget:
             return math.inf
         right = self.right[name]
         if name in ("out", "dq", "dk", "dv"):
-            if value.dim() != _layout.rank(self.problem.layout):
+            if value.dim() != layout.rank(self.problem.layout):
                 return math.inf
-            value = _layout.heads_first(value, self.problem.layout)
+            value = layout.heads_first(value, self.problem.layout)
         elif name == "lse" and self.problem.packed:
             value = value.unsqueeze(0)
         elif name == "dbias" and value.dim() < 4:
@@ -135,8 +135,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     """
     problem = call.problem
     with torch.no_grad():
-        right = _oracle.oracle(call, tensors, upstream)
-        zero = _oracle.unreachable(call, tensors)
+        right = oracle.oracle(call, tensors, upstream)
+        zero = oracle.unreachable(call, tensors)
         right["lse"].masked_fill_(zero["lse"], -torch.inf)
         if not all(
             bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all()) for name, x in right.items()

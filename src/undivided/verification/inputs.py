@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import undivided.functional
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.slopes import usual_slopes
@@ -182,7 +182,7 @@ def _names_with_gradient(case: Case, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
-    return _layout.restore(x_BSHD, case.layout).contiguous()
+    return layout.restore(x_BSHD, case.layout).contiguous()
 
 
 def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
@@ -198,7 +198,7 @@ def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
     if case.memory == "sliced":
         return tuple(map(_sliced, tensors))
     if case.memory == "shared-kv":
-        shared = [_layout.restore(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
+        shared = [layout.restore(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
         return tensors[0], *shared
     raise InputError("memory", "be a storage that `Case` documents", repr(case.memory))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.kernels import philox
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -167,7 +167,7 @@ def piece_upstream(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the out and lse of a piece; 0 for rows without a key, whose output is constant."""
     empty = tables.empty_rows
-    grad_out = _layout.heads_first(upstream.out, problem.layout)[piece].to(precision).masked_fill(empty, 0.0)
+    grad_out = layout.heads_first(upstream.out, problem.layout)[piece].to(precision).masked_fill(empty, 0.0)
     if upstream.lse is None:
         return grad_out, None
     return grad_out, upstream.lse[piece].to(precision).masked_fill(empty.squeeze(-1), 0.0)

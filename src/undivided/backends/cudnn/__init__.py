@@ -1,7 +1,7 @@
 """`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged
 keys.
 
-Source of the limits: `_cudnn_rules`, `_cudnn_score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for
+Source of the limits: `cudnn_rules`, `score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for
     paged keys.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.cudnn import graph as _cudnn_graph
 from undivided.backends.cudnn import paged as _cudnn_paged
-from undivided.backends.cudnn import rules as _cudnn_rules
-from undivided.backends.cudnn import score_rules as _cudnn_score_rules
-from undivided.backends.cudnn import scores as _cudnn_scores
+from undivided.backends.cudnn import score_rules, scores
 from undivided.backends.cudnn.graph import CudnnCall
+from undivided.backends.shared import cudnn_rules, gpu
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -35,7 +33,7 @@ class Cudnn(Backend):
     how_to_get = "pip install nvidia-cudnn-frontend, and cuDNN 9"
     limits = Limits(
         devices=frozenset({"cuda"}),
-        dtypes=_gpu.HALF,
+        dtypes=gpu.HALF,
         head_dim_multiple=8,
         masks=frozenset({"causal", "window", "lengths", "q_lengths", "documents", "padded"}),
         alignments=frozenset({"top_left", "bottom_right"}),
@@ -52,24 +50,24 @@ class Cudnn(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, no package, or neither."""
-        if machine.version("cudnn") is None and _gpu.no_gpu(machine) is None:
+        if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
             return "cuDNN is not installed"
-        return _gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then what they cannot say."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cuda":
-            reasons += _cudnn_score_rules.reasons(problem, machine)
+            reasons += score_rules.reasons(problem, machine)
             if "paged" in problem.features:
                 return reasons + _cudnn_paged.reasons(problem, machine)
-            reasons += _cudnn_rules.reasons(problem, machine)
+            reasons += cudnn_rules.reasons(problem, machine)
         if "lengths" in problem.mask.kinds and problem.q_len == 1:
             reasons.append(
                 "per-sequence lengths for one query (what lies beyond them would be cleared in a copy of the cache)"
@@ -92,27 +90,27 @@ class Cudnn(Backend):
         problem = call.problem
         if call.pages is not None:
             return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
-        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors))
+        cudnn_call = CudnnCall.of(call, tensors, scores.extra(call, tensors))
         out = torch.empty(*cudnn_call.q.shape[:-1], problem.v_dim, dtype=cudnn_call.q.dtype, device=cudnn_call.q.device)
         stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
         buffers = {"q": cudnn_call.q, "k": cudnn_call.k, "v": cudnn_call.v, "o": out, "stats": stats}
         cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
         if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
-        return Result(*_cudnn_scores.settle(call, tensors, out, stats)).in_layout(problem.layout)
+        return Result(*scores.settle(call, tensors, out, stats)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by a backward graph."""
         problem = call.problem
-        cudnn_call = CudnnCall.of(call, tensors, _cudnn_scores.extra(call, tensors)).for_backward()
+        cudnn_call = CudnnCall.of(call, tensors, scores.extra(call, tensors)).for_backward()
         result = result.canonical(problem.layout)
-        out, grad = result.out, _layout.canonical(grad_out, problem.layout)
-        if _gpu.has_rows_without_keys(problem):
-            grad = _gpu.clear_rows(grad, call.normal_form(tensors.q.device))
-        stats = _cudnn_scores.statistics(call, tensors, result)
-        dsinks = _cudnn_scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
+        out, grad = result.out, layout.canonical(grad_out, problem.layout)
+        if gpu.has_rows_without_keys(problem):
+            grad = gpu.clear_rows(grad, call.normal_form(tensors.q.device))
+        stats = scores.statistics(call, tensors, result)
+        dsinks = scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
         if cudnn_call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
         buffers = {
@@ -128,7 +126,7 @@ class Cudnn(Backend):
         wants_bias = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
         cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | wants_bias)
         dq, dk, dv = (
-            _layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
+            layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
         )
         return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
 

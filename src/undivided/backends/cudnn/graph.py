@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends import _gpu
+from undivided.backends.shared import gpu
 from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -32,8 +32,6 @@ _OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 _OF_TOKENS = frozenset({"q", "o", "stats", "do", "dq"}) | _OF_KEYS
 """Tensors over tokens. Every other one (a bias, sinks, tables, lengths) is handed over with four axes, as it is."""
 
-_ALIGNMENT = 16
-"""Bytes. cuDNN's kernels load that much at once and check neither strides nor addresses (`aligned`)."""
 
 _KEY_TILE = 128
 
@@ -64,25 +62,25 @@ class CudnnCall(NamedTuple):
     def of(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
         """The call with these tensors."""
         problem = call.problem
-        found = _gpu.documents(call, tensors)
+        found = gpu.documents(call, tensors)
         part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
-        q, k, v = _gpu.views(call, tensors)
+        q, k, v = gpu.views(call, tensors)
         if found is not None or part is not None:
-            q, k, v = _gpu.cleaned(call, tensors, call.normal_form(tensors.q.device))
+            q, k, v = gpu.cleaned(call, tensors, call.normal_form(tensors.q.device))
         if found is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
                 ("q", found.cu_seqlens_q, found.padded_q),
                 ("kv", found.cu_seqlens_kv, found.padded_kv),
             ):
-                lengths[side] = _gpu.offsets(real.diff(), q)
+                lengths[side] = gpu.offsets(real.diff(), q)
                 starts[side] = (real if padded is None else padded).to(device=q.device, dtype=torch.int64)
         elif part is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
-            lengths = {"q": full if part.q is None else _gpu.offsets(part.q, q), "kv": _gpu.offsets(part.kv, q)}
-        q, k, v = (aligned(t) for t in (q, k, v))
+            lengths = {"q": full if part.q is None else gpu.offsets(part.q, q), "kv": gpu.offsets(part.kv, q)}
+        q, k, v = (gpu.aligned(t) for t in (q, k, v))
         return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> CudnnCall:
@@ -111,7 +109,7 @@ class CudnnCall(NamedTuple):
         if not self.packed:
             view = tensor.unsqueeze(-1) if name == "stats" else tensor.transpose(1, 2)
             return list(view.shape), list(view.stride())
-        count, (max_q, max_kv) = self.lengths["q"].shape[0], _gpu.longest(self.problem)
+        count, (max_q, max_kv) = self.lengths["q"].shape[0], gpu.longest(self.problem)
         length = _rounded(max_kv if name in _OF_KEYS else max_q, _ROUND_LONGEST)
         size = 1 if name == "stats" else tensor.shape[2]
         stride = [tensor.stride(1), tensor.stride(0), 1]
@@ -178,19 +176,6 @@ _handles: dict[torch.device, Any] = {}
 def full_lengths(batch: int, length: int, like: Tensor) -> Tensor:
     """The same length for every sequence, int32 [B]."""
     return torch.full((batch,), length, dtype=torch.int32, device=like.device)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its rows do not start at multiples of 16 bytes.
-
-    On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses
-    the strides from 1.32 (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), never the address.
-    """
-    steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
-    misaligned = any(step * tensor.element_size() % _ALIGNMENT for step in steps)
-    if misaligned or tensor.data_ptr() % _ALIGNMENT:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
 
 
 def _handle(cudnn: Any, device: torch.device) -> Any:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
-from undivided.backends.cudnn import graph as _cudnn_graph
-from undivided.backends.cudnn import rules as _cudnn_rules
+from undivided.backends.cudnn import graph
 from undivided.backends.cudnn.graph import CudnnCall
-from undivided.backends.cudnn.rules import dotted, have
+from undivided.backends.shared import cudnn_rules, gpu
+from undivided.backends.shared.cudnn_rules import dotted, have
 from undivided.machine import Machine
 from undivided.masks import FULL
 from undivided.masks._parts import Lengths
@@ -45,7 +44,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
         found.append(f"page_size={size} (must be a power of two)")
     version, capability = machine.version("cudnn"), machine.compute_capability
     # no band is asked of cuDNN: a single query under a bottom-right causal mask sees every key
-    found += _cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
+    found += cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
     if version is None or capability is None:
         return found
     if version < (9, 5):
@@ -62,7 +61,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     assert call.pages is not None and problem.page_size is not None
     part = next(part for part in call.mask.parts if isinstance(part, Lengths))
-    lengths = _gpu.offsets(part.kv, tensors.q)
+    lengths = gpu.offsets(part.kv, tensors.q)
     full, rest = lengths // problem.page_size, lengths % problem.page_size
     pages = call.pages.clamp(0, tensors.k.shape[0] - 1)
     parts = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
@@ -82,7 +81,7 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
     table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
     # a sequence without a full page reads one key of some page, and what comes of it is dropped
     lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
-    q, k, v = (_cudnn_graph.aligned(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
+    q, k, v = (gpu.aligned(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
     cudnn_call = CudnnCall(
         problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
         call.scale,
@@ -90,14 +89,14 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
         q,
         k,
         v,
-        {"q": _cudnn_graph.full_lengths(problem.batch, 1, q), "kv": lengths},
+        {"q": graph.full_lengths(problem.batch, 1, q), "kv": lengths},
         {},
         {"table_k": table, "table_v": table},
     )
     out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
     stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
-    cudnn_call.run("forward", _cudnn_graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
-    return Result(*_gpu.blank(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
+    cudnn_call.run("forward", graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+    return Result(*gpu.blank(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
 
 
 def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: Tensor) -> Result:

@@ -1,12 +1,12 @@
 """What each version of cuDNN can add to the scores, as reasons; for the `cudnn` backend.
 
-Sources, as in `_cudnn_rules`: cudnn-frontend 1.23 and 1.32, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp,
+Sources, as in `cudnn_rules`: cudnn-frontend 1.23 and 1.32, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp,
 fused_attn_f16_arbitrary_seqlen.cu, pytorch/attention/dot_product_attention/utils.py). The stricter one stands.
 """
 
 from __future__ import annotations
 
-from undivided.backends.cudnn.rules import Capability, dotted, have
+from undivided.backends.shared.cudnn_rules import Capability, dotted, have
 from undivided.machine import Machine, Version
 from undivided.request.problem import Problem
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends import _gpu
+from undivided.backends.shared import gpu
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
@@ -49,18 +49,18 @@ def settle(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) ->
     """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and
     -inf."""
     problem = call.problem
-    lse = stats_BHS if tensors.sinks is None else _gpu.without_sinks(stats_BHS, tensors.sinks)
-    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
-    out, lse = _gpu.settle(out_BSHD, lse, form)
+    lse = stats_BHS if tensors.sinks is None else gpu.without_sinks(stats_BHS, tensors.sinks)
+    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    out, lse = gpu.settle(out_BSHD, lse, form)
     if tensors.bias is not None:
-        return _gpu.blank(out, lse, _gpu.closed_rows(call, tensors))
+        return gpu.blank(out, lse, gpu.closed_rows(call, tensors))
     return out, lse
 
 
 def statistics(call: Call, tensors: Tensors, result: Result) -> Tensor:
     """What cuDNN wrote in the forward, [B, H, Sq]: with the sinks in it, +inf in rows without keys."""
-    lse = result.lse if tensors.sinks is None else _gpu.with_sinks(result.lse, tensors.sinks)
-    return _gpu.for_kernel(lse)
+    lse = result.lse if tensors.sinks is None else gpu.with_sinks(result.lse, tensors.sinks)
+    return gpu.for_kernel(lse)
 
 
 def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:

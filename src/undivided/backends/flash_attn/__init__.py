@@ -3,7 +3,7 @@
 Versions 2 (`flash-attn`), 3 (`flash-attn-3`, Hopper) and 4 (`flash-attn-4`) are separate packages with separate limits;
 each is a `_Version` below. The first one, in the order that suits the GPU, without a reason against it runs.
 
-All three align causal masks and windows bottom-right (FlashAttention's changelog, 2.1). Limits: `_flash_attn_rules`.
+All three align causal masks and windows bottom-right (FlashAttention's changelog, 2.1). Limits: `flash_attn_rules`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from undivided.backends import _gpu
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends.flash_attn import rules as _flash_attn_rules
-from undivided.backends.flash_attn import version_2 as _flash_attn_2
-from undivided.backends.flash_attn import version_3 as _flash_attn_3
-from undivided.backends.flash_attn import version_4 as _flash_attn_4
+from undivided.backends.flash_attn import version_2, version_3, version_4
+from undivided.backends.shared import flash_attn_rules, gpu
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -44,9 +41,9 @@ class _Version:
         return found
 
 
-_2 = _Version(2, _flash_attn_rules.LIMITS_2, _flash_attn_rules.more_2, _flash_attn_2)
-_3 = _Version(3, _flash_attn_rules.LIMITS_3, _flash_attn_rules.more_3, _flash_attn_3)
-_4 = _Version(4, _flash_attn_rules.LIMITS_4, _flash_attn_rules.more_4, _flash_attn_4)
+_2 = _Version(2, flash_attn_rules.LIMITS_2, flash_attn_rules.more_2, version_2)
+_3 = _Version(3, flash_attn_rules.LIMITS_3, flash_attn_rules.more_3, version_3)
+_4 = _Version(4, flash_attn_rules.LIMITS_4, flash_attn_rules.more_4, version_4)
 
 
 def _in_order(machine: Machine) -> tuple[_Version, ...]:
@@ -65,19 +62,19 @@ class FlashAttn(Backend):
     limits = _2.limits
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, no package, or neither."""
         installed = any(machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages)
-        return _gpu.no_gpu(machine) or (
+        return gpu.no_gpu(machine) or (
             None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
         )
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """None where one version has none; otherwise each installed version's, or what there is to install."""
-        common = _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device != "cuda":
             return [f"device={problem.device} (runs on cuda)"]
         against = {version: version.reasons(problem, machine) for version in _in_order(machine)}

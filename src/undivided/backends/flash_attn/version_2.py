@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Gradients
+from undivided.backends.shared import gpu
 from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.request import Tensors
@@ -26,51 +26,51 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     if call.pages is not None or problem.mask.kinds & {"lengths"}:
         return _with_cache(call, tensors)
-    settings, cu = _settings(call, tensors), _gpu.packing(call, tensors)
-    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.views(call, tensors)
+    settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    q, k, v = gpu.views(call, tensors)
     if cu:
         out, lse, *_ = _package()._flash_attn_varlen_forward(q, k, v, **cu, **settings, return_softmax=False)
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v. The buffers start at zero: tokens outside of every document are never written."""
     problem = call.problem
-    settings, cu = _settings(call, tensors), _gpu.packing(call, tensors)
+    settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
     settings |= {"deterministic": problem.deterministic, "rng_state": None}
-    q, k, v = _gpu.views(call, tensors)
+    q, k, v = gpu.views(call, tensors)
     grad, out, lse = (
-        _layout.canonical(grad_out, problem.layout),
-        _layout.canonical(result.out, problem.layout),
-        _gpu.for_kernel(result.lse),
+        layout.canonical(grad_out, problem.layout),
+        layout.canonical(result.out, problem.layout),
+        gpu.for_kernel(result.lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     run = _package()._flash_attn_varlen_backward if cu else _package()._flash_attn_backward
     run(grad.contiguous(), q, k, v, out, lse, *grads, **cu, **settings)
-    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads)
+    dq, dk, dv = (layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
 
 
 def _with_cache(call: Call, tensors: Tensors) -> Result:
     """One call against a key/value cache: lengths, a block table, or both; no gradients."""
     problem = call.problem
-    causal, left, right = _gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call, tensors)
     lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
     assert lengths is not None, "a paged problem carries the lengths"
     paged = call.pages is not None
-    q = _layout.canonical(tensors.q, problem.layout)
-    k, v = (t if paged else _layout.canonical(t, problem.layout) for t in (tensors.k, tensors.v))
+    q = layout.canonical(tensors.q, problem.layout)
+    k, v = (t if paged else layout.canonical(t, problem.layout) for t in (tensors.k, tensors.v))
     out, lse = _package().flash_attn_with_kvcache(
         q,
         k,
         v,
-        cache_seqlens=_gpu.offsets(lengths.kv, q),
+        cache_seqlens=gpu.offsets(lengths.kv, q),
         block_table=call.pages,
         softmax_scale=call.scale,
         causal=causal,
@@ -79,12 +79,12 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(call, tensors),
         return_softmax_lse=True,
     )
-    settled = _gpu.settle(out, lse, call.normal_form(tensors.q.device))
+    settled = gpu.settle(out, lse, call.normal_form(tensors.q.device))
     return Result(*settled).in_layout(call.problem.layout)
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    causal, left, right = _gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call, tensors)
     return {
         "dropout_p": 0.0,
         "softmax_scale": call.scale,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Gradients
+from undivided.backends.shared import gpu
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -28,24 +28,24 @@ def _package() -> Any:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed."""
     problem = call.problem
-    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.cleaned_views(call, tensors)
-    cu = _gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    q, k, v = gpu.cleaned_views(call, tensors)
+    cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v, into buffers that start at zero."""
     problem = call.problem
-    q, k, v = _gpu.cleaned_views(call, tensors)
-    cu = _gpu.packing(call, tensors)
+    q, k, v = gpu.cleaned_views(call, tensors)
+    cu = gpu.packing(call, tensors)
     grad, out, lse = (
-        _layout.canonical(grad_out, problem.layout),
-        _layout.canonical(result.out, problem.layout),
-        _gpu.for_kernel(result.lse),
+        layout.canonical(grad_out, problem.layout),
+        layout.canonical(result.out, problem.layout),
+        gpu.for_kernel(result.lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
@@ -65,12 +65,12 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         **_settings(call, tensors, "is_causal"),
         deterministic=problem.deterministic,
     )
-    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
+    dq, dk, dv = (layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
     return dq, dk, dv, None, None, None
 
 
 def _settings(call: Call, tensors: Tensors, causal_name: str) -> dict[str, Any]:
-    causal, left, right = _gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call, tensors)
     return {
         "softmax_scale": call.scale,
         causal_name: causal,

@@ -1,6 +1,6 @@
 """Calls of flash-attn 4 (CuTe). Unbounded sides of a window are None; its lse contains the sinks.
 
-`Result.lse` leaves sinks out: `_gpu.without_sinks` after the forward, `_gpu.with_sinks` before the backward.
+`Result.lse` leaves sinks out: `gpu.without_sinks` after the forward, `gpu.with_sinks` before the backward.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Gradients
+from undivided.backends.shared import gpu
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -26,31 +26,31 @@ def _package() -> Any:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
     problem = call.problem
-    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
-    q, k, v = _gpu.cleaned_views(call, tensors)
-    cu = _gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    q, k, v = gpu.cleaned_views(call, tensors)
+    cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, **cu, **_settings(call, tensors), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
     )
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if tensors.sinks is not None:
-        lse = _gpu.without_sinks(lse, tensors.sinks)
-    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+        lse = gpu.without_sinks(lse, tensors.sinks)
+    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k, v and the sinks, through the output and the log-sum-exp."""
     problem = call.problem
-    q, k, v = _gpu.cleaned_views(call, tensors)
-    cu = _gpu.packing(call, tensors)
+    q, k, v = gpu.cleaned_views(call, tensors)
+    cu = gpu.packing(call, tensors)
     lse = result.lse
     if tensors.sinks is not None:
-        lse = _gpu.with_sinks(lse, tensors.sinks)
+        lse = gpu.with_sinks(lse, tensors.sinks)
     grad, out, lse = (
-        _layout.canonical(grad_out, problem.layout),
-        _layout.canonical(result.out, problem.layout),
-        _gpu.for_kernel(lse),
+        layout.canonical(grad_out, problem.layout),
+        layout.canonical(result.out, problem.layout),
+        gpu.for_kernel(lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
@@ -72,12 +72,12 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         dv=torch.zeros_like(v, memory_format=torch.contiguous_format),
         dlse=None if grad_lse is None else grad_lse.contiguous(),
     )
-    dq, dk, dv = (_layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in (dq, dk, dv))
+    dq, dk, dv = (layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in (dq, dk, dv))
     return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    left, right = _gpu.band(call, tensors)
+    left, right = gpu.band(call, tensors)
     causal = left is None and right == 0
     return {
         "softmax_scale": call.scale,

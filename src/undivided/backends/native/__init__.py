@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends.native import gradients as _native_backward
+from undivided.backends.native import gradients
 from undivided.backends.native.call import DTYPES, STRIDES, Records, is_plain, pages_of, placed, plain_record
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -87,7 +87,7 @@ class Native(Backend):
             strides = STRIDES[problem.layout](out.stride())
             library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
             return made(Result, (out, lse))
-        out_BHSD = _layout.heads_first(out, problem.layout)
+        out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
         for rows in records.slices():
             library.forward(records.record(rows))
@@ -97,7 +97,7 @@ class Native(Backend):
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
-        return _native_backward.backward(call, tensors, result, grad_out, grad_lse)
+        return gradients.backward(call, tensors, result, grad_out, grad_lse)
 
 
 def status() -> str:
@@ -129,7 +129,7 @@ def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]
     """q [B, H, Sq, Dk]; k and v [B, N, Sk, D], or the pools of a paged cache as they are, [pages, N, page_size, D]."""
     if call.pages is None:
         return tensors.heads_first(call.problem.layout)
-    q = _layout.heads_first(tensors.q, call.problem.layout)
+    q = layout.heads_first(tensors.q, call.problem.layout)
     return q, tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends.reference.block import Block, distance, document_ends, hide, must_part, row_slopes
 from undivided.backends.reference.block_gradients import Accumulators, gradients_of, leaves_of
+from undivided.backends.shared.block import Block, distance, document_ends, hide, must_part, row_slopes
 from undivided.kernels import philox
 from undivided.machine import Machine
 from undivided.masks.normal_form import NormalForm
@@ -251,7 +251,7 @@ def composite(call: Call, tensors: Tensors) -> Result:
     for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
         parts, blocks = _concatenate(parts, blocks, axis, start)
     out, lse = parts[0]
-    return Result(_layout.from_heads_first(out.to(problem.dtype), problem.layout), lse)
+    return Result(layout.from_heads_first(out.to(problem.dtype), problem.layout), lse)
 
 
 def _concatenate(
@@ -271,7 +271,7 @@ def _concatenate(
 def _empty_result(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-    out = _layout.empty(problem.layout, shape, tensors.q, zero=True)
+    out = layout.empty(problem.layout, shape, tensors.q, zero=True)
     lse = torch.full(
         (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
     )
@@ -315,8 +315,8 @@ class Reference(Backend):
         problem = call.problem
         tensors = tensors.without_pages(call.pages, problem.layout)
         sums = Accumulators(call, tensors)
-        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
-        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        grad_out_BHSD = layout.heads_first(grad_out, problem.layout)
+        out_BHSD = layout.heads_first(result.out, problem.layout)
         for block in _blocks(call, tensors, [grad_out_BHSD]):
             with torch.enable_grad():
                 leaves = leaves_of(_slices(block, call, tensors), call.needs)
@@ -349,7 +349,7 @@ class Reference(Backend):
             g if g is not None else None if t is None else torch.zeros_like(t)
             for g, t in zip(grad_gradients, tensors, strict=True)
         )
-        grad_out_BHSD = _layout.heads_first(grad_out, problem.layout)
+        grad_out_BHSD = layout.heads_first(grad_out, problem.layout)
         for_grad_out = torch.zeros_like(grad_out, dtype=precision)
         for_grad_lse = None if grad_lse is None else torch.zeros_like(grad_lse)
         outer_q, *outer_kv = outer.heads_first(problem.layout)
@@ -371,7 +371,7 @@ class Reference(Backend):
             ]
             found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
             sums.add(block, found[: len(leaves)])
-            _layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
+            layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
             if for_grad_lse is not None:
                 for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends.reference.block import Block
+from undivided.arguments import layout
+from undivided.backends.shared.block import Block
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
@@ -55,7 +55,7 @@ class Accumulators:
                 continue
             if i < 3:
                 heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
-                _layout.heads_first(total, self._call.problem.layout)[block.batch, heads, span] += gradient
+                layout.heads_first(total, self._call.problem.layout)[block.batch, heads, span] += gradient
             elif i == 3:
                 block.of_pairs(total).add_(gradient)
             elif i == 4:

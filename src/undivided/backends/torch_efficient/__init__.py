@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
+from undivided.backends.shared import gpu
 from undivided.backends.torch_efficient.packed import LSE_ROWS, MOST_DOCUMENTS, Packing
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -54,21 +54,21 @@ class TorchEfficient(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, no package, or neither."""
-        return _gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then what they cannot say."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         reasons += _alignment_reasons(problem, machine) + _size_reasons(problem)
         capability = machine.compute_capability
         if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
-            reasons.append(f"dtype=bfloat16 on compute capability {_gpu.capability_text(machine)} (min 8.0)")
+            reasons.append(f"dtype=bfloat16 on compute capability {gpu.capability_text(machine)} (min 8.0)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
                 "bottom-right alignment with more queries than keys (the kernel's diagonal begins "
@@ -109,11 +109,11 @@ class TorchEfficient(Backend):
         )
         if packing is not None:
             lse = packing.gather(lse, problem.q_len)
-            return Result(*_gpu.settle(out, lse, call.normal_form(tensors.q.device))).in_layout(problem.layout)
-        out, lse = _gpu.settle(out, lse[..., : problem.q_len], None)
+            return Result(*gpu.settle(out, lse, call.normal_form(tensors.q.device))).in_layout(problem.layout)
+        out, lse = gpu.settle(out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
-            out, lse = _gpu.blank(out, lse, _gpu.closed_rows(call, tensors))
+            out, lse = gpu.blank(out, lse, gpu.closed_rows(call, tensors))
         return Result(out, lse).in_layout(problem.layout)
 
     def backward(
@@ -124,18 +124,18 @@ class TorchEfficient(Backend):
         q, k, v = _views(call, tensors)
         packing = Packing.of(call, tensors)
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
-        lse = _gpu.for_kernel(result.lse)
+        lse = gpu.for_kernel(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         wants_bias = "bias_grad" in problem.features
         # one block writes each dq where keys are not split: the order of the sums is fixed
         one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
-            _layout.canonical(grad_out, problem.layout),
+            layout.canonical(grad_out, problem.layout),
             q,
             k,
             v,
             _bias(call, tensors),
-            _layout.canonical(result.out, problem.layout).contiguous(),
+            layout.canonical(result.out, problem.layout).contiguous(),
             *cu_seqlens,
             _padded(lse) if packing is None else packing.scatter(lse),
             0.0,
@@ -147,16 +147,16 @@ class TorchEfficient(Backend):
             num_splits_key=1 if one_split else None,
         )
         if packing is not None:  # not written: rows without keys, tokens after the last document
-            dq = _gpu.clear_rows_(dq, call.normal_form(tensors.q.device))
-            dk, dv = (_gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
-        grads = [_layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
+            dq = gpu.clear_rows_(dq, call.normal_form(tensors.q.device))
+            dk, dv = (gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
+        grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
         return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None
 
 
 def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
     """The multiple that both head sizes must have: what 128-bit loads need (`minimum_gemm_alignment`)."""
     capability = machine.compute_capability or (8, 0)
-    half = problem.dtype in _gpu.HALF
+    half = problem.dtype in gpu.HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
     sizes = {"head_dim": problem.qk_dim} | ({"value_dim": problem.v_dim} if "value_dim" in problem.features else {})
@@ -174,7 +174,7 @@ def _size_reasons(problem: Problem) -> list[str]:
     documents = (problem.documents or (0,))[0]
     heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
     most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
-    keys = _gpu.longest(problem)[1]
+    keys = gpu.longest(problem)[1]
     sizes = (
         ("batch", problem.batch, 65535),
         ("heads", problem.heads, 65535),
@@ -188,8 +188,8 @@ def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit
     offsets."""
     problem = call.problem
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
-    keys = _gpu.longest(problem)[1]
+    q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    keys = gpu.longest(problem)[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends import _gpu
+from undivided.backends.shared import gpu
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
@@ -44,14 +44,14 @@ class Packing(NamedTuple):
     def of(call: Call, tensors: Tensors) -> Packing | None:
         """The packing of this call; None for dense sequences."""
         problem = call.problem
-        found = _gpu.packing(call, tensors)
+        found = gpu.packing(call, tensors)
         if not found:
             return None
         cu_q, cu_k = found["cu_seqlens_q"], found["cu_seqlens_k"]
         causal = "causal" in problem.mask.kinds
         if causal and problem.align == "bottom_right":
             cu_q, cu_k = _rows_without_keys_apart(cu_q, cu_k)
-        documents = _gpu.documents(call, tensors)
+        documents = gpu.documents(call, tensors)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
         return Packing(cu_q, cu_k, found["max_seqlen_q"], found["max_seqlen_k"], one_split=not (same or causal))

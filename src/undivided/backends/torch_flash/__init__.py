@@ -1,4 +1,4 @@
-"""PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `_torch_flash_cuda`.
+"""PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `cuda`.
 
 The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive
 mask and nothing else. It is given what it is exact for:
@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends.reference.block import Block, distance, hide, row_slopes
-from undivided.backends.torch_flash import cuda as _torch_flash_cuda
+from undivided.backends.shared.block import Block, distance, hide, row_slopes
+from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
@@ -79,7 +79,7 @@ class TorchFlash(Backend):
 
     def rank(self, problem: Problem, machine: Machine) -> float:
         """On the CPU after our own kernel, before the reference."""
-        return _torch_flash_cuda.rank(problem, machine) if problem.device == "cuda" else 20
+        return cuda.rank(problem, machine) if problem.device == "cuda" else 20
 
     def unavailable(self, machine: Machine) -> str | None:
         """Every PyTorch has it."""
@@ -94,7 +94,7 @@ class TorchFlash(Backend):
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The CPU kernel's limits, or CUDA's."""
         if problem.device == "cuda":
-            return _torch_flash_cuda.reasons(problem, machine)
+            return cuda.reasons(problem, machine)
         reasons = limit_reasons(self.limits, problem, machine)
         if problem.q_len == 0 or problem.kv_len == 0 or problem.batch == 0:
             reasons.append("an empty tensor (needs at least one query and one key)")
@@ -104,14 +104,14 @@ class TorchFlash(Backend):
         """One call, or one for every sequence or block of rows."""
         problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.forward(call, tensors)
+            return cuda.forward(call, tensors)
         q, k, v = tensors.heads_first(call.problem.layout)
         if (causal := _one_call(call, tensors)) is not None:
             out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
             # its memory follows q's strides for most layouts, not for all
-            return Result(_layout.from_heads_first(out, problem.layout).contiguous(), lse)
+            return Result(layout.from_heads_first(out, problem.layout).contiguous(), lse)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        out_BSHD = _layout.empty(problem.layout, shape, tensors.q, zero=True)
+        out_BSHD = layout.empty(problem.layout, shape, tensors.q, zero=True)
         lse = torch.full(
             (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
@@ -139,13 +139,13 @@ class TorchFlash(Backend):
         """The kernel's own backward, over the same calls as the forward."""
         problem = call.problem
         if problem.device == "cuda":
-            return _torch_flash_cuda.backward(call, tensors, result, grad_out, grad_lse)
+            return cuda.backward(call, tensors, result, grad_out, grad_lse)
         q, k, v = tensors.heads_first(call.problem.layout)
-        grad = _layout.heads_first(grad_out, problem.layout)
-        out = _layout.heads_first(result.out, problem.layout)
+        grad = layout.heads_first(grad_out, problem.layout)
+        out = layout.heads_first(result.out, problem.layout)
         if (causal := _one_call(call, tensors)) is not None:
             grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=call.scale)
-            return [*(_layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
+            return [*(layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
         return self._backward_in_parts(call, tensors, result, grad)
 
     def _backward_in_parts(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
@@ -156,8 +156,8 @@ class TorchFlash(Backend):
             torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
             for t in (tensors.q, tensors.k, tensors.v)
         ]
-        dq, dk, dv = (_layout.heads_first(total, problem.layout) for total in sums)
-        out_BHSD = _layout.heads_first(result.out, problem.layout)
+        dq, dk, dv = (layout.heads_first(total, problem.layout) for total in sums)
+        out_BHSD = layout.heads_first(result.out, problem.layout)
         for part_call in _calls(call, tensors):
             part = _Part(part_call, call, tensors, *views)
             rows = (part_call.block.batch, slice(None), part_call.block.rows)

@@ -20,10 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import Gradients, Limits, limit_reasons
-from undivided.backends.flash_attn import rules as _flash_attn_rules
+from undivided.backends.shared import flash_attn_rules, gpu
 from undivided.machine import Machine, active_flash_impl
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -34,7 +33,7 @@ OPS = torch.ops.aten
 
 LIMITS = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=_gpu.HALF,
+    dtypes=gpu.HALF,
     max_head_dim=256,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
@@ -65,22 +64,22 @@ def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
 
 _Rules = tuple[Limits, Callable[[Problem, Machine], list[str]]]
 ACTIVATED: dict[str, _Rules] = {
-    "FA3": (_activated(_flash_attn_rules.LIMITS_3, (9, 0)), _flash_attn_rules.more_3),
+    "FA3": (_activated(flash_attn_rules.LIMITS_3, (9, 0)), flash_attn_rules.more_3),
     # _fa4.py asks for a major version of 9 or 10
-    "FA4": (_activated(_flash_attn_rules.LIMITS_4, (10, 9)), _flash_attn_rules.more_4),
+    "FA4": (_activated(flash_attn_rules.LIMITS_4, (10, 9)), flash_attn_rules.more_4),
 }
 
 
 def reasons(problem: Problem, machine: Machine) -> list[str]:
     """Every reason why PyTorch's flash operators cannot run this on CUDA, with the kernel that is behind them."""
-    common = _gpu.hip_reasons(problem, machine) + _gpu.size_reasons(problem)
+    common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
     impl = machine.flash_impl
     if impl is not None:
         return common + _activated_reasons(impl, problem, machine)
     found = limit_reasons(LIMITS, problem, machine) + common
     if {"alibi", "backward"} <= problem.features:
         found.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
-    return found + _gpu.large_head_reasons(problem, machine)
+    return found + gpu.large_head_reasons(problem, machine)
 
 
 def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
@@ -98,7 +97,7 @@ def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[st
 
 def rank(problem: Problem, machine: Machine) -> float:
     """Where it stands in the order to try."""
-    return _gpu.rank("torch_flash", machine)
+    return gpu.rank("torch_flash", machine)
 
 
 def forward(call: Call, tensors: Tensors) -> Result:
@@ -106,7 +105,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     causal, left, right = _band(call, tensors)
     slopes = tensors.alibi_slopes
-    form = call.normal_form(tensors.q.device) if _gpu.has_rows_without_keys(problem) else None
+    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(
@@ -124,7 +123,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*_gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -134,16 +133,16 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, grad, lse = (
-        _layout.canonical(result.out, problem.layout),
-        _layout.canonical(grad_out, problem.layout),
-        _gpu.for_kernel(result.lse),
+        layout.canonical(result.out, problem.layout),
+        layout.canonical(grad_out, problem.layout),
+        gpu.for_kernel(result.lse),
     )
     packed = packing[0] is not None
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]
     # without dropout the random state is not read, but the schema wants two tensors
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
-    with _gpu.deterministic(problem):
+    with gpu.deterministic(problem):
         grads = OPS._flash_attention_backward(
             grad.contiguous(),
             q,
@@ -162,21 +161,21 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     if packed:
         cu_q, cu_k = packing[:2]
         assert cu_q is not None and cu_k is not None
-        dq, dk, dv = (_gpu.clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
+        dq, dk, dv = (gpu.clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
         grads = dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
-    dq, dk, dv = (_layout.restore(g, problem.layout) for g in grads)
+    dq, dk, dv = (layout.restore(g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
 
 
 def _band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
     """(causal, left, right). FlashAttention 4 is told of a causal mask by its flag alone, as its own interface does."""
-    causal, left, right = _gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call, tensors)
     return causal, left, -1 if causal and active_flash_impl() is not None else right
 
 
 def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v. What no pair reads is 0 for FlashAttention 3 and 4, which may multiply it by 0; 2 does not load it."""
-    prepare = _gpu.views if active_flash_impl() is None else _gpu.cleaned_views
+    prepare = gpu.views if active_flash_impl() is None else gpu.cleaned_views
     return prepare(call, tensors)
 
 
@@ -186,7 +185,7 @@ _Packing = tuple[Tensor | None, Tensor | None, int, int]
 def _pack(call: Call, tensors: Tensors) -> _Packing:
     """(cu_q, cu_k, max_q, max_k); no cumulative lengths for dense sequences."""
     problem = call.problem
-    found = _gpu.packing(call, tensors)
+    found = gpu.packing(call, tensors)
     if not found:
         return None, None, problem.q_len, problem.kv_len
     return found["cu_seqlens_q"], found["cu_seqlens_k"], found["max_seqlen_q"], found["max_seqlen_k"]

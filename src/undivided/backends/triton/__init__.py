@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
+from undivided.backends.shared import gpu
 from undivided.backends.triton.inputs import Inputs, Rows, processors, strides
 from undivided.kernels.triton import config
 from undivided.machine import Machine
@@ -50,8 +50,8 @@ class Triton(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `_gpu`."""
-        return _gpu.rank(self.name, machine)
+        """By the table in `gpu`."""
+        return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """No GPU, and no interpreter that stands for one."""
@@ -65,7 +65,7 @@ class Triton(Backend):
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits; on a CPU the interpreter must be on; pages have no gradient."""
-        reasons = limit_reasons(self.limits, problem, machine) + _gpu.size_reasons(problem)
+        reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cpu" and not config.is_interpreted():
             reasons.append("device=cpu (only under Triton's interpreter: TRITON_INTERPRET=1)")
         if {"paged", "backward"} <= problem.features:
@@ -81,7 +81,7 @@ class Triton(Backend):
         problem = call.problem
         inputs = Inputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        out_BSHD = _layout.empty(problem.layout, shape, tensors.q)
+        out_BSHD = layout.empty(problem.layout, shape, tensors.q)
         out = out_BSHD.transpose(1, 2)
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=tensors.q.device)
         for rows in inputs.parts():

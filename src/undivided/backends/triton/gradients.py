@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.backends.triton import tables as _triton_tables
 from undivided.backends.triton.inputs import Inputs, Rows
 from undivided.kernels.triton.config import Config
@@ -24,9 +24,9 @@ class _Backward:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs
-        g = _layout.heads_first(grad_out, problem.layout)
+        g = layout.heads_first(grad_out, problem.layout)
         self.g = g if g.stride(-1) == 1 or g.shape[-1] == 1 else g.contiguous()
-        out = _layout.heads_first(result.out, problem.layout)
+        out = layout.heads_first(result.out, problem.layout)
         self.lse = result.lse.contiguous()
         self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
@@ -45,9 +45,9 @@ class _Backward:
         dbias = self._empty_bias() if self.needs[3] else None
         for rows in parts:
             if dq is not None:
-                self._rows(rows, _layout.heads_first(dq, self.problem.layout))
+                self._rows(rows, layout.heads_first(dq, self.problem.layout))
             if dk is not None and dv is not None:
-                of_k, of_v = (_layout.heads_first(t, self.problem.layout) for t in (dk, dv))
+                of_k, of_v = (layout.heads_first(t, self.problem.layout) for t in (dk, dv))
                 self._keys(rows, of_k, of_v, add=len(parts) > 1)
             if dbias is not None:
                 self._pairs(rows, dbias)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
-from undivided.backends import _gpu
+from undivided.arguments import layout
+from undivided.backends.shared import gpu
 from undivided.backends.triton import tables
 from undivided.kernels import philox
 from undivided.kernels.triton import config
@@ -100,10 +100,10 @@ class Inputs:
 
     def __post_init__(self) -> None:
         call, problem, given = self.call, self.problem, self.given
-        self.q = _layout.heads_first(given.q, problem.layout)
+        self.q = layout.heads_first(given.q, problem.layout)
         if call.pages is None:
-            self.k = _layout.heads_first(given.k, problem.layout)
-            self.v = _layout.heads_first(given.v, problem.layout)
+            self.k = layout.heads_first(given.k, problem.layout)
+            self.v = layout.heads_first(given.v, problem.layout)
             self.pages, self.page_strides = self.q, (0, 0, 0, 0)
         else:  # pools [pages, page_size, N, D]: a key's row is found through the table
             self.k, self.v = given.k.transpose(1, 2), given.v.transpose(1, 2)
@@ -262,7 +262,7 @@ class Inputs:
         kinds = self.problem.mask.kinds
         if kinds & _HOLES or self.bias is not None:
             return 2
-        documents = _gpu.documents(self.call, self.given)
+        documents = gpu.documents(self.call, self.given)
         if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
             # a document may have keys that none of its queries sees, or no queries: they lie between those of others
             return 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
 from undivided.errors import InputError
@@ -51,22 +51,22 @@ class Inputs(NamedTuple):
     @property
     def batch(self) -> int:
         """Batch size; 1 if packed."""
-        return _layout.sizes(self.q.shape, self.format)[0]
+        return layout.sizes(self.q.shape, self.format)[0]
 
     @property
     def q_len(self) -> int:
         """Number of query rows."""
-        return _layout.sizes(self.q.shape, self.format)[1]
+        return layout.sizes(self.q.shape, self.format)[1]
 
     @property
     def kv_len(self) -> int:
         """Number of keys, cached ones included."""
-        return _layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
+        return layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
 
     def fits_other_format(self, batch: int) -> str:
         """A hint if the other dense format would give `batch` sequences; otherwise ""."""
         other = _OTHER.get(self.format)
-        if other is None or batch == self.batch or _layout.sizes(self.q.shape, other)[0] != batch:
+        if other is None or batch == self.batch or layout.sizes(self.q.shape, other)[0] != batch:
             return ""
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
 
@@ -170,7 +170,7 @@ def check(inputs: Inputs, heads: Heads) -> None:
 
 
 def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
-    rank = _layout.rank(format)
+    rank = layout.rank(format)
     if tensor.dim() == rank:
         return
     hint = None
@@ -205,11 +205,11 @@ def _check_lengths(inputs: Inputs) -> None:
         raise InputError(
             "value_layer", f"have the axes {list(k.shape[:-1])} of key_layer before its head size", list(v.shape)
         )
-    batch = _layout.sizes(k.shape, format)[0]
+    batch = layout.sizes(k.shape, format)[0]
     if batch != inputs.batch:
         other = _OTHER[format]
         hint = None
-        if _layout.sizes(k.shape, other)[0] == _layout.sizes(q.shape, other)[0]:
+        if layout.sizes(k.shape, other)[0] == layout.sizes(q.shape, other)[0]:
             hint = f"these shapes would fit qkv_format={other!r}"
         raise InputError(
             "key_layer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
@@ -34,14 +34,14 @@ def check(
         raise InputError("t", "be float16, bfloat16, float32 or float64", t.dtype)
     if freqs.device != t.device:
         raise InputError("freqs", f"be on the device of t ({t.device})", freqs.device, "freqs.to(t.device)")
-    if t.dim() != _layout.rank(format):
+    if t.dim() != layout.rank(format):
         axes = f"[{', '.join(format)}]"
         raise InputError("t", f"have the axes {axes} in tensor_format={format!r}", list(t.shape))
     _check_freqs(t, freqs, format)
     checked_integer("cp_size", cp_size, 1)
     if checked_integer("cp_rank", cp_rank, 0) >= cp_size:
         raise InputError("cp_rank", f"be below cp_size ({cp_size})", cp_rank)
-    sequences, length = _layout.sizes(t.shape, format)[:2]
+    sequences, length = layout.sizes(t.shape, format)[:2]
     if format == "thd":
         sequences = _check_packed(t, cu_seqlens, cp_size)
     elif cu_seqlens is not None:
@@ -53,7 +53,7 @@ def check(
 
 
 def _check_freqs(t: Tensor, freqs: Tensor, format: Layout) -> None:
-    batch = 1 if format == "thd" else _layout.sizes(t.shape, format)[0]
+    batch = 1 if format == "thd" else layout.sizes(t.shape, format)[0]
     axes = "[s, 1, 1, d2], or [s, 1, 1, 2, d2 / 2] of cos_sin"
     if freqs.dim() not in (4, 5) or freqs.shape[2] != 1 or (freqs.dim() == 5 and freqs.shape[3] != 2):
         raise InputError("freqs", f"have the axes {axes}", list(freqs.shape))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.arguments.layout import Layout
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import checked_format
@@ -88,7 +88,7 @@ def rotation_of(
 ) -> Rotation:
     """The rotation for the tokens of t; queries and keys of the same tokens can share it."""
     checks.check(t, freqs, format, start_positions, cu_seqlens, cp_size, cp_rank)
-    length = _layout.sizes(t.shape, format)[1]
+    length = layout.sizes(t.shape, format)[1]
     positions: Tensor | None
     if format == "thd":
         assert cu_seqlens is not None

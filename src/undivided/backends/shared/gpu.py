@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout as _layout
+from undivided.arguments import layout
 from undivided.machine import Machine, Version
 from undivided.masks import NormalForm
 from undivided.masks._parts import Documents
@@ -139,7 +139,7 @@ def packing(call: Call, tensors: Tensors) -> dict[str, Any]:
 def views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v as [B, S, H, D], or as [T, H, D] where documents are packed."""
     problem = call.problem
-    found = tuple(_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    found = tuple(layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
     return found if documents(call, tensors) is None else tuple(t[0] for t in found)
 
 
@@ -227,7 +227,7 @@ def cleaned(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Ten
     A copy of each, and only where the mask says that memory may lie outside the real lengths.
     """
     problem = call.problem
-    q, k, v = (_layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
     if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _fills_everything(call, tensors):
         return q, k, v
     unused = ~used_keys(form)[..., None, None]
@@ -284,3 +284,20 @@ def deterministic(problem: Problem) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+_ALIGNMENT = 16
+"""Bytes. cuDNN's kernels load that much at once and check neither strides nor addresses (`aligned`)."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its rows do not start at multiples of 16 bytes.
+
+    On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses
+    the strides from 1.32 (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), never the address.
+    """
+    steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
+    misaligned = any(step * tensor.element_size() % _ALIGNMENT for step in steps)
+    if misaligned or tensor.data_ptr() % _ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

@@ -6,8 +6,8 @@ TransformerEngine 2.20 (pytorch/attention/dot_product_attention/utils.py) for wi
 
 from __future__ import annotations
 
-from undivided.backends import _gpu
 from undivided.backends._base import Limits
+from undivided.backends.shared import gpu
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 
@@ -16,11 +16,11 @@ _NO_DROPOUT = {"dropout": "it draws its own pattern"}
 
 def more_2(problem: Problem, machine: Machine) -> list[str]:
     """What the limits of version 2 cannot say."""
-    found = _gpu.large_head_reasons(problem, machine)
+    found = gpu.large_head_reasons(problem, machine)
     version, capability = machine.version("flash_attn"), machine.compute_capability
     if capability is not None and capability >= (10, 0) and version is not None and version < (2, 8):
         found.append(
-            f"compute capability {_gpu.capability_text(machine)} (flash_attn before 2.8 is built for 8.x and 9.0)"
+            f"compute capability {gpu.capability_text(machine)} (flash_attn before 2.8 is built for 8.x and 9.0)"
         )
     cached = problem.mask.kinds & {"lengths"} or "paged" in problem.features
     if cached and "backward" in problem.features:
@@ -54,7 +54,7 @@ def more_4(problem: Problem, machine: Machine) -> list[str]:
     found = _sizes_4(problem, machine)
     major = (machine.compute_capability or (0, 0))[0]
     backward = "backward" in problem.features
-    on = _gpu.capability_text(machine)
+    on = gpu.capability_text(machine)
     if backward and major == 8:
         found.append(f"gradients on compute capability {on} (min 9.0)")
     if backward and problem.deterministic and major == 12:
@@ -71,7 +71,7 @@ def _sizes_4(problem: Problem, machine: Machine) -> list[str]:
     """Head sizes of version 4 by architecture (`_validate_head_dims`); 8.x and 12.x are held to the standard range."""
     major, sizes = (machine.compute_capability or (0, 0))[0], (problem.qk_dim, problem.v_dim)
     text = f"head_dim={sizes[0]}" + (f", value_dim={sizes[1]}" if sizes[0] != sizes[1] else "")
-    on = _gpu.capability_text(machine)
+    on = gpu.capability_text(machine)
     if major == 9:
         return [f"{text} (max 256 on compute capability {on})"] if max(sizes) > 256 else []
     special = {(192, 128), (256, 256)} if major in (10, 11) else set()
@@ -85,7 +85,7 @@ def _sizes_4(problem: Problem, machine: Machine) -> list[str]:
 
 LIMITS_2 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=_gpu.HALF,
+    dtypes=gpu.HALF,
     max_head_dim=256,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents", "lengths"}),
@@ -98,7 +98,7 @@ LIMITS_2 = Limits(
 )
 LIMITS_3 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=_gpu.HALF,
+    dtypes=gpu.HALF,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
     alignments=frozenset({"bottom_right"}),
@@ -109,7 +109,7 @@ LIMITS_3 = Limits(
 )
 LIMITS_4 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=_gpu.HALF,
+    dtypes=gpu.HALF,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
     alignments=frozenset({"bottom_right"}),

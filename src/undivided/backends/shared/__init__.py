@@ -1,0 +1,1 @@
+"""What several backends share: blocks of the score matrix, rules of cuDNN and flash-attn, tensors on a GPU."""
