@@ -19,9 +19,9 @@ import grimp
 import networkx
 import pytest
 import torch
+from calls import call_of
 
 import undivided
-from calls import call_of
 from undivided.backends import reference
 from undivided.machine import Machine
 

@@ -4,7 +4,7 @@ Nothing in the tables was measured by this project yet. They begin with what Fla
 flash_fwd_launch_template.h and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor,
 template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling in
 the loop over whole tiles, and with loads in flight: bf16, causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and
-sm120 (`tests/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md
+sm120 (`tests/support/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md
 says what it showed). `undivided tune` measures on yours; nothing is tuned at a first call.
 """
 

@@ -1,0 +1,126 @@
+"""What the native kernel adds to scores, each kind by itself: against fp64, over threads, and beside other rows.
+
+On AMX these have a pass of their own, with masks as bits and bases that ALiBi places above the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_native import ALLOWED, apart, needs_library, oracle
+from torch import Tensor
+
+import undivided
+from undivided import masks
+
+ROWS = KEYS = 430  # several blocks of rows and tiles of keys, none whole
+
+
+class Extra(NamedTuple):
+    """`arguments` of attention(), the same as a function of the scores, and as a boolean mask."""
+
+    arguments: dict[str, object]
+    score: Callable[[Tensor], Tensor]
+    allowed: Tensor
+
+
+def bias_of(bias: Tensor) -> Extra:
+    added = bias.double().masked_fill(bias == -math.inf, 0.0)
+    return Extra({"bias": bias}, lambda s: s + added, bias != -math.inf)
+
+
+def mask_of(allowed: Tensor) -> Extra:
+    return Extra({"mask": masks.dense(allowed)}, lambda s: s, allowed)
+
+
+def alibi_of(slopes: list[float], causal: bool) -> Extra:
+    slope = torch.tensor(slopes)
+    ahead = torch.arange(ROWS).unsqueeze(1) - torch.arange(KEYS)
+    return Extra(
+        {"alibi_slopes": slope, "mask": masks.causal() if causal else None},
+        lambda s: s - slope.double()[:, None, None] * ahead.abs(),
+        (ahead >= 0) | (not causal),
+    )
+
+
+def holes(*shape: int) -> Tensor:
+    allowed = torch.rand(*shape) < 0.6
+    allowed[..., 64:140] = False  # a step that no row sees, and a part of one
+    allowed[..., 200:230, :] = False  # rows that see nothing
+    return allowed
+
+
+EXTRAS: dict[str, Callable[[torch.dtype], Extra]] = {
+    "mask": lambda dtype: mask_of(holes(1, 1, ROWS, KEYS)),
+    "mask-of-heads": lambda dtype: mask_of(holes(2, 2, ROWS, KEYS)),
+    "mask-transposed": lambda dtype: mask_of(holes(1, 1, KEYS, ROWS).mT),
+    "bias": lambda dtype: bias_of(torch.randn(1, 2, ROWS, KEYS).to(dtype)),
+    "bias-fp32": lambda dtype: bias_of(torch.randn(2, 1, ROWS, KEYS)),
+    "bias-of-keys": lambda dtype: bias_of(torch.randn(1, 1, 1, KEYS).to(dtype)),
+    "bias-of-rows": lambda dtype: bias_of(torch.randn(1, 2, ROWS, 1).to(dtype)),
+    "bias-transposed": lambda dtype: bias_of(torch.randn(1, 2, KEYS, ROWS).to(dtype).mT),
+    "bias-that-masks": lambda dtype: bias_of(
+        torch.randn(1, 2, ROWS, KEYS).to(dtype).masked_fill(~holes(1, 1, ROWS, KEYS), -math.inf)
+    ),
+    "softcap": lambda dtype: Extra(
+        {"softcap": 1.5}, lambda s: 1.5 * torch.tanh(s / 1.5), torch.ones(1, dtype=torch.bool)
+    ),
+    "alibi": lambda dtype: alibi_of([0.5, 0.004], causal=False),
+    "alibi-causal": lambda dtype: alibi_of([0.5, 0.004], causal=True),
+    "alibi-steep-and-rising": lambda dtype: alibi_of([4.0, -0.05], causal=True),
+}
+each_extra = pytest.mark.parametrize("name", EXTRAS)
+each_dtype = pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(2, 2, n, 64).to(dtype) for n in (ROWS, KEYS, KEYS))
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, extra: Extra) -> tuple[Tensor, Tensor]:
+    return undivided.attention(  # type: ignore[call-overload, no-any-return]
+        q, k, v, layout="bhsd", backend="native", return_lse=True, **extra.arguments
+    )
+
+
+@needs_library
+@each_dtype
+@each_extra
+def test_each_is_what_it_says(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    extra = EXTRAS[name](dtype)
+    q, k, v = operands(dtype)
+    out, lse = attend(q, k, v, extra)
+    want, want_lse = oracle(q, k, v, extra.allowed, extra.score)
+    assert apart(out, want) < ALLOWED[dtype]
+    seen = want_lse > -math.inf
+    assert torch.equal(lse > -math.inf, seen)
+    assert apart(lse[seen], want_lse[seen]) < 1e-6
+    assert not out[~seen].any()
+
+
+@needs_library
+@each_dtype
+@each_extra
+def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(name: str, dtype: torch.dtype) -> None:
+    """Scores of neighbours outgrow their bases again and again; others keep their bits."""
+    torch.manual_seed(1)
+    extra = EXTRAS[name](dtype)
+    q, k, v = operands(dtype)
+    out, lse = attend(q, k, v, extra)
+    kept = torch.arange(ROWS) % 5 == 2
+    louder = torch.where(kept.unsqueeze(1), q, q * 30)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            other, other_lse = attend(louder, k, v, extra)
+            assert torch.equal(other[:, :, kept], out[:, :, kept])
+            assert torch.equal(other_lse[:, :, kept], lse[:, :, kept])
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,30 @@
+"""The native kernel's contract on every instruction set that this machine has, on 1, 2 and 3 threads."""
+
+from __future__ import annotations
+
+import levels
+import pytest
+import torch
+
+from undivided.backends import get
+from undivided.verification import contract, runs
+from undivided.verification.cases import CASES, Case
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=str)
+def test_every_case_is_within_its_budget_and_no_other_on_more_threads(case: Case) -> None:
+    for dtype in case.dtypes:
+        if dtype == torch.float64:
+            continue
+        _, asked = contract.build_request(case, dtype)
+        for level in levels.here():
+            outcomes = []
+            for threads in (1, 2, 3):
+                with levels.running(level, threads):
+                    outcomes.append(runs.run(get("native"), asked).rows)
+            rows = outcomes[0]
+            assert rows or case.name.startswith("last-axis-strided"), (level, dtype)
+            wrong = [f"{row.quantity}: {row.error:.2e} of {row.budget:.2e}" for row in rows if not row.ok]
+            assert not wrong, (level, dtype, wrong)
+            errors = [[(row.quantity, row.error) for row in some] for some in outcomes]
+            assert errors[1] == errors[2] == errors[0], (level, dtype)

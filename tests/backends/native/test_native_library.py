@@ -1,0 +1,321 @@
+"""The native library in its process: its records, forks, the level in UNDIVIDED_ISA, compilers, a missing library."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import undivided
+from undivided import Machine
+from undivided.backends import native
+from undivided.kernels import cpu
+from undivided.kernels.cpu import _install
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = cpu.path().parent
+LIBRARY = cpu.load()
+needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        env=os.environ | environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+
+
+# Records
+
+
+def fields_of(struct: str) -> list[tuple[str, str]]:
+    """(type, name) of every field of a struct in abi/attention.h."""
+    header = re.sub("//.*", "", (SOURCES / "abi" / "attention.h").read_text(encoding="utf-8"))
+    body = header.split(f"struct {struct} {{")[1].split("};")[0]
+    fields = []
+    for declaration in body.split(";"):
+        words = declaration.replace("*", "* ").split()
+        kind = "double" if words[:1] == ["double"] else "8 bytes"
+        fields += [(kind, name.strip(" *")) for name in " ".join(words).removeprefix("const ").split(",")]
+    return [(kind, name.split()[-1]) for kind, name in fields if name]
+
+
+@pytest.mark.parametrize(("struct", "names"), [("Attention", cpu.FIELDS), ("Gradients", cpu.GRADIENT_FIELDS)])
+def test_the_records_have_the_fields_of_the_c_structs(struct: str, names: list[str]) -> None:
+    fields = fields_of(struct)
+    assert [name for _, name in fields] == names
+    assert [name for kind, name in fields if kind == "double"] == [name for name in names if name in cpu.DOUBLES]
+
+
+# Forks
+
+FORK = """
+import os, sys, threading, torch
+torch.set_num_threads(2)
+{imported}
+torch.manual_seed(0)
+q = torch.randn(1, 4, 300, 64)  # on one thread
+
+def attention():
+    import undivided
+    return undivided.attention(q, q, q, layout="bhsd", backend="native")
+
+def threads():
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+
+def state():
+    from undivided.backends import native
+    before = threads()
+    result = attention().numpy().tobytes()
+    again = attention().numpy().tobytes()
+    assert result == again
+    return threads() > before, "forked" in native.status(), result
+
+def in_child(function):
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        threaded, forked, result = function()
+        os.write(writing, bytes([threaded, forked]) + result[:4096])
+        os._exit(0)
+    os.close(writing)
+    found = os.read(reading, 5000)
+    os.wait()
+    assert found, "the child failed"
+    return bool(found[0]), bool(found[1]), found[2:]
+
+{parent}
+threaded, forked, result = in_child({function})
+assert threaded or not threads(), "the child worked on one thread"
+assert forked == {forked}, forked
+assert attention().numpy().tobytes()[:4096] == result
+assert not os.path.isdir("/proc/self/task") or threads() > 1
+"""
+PARENTS = {
+    "nothing-computed": "",
+    "attention-on-one-thread": "torch.set_num_threads(1); attention(); torch.set_num_threads(2)",
+    "attention-on-two-threads": "attention()",
+    "torch-on-two-threads": "torch.ones(2000000).exp()",
+    "threads-of-another-thread": "t = threading.Thread(target=attention); t.start(); t.join()",
+    "fork-in-another-thread": (
+        "attention(); from concurrent.futures import ThreadPoolExecutor; fork = in_child\n"
+        "in_child = lambda function: ThreadPoolExecutor(1).submit(fork, function).result()"
+    ),
+}
+
+
+@needs_library
+@needs_fork
+@pytest.mark.parametrize("parent", PARENTS)
+def test_a_forked_child_has_threads(parent: str) -> None:
+    """Every child ran on one thread, because a child that waits for the threads of its parent never returns."""
+    done = python(FORK.format(imported="import undivided", parent=PARENTS[parent], function="state", forked=True))
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
+@needs_fork
+def test_a_child_that_imports_the_package_first_has_threads() -> None:
+    done = python(FORK.format(imported="", parent="", function="state", forked=False))
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
+@needs_fork
+@pytest.mark.parametrize("between", ["None", "attention()"])
+def test_a_child_of_a_forked_child_has_threads(between: str) -> None:
+    function = f"lambda: ({between}, in_child(state))[1]"
+    done = python(FORK.format(imported="import undivided", parent="attention()", function=function, forked=True))
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
+@needs_fork
+def test_threads_of_a_forked_child_call_at_the_same_time() -> None:
+    """One of them uses the team; meanwhile the others compute on their own."""
+    at_once = "lambda: (state(), [t.start() for t in calls], [t.join() for t in calls])[0]"
+    parent = "attention(); calls = [threading.Thread(target=state) for _ in range(8)]"
+    done = python(FORK.format(imported="import undivided", parent=parent, function=at_once, forked=True))
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+
+
+@needs_library
+@needs_fork
+def test_a_pool_of_forked_processes_computes() -> None:
+    program = FORK.format(imported="import undivided", parent="attention()", function="state", forked=True) + (
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "    found = [pool.apply_async(state) for _ in range(4)]\n"
+        "    assert all(one.get(60)[2] == attention().numpy().tobytes() for one in found)\n"
+    )
+    done = python(program)
+    assert done.returncode == 0, done.stderr
+
+
+# Levels
+
+FLAGS = {
+    "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+    "amx_bf16": {"amx_tile", "amx_bf16"},
+    "amx": {"amx_fp16"},
+}
+"""The flags that each level needs in addition to the level below it, by Linux's names."""
+
+
+def flags_of_this_processor() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+@needs_library
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="this system has no /proc/cpuinfo")
+def test_the_levels_are_those_of_the_processor() -> None:
+    assert isinstance(LIBRARY, cpu.Library)
+    flags, levels = flags_of_this_processor(), ["generic"]
+    for level, needed in FLAGS.items():
+        if not needed <= flags:
+            break
+        levels.append(level)
+    assert list(LIBRARY.levels) == levels
+
+
+LEVELS_PROGRAM = """
+#include <stdio.h>
+#include "abi/level.h"
+namespace undivided {
+const Kernels kernels_generic = {"generic"}, kernels_avx2 = {"avx2"}, kernels_avx512 = {"avx512"},
+              kernels_avx512_bf16 = {"avx512_bf16"}, kernels_amx_bf16 = {"amx_bf16"}, kernels_amx = {"amx"};
+}
+int main() {
+  for (int i = 0; undivided::level_name(i); i++) puts(undivided::level_name(i));
+}
+"""
+
+
+@needs_library
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Path) -> None:
+    """clang before 18 has no __builtin_cpu_supports("f16c"): the build failed, and the wheel was pure Python."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} in PATH")
+    assert isinstance(LIBRARY, cpu.Library)
+    program, levels = tmp_path / "levels.cc", tmp_path / "levels"
+    program.write_text(LEVELS_PROGRAM, encoding="utf-8")
+    built = ["-DUNDIVIDED_X86"] * (platform.machine() in ("x86_64", "AMD64")) + [
+        "-DUNDIVIDED_AMX"
+    ] * sys.platform.startswith("linux")
+    options = [*built, "-std=c++17", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", f"-I{SOURCES}"]
+    subprocess.run([compiler, *options, program, SOURCES / "abi" / "level.cc", "-o", levels], check=True, timeout=120)
+    found = subprocess.run([levels], capture_output=True, text=True, check=True).stdout.split()
+    assert tuple(found) == LIBRARY.levels
+
+
+CALL = """
+import torch, undivided
+q = torch.randn(1, 4, 2, 8)
+print(undivided.explain(q, q, q, layout="bshd"))
+undivided.attention(q, q, q, layout="bshd", backend="native")
+"""
+
+
+def test_an_unknown_level_is_an_error_that_names_those_there_are() -> None:
+    """The highest level ran instead, without a message."""
+    for program in (
+        CALL,
+        "from undivided.cli.main import main; import sys; sys.argv = ['undivided', 'doctor']; main()",
+    ):
+        done = python(program, UNDIVIDED_ISA="avx1024")
+        assert done.returncode != 0
+        assert (
+            "UNDIVIDED_ISA must be one of generic, avx2, avx512, avx512_bf16, amx_bf16, amx, got 'avx1024'"
+            in done.stderr
+        )
+
+
+@needs_library
+@pytest.mark.parametrize("level", ["generic", "avx512_bf16", "amx"])
+def test_a_level_runs_or_is_refused(level: str) -> None:
+    """A level that the processor lacks was replaced by its highest, without a message."""
+    assert isinstance(LIBRARY, cpu.Library)
+    done = python(CALL, UNDIVIDED_ISA=level)
+    if level in LIBRARY.levels:
+        assert done.returncode == 0, done.stderr
+    else:
+        reason = f"UNDIVIDED_ISA={level} (this processor and this build have {', '.join(LIBRARY.levels)})"
+        assert reason in done.stdout
+        assert "NoBackendError" in done.stderr
+        assert reason in done.stderr
+
+
+# A library that is missing
+
+
+def test_a_missing_library_is_a_reason_and_another_backend_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "path", lambda: tmp_path / "libundivided_cpu.so")
+    missing = cpu.load.__wrapped__()
+    monkeypatch.setattr(cpu, "load", lambda: missing)
+    assert missing.startswith("the native kernel's library was not built")
+    assert missing.endswith(f"install g++ or clang++, then run: {_install.command()}")
+    q = torch.randn(1, 8, 2, 16)
+    assert native.BACKEND.unavailable(Machine.this()) == missing
+    decision = undivided.explain(q, q, q, layout="bshd", backend="native")
+    assert decision.chosen is None
+    assert decision.reasons["native"] == (missing,)
+    assert undivided.explain(q, q, q, layout="bshd").backend.name == "torch_flash"
+
+
+def test_a_library_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "libundivided_cpu.so"
+    broken.write_text("not a library", encoding="utf-8")
+    monkeypatch.setattr(cpu, "path", lambda: broken)
+    why = cpu.load.__wrapped__()
+    assert why.startswith("the native kernel does not load (")
+    assert why.endswith(f"build it again: {_install.command()}")
+
+
+FOLDER = Path("/sources/a b").as_uri()
+ORIGINS = {
+    "index": ("", "undivided==1.2 --no-binary undivided"),
+    "folder": (json.dumps({"url": FOLDER, "dir_info": {}}), f"'undivided @ {FOLDER}'"),
+    "git": (
+        '{"url": "https://host/undivided", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+        "'undivided @ git+https://host/undivided@abc'",
+    ),
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_the_command_installs_what_was_installed(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the printed command pip installed the wheel from its cache, which has no library."""
+    url, requirement = ORIGINS[origin]
+    info = tmp_path / "undivided-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: undivided\nVersion: 1.2\n", encoding="utf-8")
+    if url:
+        (info / "direct_url.json").write_text(url, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_install, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/my python")
+    options = "--force-reinstall --no-deps --no-cache-dir -C wheel.cmake=true"
+    assert _install.command() == f"'/my python' -m pip install {options} {requirement}"
+
+
+def test_the_command_builds_the_checkout_that_runs() -> None:
+    assert _install.command().endswith(f" -e {shlex.quote(str(ROOT))}")

@@ -1,0 +1,543 @@
+"""Caches: steps of any size equal one pass over the whole sequence, and a refused call changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from brute_force import error
+from token_lists import POISON, joined, parted
+from torch import Tensor
+
+import undivided
+from undivided import InputError, KVCache, PagedKVCache, masks
+from undivided.masks import Mask
+from undivided.masks.normal_form import ranges
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
+LENGTHS = (13, 7, 10)
+KINDS = ("contiguous", "paged")
+LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
+Cache = KVCache | PagedKVCache
+
+
+def new_cache(kind: str, batch: int = 3, layout: str = "bshd", dtype: torch.dtype = torch.float32) -> Cache:
+    """A cache with room for 16 tokens per sequence, filled with NaN."""
+    sizes: dict[str, Any] = {"value_dim": VALUE_DIM, "dtype": dtype, "layout": layout}
+    cache: Cache
+    if kind == "contiguous":
+        cache = KVCache(batch, 16, KV_HEADS, DIM, **sizes)
+    else:
+        cache = PagedKVCache(4 * batch, 4, KV_HEADS, DIM, batch=batch, **sizes)
+    cache._storage.k.fill_(POISON)
+    cache._storage.v.fill_(POISON)
+    return cache
+
+
+def new_sequences(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """[q, k, v] of each sequence, [n, H, D]."""
+    sizes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    return [[torch.randn(n, *size).to(dtype) for size in sizes] for n in lengths]
+
+
+@dataclass
+class Kind:
+    """A kind of attention: `whole` are the arguments for one sequence in one pass, `step` those for some of its rows.
+
+    `first` is the minimum number of tokens of the first step, as later ones would change its rows (prefix).
+    """
+
+    mask: Mask | None
+    options: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+
+    def whole(self) -> tuple[Mask, dict[str, Any]]:
+        return masks.causal() if self.mask is None else self.mask, self.options
+
+
+OF_PAIRS = "keys-of-even-position"  # refused if packed, as raw indices are not positions there
+ATTENTIONS = {
+    "causal": Kind(None),
+    "window-left3": Kind(masks.window(3, 0)),
+    "window-of-one": Kind(masks.window(0, 0)),
+    "chunks-of-4-causal": Kind(masks.chunks(4) & masks.causal()),
+    "prefix-lm": Kind(masks.causal() | masks.prefix(2), first=2),
+    "window-beside-2-global-keys": Kind(masks.window(2, 0) | masks.prefix(2), first=2),
+    "window-beside-2-sinks": Kind(masks.window(2, 0) | masks.sinks(2)),
+    "first-5-keys-alone": Kind(masks.causal() & masks.prefix(5)),
+    "two-windows-with-global-keys": Kind(
+        (masks.window(5, 0) | masks.prefix(2)) & (masks.window(2, 0) | masks.prefix(4)), first=4
+    ),
+    OF_PAIRS: Kind(masks.causal() & masks.predicate(lambda b, h, q, k: k % 2 == 0)),
+    "alibi": Kind(None, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}),
+    "alibi-in-a-window": Kind(masks.window(4, 0), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}),
+    "sinks": Kind(None, {"sinks": torch.tensor([0.0, 1.0, -1.0, 2.0])}),
+    "softcap-and-scale": Kind(None, {"softcap": 1.5, "scale": 0.7}),
+    "sinks-softcap-window": Kind(masks.window(3, 0), {"sinks": torch.ones(HEADS), "softcap": 2.0}),
+}
+
+
+def in_one_pass(sequence: list[Tensor], kind: Kind) -> Tensor:
+    mask, options = kind.whole()
+    q, k, v = (t.unsqueeze(0) for t in sequence)
+    return undivided.attention(q, k, v, layout="bshd", mask=mask, backend="reference", **options)[0]
+
+
+def step(cache: Cache, tokens: list[list[Tensor]], kind: Kind) -> list[Tensor]:
+    """Append [q, k, v] of each sequence, and attend."""
+    counts = [len(q) for q, _, _ in tokens]
+    q, k, v = (joined([t[n] for t in tokens], cache.layout) for n in range(3))
+    cache.append(k, v, lengths=counts)
+    return parted(cache.attend(q, kind.mask, **kind.options), cache.layout, counts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "attention"),
+    [(layout, name) for layout in LAYOUTS for name in ATTENTIONS if (layout, name) != ("thd", OF_PAIRS)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_steps_equal_one_pass(kind: str, layout: str, attention: str) -> None:
+    """Each sequence appends 0 to 4 tokens per step, and different sequences a different number."""
+    how = ATTENTIONS[attention]
+    chance = random.Random(f"{kind} {layout} {attention}")
+    sequences, cache = new_sequences(), new_cache(kind, layout=layout)
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    while any(at < len(s[0]) for at, s in zip(cache.lengths, sequences, strict=True)):
+        least = 0 if any(cache.lengths) else how.first
+        ends = [min(at + chance.randint(least, 4), len(s[0])) for at, s in zip(cache.lengths, sequences, strict=True)]
+        tokens = [[t[at:end] for t in s] for s, at, end in zip(sequences, cache.lengths, ends, strict=True)]
+        for seen, out in zip(found, step(cache, tokens, how), strict=True):
+            seen.append(out)
+    for seen, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(torch.cat(seen), in_one_pass(sequence, how))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("size", [1, 3, 4, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_one_size_equal_one_pass(kind: str, size: int, attention: str) -> None:
+    """Sequences of equal length, in chunks of 1, of 3, of a page, and all at once, without lengths."""
+    how = ATTENTIONS[attention]
+    sequences, cache = new_sequences((12, 12)), new_cache(kind, batch=2)
+    bounds = [0, *range(max(size, how.first), 12, size), 12]
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        q, k, v = (torch.stack([s[n][start:stop] for s in sequences]) for n in range(3))
+        cache.append(k, v)
+        found.append(cache.attend(q, how.mask, **how.options))
+    for out, sequence in zip(torch.cat(found, 1), sequences, strict=True):
+        torch.testing.assert_close(out, in_one_pass(sequence, how))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
+    sequences, cache = new_sequences(dtype=dtype), new_cache(kind, dtype=dtype)
+    found = [
+        step(cache, [[t[start : start + 5] for t in s] for s in sequences], Kind(None)) for start in range(0, 13, 5)
+    ]
+    for outs, sequence in zip(zip(*found, strict=True), sequences, strict=True):
+        check_within_budget(torch.cat(outs), sequence)
+
+
+def check_within_budget(out: Tensor, sequence: list[Tensor]) -> None:
+    """At most twice the error of one pass in the same dtype, plus one rounding, against one pass in float64."""
+    want = in_one_pass([t.double() for t in sequence], Kind(None))
+    plain = in_one_pass(sequence, Kind(None))
+    assert error(out, want) <= 2 * error(plain, want) + torch.finfo(out.dtype).eps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_given_for_each_pair_ends_with_the_longest_sequence(kind: str) -> None:
+    """Bias, dense masks and document ids have Sk = the longest length, even if pages have more room."""
+    sequences, cache = new_sequences(), new_cache(kind)
+    bias, dense, ids = (torch.randn(1, HEADS, 13, 13), torch.rand(13, 13) < 0.7, torch.tensor([[0] * 3 + [1] * 10]))
+    per_key, one_column = torch.randn(1, 1, 1, 13), torch.randn(1, HEADS, 13, 1)
+
+    def given(rows: slice, keys: int) -> list[tuple[Mask, Tensor | None]]:
+        return [
+            (masks.causal(), bias[:, :, rows, :keys]),
+            (masks.causal() & masks.dense(dense[rows, :keys]), None),
+            (masks.causal() & masks.document_ids(ids[:, rows], ids[:, :keys]), None),
+            (masks.causal() & masks.dense(dense[rows, :1]), per_key[..., :keys]),
+            (masks.causal(), one_column[:, :, rows]),
+        ]
+
+    for start, stop in ((0, 6), (6, 7), (7, 13)):
+        tokens = [[t[start:stop] for t in s] for s in sequences]
+        counts = [len(q) for q, _, _ in tokens]
+        q, k, v = (joined([t[n] for t in tokens], "bshd") for n in range(3))
+        cache.append(k, v, lengths=counts)
+        for case, (mask, added) in enumerate(given(slice(start, start + q.shape[1]), max(cache.lengths))):
+            for out, sequence in zip(parted(cache.attend(q, mask, bias=added), "bshd", counts), sequences, strict=True):
+                length = len(sequence[0])
+                of_all, bias_of_all = given(slice(0, length), length)[case]
+                q1, k1, v1 = (t[None] for t in sequence)
+                want = undivided.attention(
+                    q1, k1, v1, layout="bshd", mask=of_all, bias=bias_of_all, backend="reference"
+                )
+                torch.testing.assert_close(out, want[0, start:stop])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_query_of_a_batch_element_can_have_slopes_of_its_own(kind: str, layout: str) -> None:
+    slopes = torch.rand(3, HEADS)
+    sequences, cache = new_sequences(), new_cache(kind, layout=layout)
+    for start in range(0, 13, 4):
+        outs = step(cache, [[t[start : start + 4] for t in s] for s in sequences], Kind(None, {"alibi_slopes": slopes}))
+        for out, sequence, own in zip(outs, sequences, slopes, strict=True):
+            want = in_one_pass(sequence, Kind(None, {"alibi_slopes": own}))
+            torch.testing.assert_close(out, want[start : start + 4])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_sum_exp(kind: str, layout: str) -> None:
+    """lse [B, H, Sq], packed [H, T]; -inf in rows that are not tokens."""
+    sequences, cache = new_sequences(), new_cache(kind, layout=layout)
+    q, k, v = (joined([s[n] for s in sequences], layout) for n in range(3))
+    cache.append(k, v, lengths=LENGTHS)
+    _, lse = cache.attend(q, return_lse=True)
+    found = lse.split(LENGTHS, 1) if layout == "thd" else [row[:, :n] for row, n in zip(lse, LENGTHS, strict=True)]
+    for got, sequence in zip(found, sequences, strict=True):
+        q1, k1, v1 = (t[None] for t in sequence)
+        _, want = undivided.attention(
+            q1, k1, v1, layout="bshd", mask=masks.causal(), return_lse=True, backend="reference"
+        )
+        torch.testing.assert_close(got, want[0])
+    assert layout == "thd" or bool((lse[1, :, LENGTHS[1] :] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_of_another_sequence(kind: str, layout: str) -> None:
+    """Cross-attention: the keys are cached once, and any number of queries sees all of them."""
+    sequences, cache = new_sequences(), new_cache(kind, layout=layout)
+    cache.append(*(joined([s[n] for s in sequences], layout) for n in (1, 2)), lengths=LENGTHS)
+    everything = masks.window(None, None)
+    for counts in ((2, 2, 2), (1, 1, 1), (20, 0, 3)):
+        queries = [torch.randn(n, HEADS, DIM) for n in counts]
+        out = cache.attend(joined(queries, layout), everything, q_lengths=torch.tensor(counts))
+        for got, q, (_, k, v) in zip(parted(out, layout, counts), queries, sequences, strict=True):
+            want = undivided.attention(q[None], k[None], v[None], layout="bshd", backend="reference")
+            torch.testing.assert_close(got, want[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_that_is_rejected_was_never_there(kind: str) -> None:
+    """Speculative decoding: four draft tokens per step, of which some are kept."""
+    sequences, cache = new_sequences((12, 12)), new_cache(kind, batch=2)
+    step(cache, [[t[:5] for t in s] for s in sequences], Kind(None))
+    draft = new_sequences((4, 4))
+    for n in (1, 2):
+        draft[0][n][:2], draft[1][n][:3] = sequences[0][n][5:7], sequences[1][n][5:8]
+    outs = step(cache, draft, Kind(None))
+    assert len(outs[0]) == 4
+    cache.truncate([7, 8])
+    outs = step(cache, [[t[7:] for t in sequences[0]], [t[8:] for t in sequences[1]]], Kind(None))
+    for out, sequence, start in zip(outs, sequences, (7, 8), strict=True):
+        torch.testing.assert_close(out, in_one_pass(sequence, Kind(None))[start:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_goes_its_own_way(kind: str) -> None:
+    """Three sequences are forks of the first, in the middle of a page; each continues with its own tokens."""
+    cache, start = new_cache(kind), new_sequences((6,))[0]
+    nothing = [t[:0] for t in start]
+    step(cache, [start, nothing, nothing], Kind(None))
+    cache.fork([0, 0], [1, 2])
+    assert cache.lengths == (6, 6, 6)
+    endings = new_sequences((1, 4, 5))
+    outs = step(cache, endings, Kind(None))
+    for out, ending in zip(outs, endings, strict=True):
+        whole = [torch.cat([a, b]) for a, b in zip(start, ending, strict=True)]
+        torch.testing.assert_close(out, in_one_pass(whole, Kind(None))[6:])
+
+
+def test_forks_share_pages_until_one_is_written_to() -> None:
+    cache, (sequence,) = new_cache("paged"), new_sequences((6,))
+    nothing = [t[:0] for t in sequence]
+    step(cache, [sequence, nothing, nothing], Kind(None))
+    assert cache.free_pages == 10
+    cache.fork([0, 0], [1, 2])
+    assert cache.free_pages == 10
+    assert cache.block_table.tolist() == [[0, 1]] * 3
+    one = [t[:1] for t in sequence]
+    step(cache, [nothing, one, nothing], Kind(None))  # only its partially filled page is copied
+    assert cache.block_table.tolist() == [[0, 1], [0, 2], [0, 1]]
+    step(cache, [one, one, one], Kind(None))  # of the two that still share it, only one copies it
+    assert cache.block_table.tolist() == [[0, 3], [0, 2], [0, 1]]
+    for n in range(3):
+        cache.free(n)
+    assert cache.free_pages == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_at_once_permute(kind: str) -> None:
+    """Beam search: every sequence becomes a copy of another one, in one call."""
+    sequences, cache = new_sequences(), new_cache(kind)
+    step(cache, [[t[:6] for t in s] for s in sequences], Kind(None))
+    order = [2, 0, 1]
+    cache.fork(order, [0, 1, 2])
+    moved = [sequences[n] for n in order]
+    outs = step(cache, [[t[6:8] for t in s] for s in moved], Kind(None))
+    for out, sequence in zip(outs, moved, strict=True):
+        torch.testing.assert_close(out, in_one_pass(sequence, Kind(None))[6:8])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_leave_and_others_come(kind: str) -> None:
+    first, second, cache = new_sequences(), new_sequences((9,))[0], new_cache(kind)
+    step(cache, first, Kind(None))
+    cache.free(1)
+    assert cache.lengths == (13, 0, 10)
+    nothing = [t[:0] for t in second]
+    out = step(cache, [nothing, second, nothing], Kind(None))[1]
+    torch.testing.assert_close(out, in_one_pass(second, Kind(None)))
+
+
+def test_more_sequences_than_pages_for_all() -> None:
+    """Eight sequences share six pages: as many run as fit, and the next one starts when one has ended."""
+    cache = PagedKVCache(6, 4, KV_HEADS, DIM, batch=8, value_dim=VALUE_DIM, dtype=torch.float32)
+    waiting, done = dict(enumerate(new_sequences((8, 3, 7, 12, 4, 5, 8, 1)))), 0
+    while waiting:
+        for n, (q, k, v) in list(waiting.items()):
+            tokens = [[t[:0] for t in (q, k, v)] if m != n else [q, k, v] for m in range(8)]
+            if cache.free_pages * 4 < len(q):
+                with pytest.raises(InputError, match=r"k must fit into the \d free pages of 6"):
+                    step(cache, tokens, Kind(None))
+                continue
+            out = step(cache, tokens, Kind(None))[n]
+            torch.testing.assert_close(out, in_one_pass([q, k, v], Kind(None)))
+            del waiting[n]
+            done += 1
+        for n in range(8):
+            cache.free(n)
+    assert done == 8
+    assert cache.free_pages == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_cache_gives_0(kind: str) -> None:
+    cache = new_cache(kind)
+    assert not cache.attend(torch.randn(3, 2, HEADS, DIM)).any()
+    assert cache.lengths == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_made_in_inference_mode_is_written_to_outside_and_the_other_way_round(kind: str) -> None:
+    sequences = new_sequences()
+    with torch.inference_mode():
+        cache = new_cache(kind)
+        step(cache, [[t[:5] for t in s] for s in sequences], Kind(None))
+    step(cache, [[t[5:6] for t in s] for s in sequences], Kind(None))
+    with torch.inference_mode():
+        outs = step(cache, [[t[6:] for t in s] for s in sequences], Kind(None))
+    for out, sequence in zip(outs, sequences, strict=True):
+        torch.testing.assert_close(out, in_one_pass(sequence, Kind(None))[6:])
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_the_same_lengths_work_out_the_mask_once(
+    kind: str, layout: str, inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has one cache per layer, and all layers share one mask of the lengths, also in inference mode."""
+    built = []
+    build = ranges.build
+    monkeypatch.setattr(ranges, "build", lambda *arguments: built.append(1) or build(*arguments))
+    for window in (None, masks.window(2, 0)):
+        lengths = (5, 3, 2 + inference)  # other lengths than those of other tests
+        sequences, caches = new_sequences(lengths), [new_cache(kind, layout=layout) for _ in range(4)]
+        built.clear()
+        with torch.inference_mode(inference):
+            for cache in caches:
+                step(cache, sequences, Kind(window))
+        assert len(built) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_is_not_compiled_again_for_every_length(kind: str) -> None:
+    """The cache stays outside of the graphs; the rest is compiled twice: for a prompt and for a token."""
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k * 2, v * 2)
+        return cache.attend(q) + 1
+
+    torch.compiler.reset()
+    compiled, sequences = torch.compile(layer, backend=compiler), new_sequences((14, 14))
+    caches, made = (new_cache(kind, batch=2), new_cache(kind, batch=2)), []
+    with torch.no_grad():
+        for start, stop in [(0, 5), *((n, n + 1) for n in range(5, 14))]:
+            tokens = [torch.stack([s[n][start:stop] for s in sequences]) for n in range(3)]
+            torch.testing.assert_close(compiled(caches[0], *tokens), layer(caches[1], *tokens))
+            made.append(len(graphs))
+    assert made[-1] == made[2], made
+
+
+def test_under_autocast_new_tokens_are_cast_to_the_cache() -> None:
+    cache = new_cache("contiguous", dtype=torch.bfloat16)
+    (sequence,) = new_sequences((4,), torch.bfloat16)
+    q, k, v = (t.float().expand(3, *t.shape) for t in sequence)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.append(k, v.bfloat16())
+        out = cache.attend(q)
+    assert out.dtype == torch.bfloat16
+    check_within_budget(out[1], sequence)
+
+
+def test_lengths_are_on_the_host_and_on_the_device() -> None:
+    cache = new_cache("paged")
+    step(cache, new_sequences((2, 0, 5)), Kind(None))
+    assert cache.lengths == (2, 0, 5)
+    assert cache.lengths_tensor.dtype == torch.int32
+    assert cache.lengths_tensor.tolist() == [2, 0, 5]
+    assert "lengths=[2, 0, 5]" in repr(cache)
+    assert "lengths=[0, 0, 0]" in repr(new_cache("contiguous"))
+
+
+def state(cache: Cache) -> tuple[object, ...]:
+    """The observable state of a cache."""
+    pages: tuple[object, ...] = ()
+    if isinstance(cache, PagedKVCache):
+        ledger = cache._ledger
+        pages = cache.block_table.tolist(), list(ledger.references), list(ledger.unused)
+    k, v = (t.nan_to_num(1e9).tolist() for t in (cache._storage.k, cache._storage.v))
+    return cache.lengths, cache._last, pages, k, v
+
+
+def tokens_of(batch: int, length: int, heads: int = KV_HEADS, dim: int = DIM, **options: Any) -> Tensor:
+    return torch.randn(batch, length, heads, dim, **options)
+
+
+K, V = tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM)
+Q = torch.randn(3, 2, HEADS, DIM)
+REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
+    "no-room": (lambda c: c.append(tokens_of(3, 40), tokens_of(3, 40, dim=VALUE_DIM)), "k must (leave|fit)"),
+    "no-room-for-the-last": (
+        lambda c: c.append(tokens_of(3, 40), tokens_of(3, 40, dim=VALUE_DIM), lengths=[1, 2, 40]),
+        "k must (leave|fit)",
+    ),
+    "k-not-a-tensor": (lambda c: c.append([1], V), "k must be a torch.Tensor"),
+    "k-of-other-heads": (
+        lambda c: c.append(tokens_of(3, 2, heads=4), V),
+        r"k must have shape \[3, new, 2, 8\] in 'bshd'",
+    ),
+    "k-of-another-batch": (lambda c: c.append(tokens_of(2, 2), V), "k must have shape"),
+    "k-flat": (lambda c: c.append(K.flatten(2), V), "k must have shape"),
+    "v-of-k's-size": (lambda c: c.append(K, K), r"v must have shape \[3, new, 2, 5\]"),
+    "v-longer": (lambda c: c.append(K, tokens_of(3, 3, dim=VALUE_DIM)), r"v must have the length of k \(2\), got 3"),
+    "another-dtype": (lambda c: c.append(K.double(), V.double()), r"k must have the dtype of the cache"),
+    "another-device": (lambda c: c.append(K.to("meta"), V), "k must be on the device of the cache"),
+    "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must not require a gradient"),
+    "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
+    "lengths-too-long": (
+        lambda c: c.append(K, V, lengths=[1, 3, 2]),
+        r"lengths must be at most the new tokens in k \(2\)",
+    ),
+    "lengths-negative": (lambda c: c.append(K, V, lengths=[1, -1, 2]), r"lengths\[1\] must be at least 0"),
+    "lengths-floats": (lambda c: c.append(K, V, lengths=torch.rand(3)), "lengths must be an int tensor"),
+    "lengths-a-number": (lambda c: c.append(K, V, lengths=2), "lengths must be a list of 3 ints"),
+    "q-of-another-batch": (lambda c: c.attend(Q[:2]), "q must have the batch size of the cache"),
+    "q-of-another-size": (lambda c: c.attend(Q[..., :4]), "q must have the head size of the cache"),
+    "q-flat": (lambda c: c.attend(Q.flatten(2)), "q must have 4 axes"),
+    "q-unlike-the-last-tokens": (lambda c: c.attend(torch.randn(3, 1, HEADS, DIM)), "q_lengths must be given"),
+    "q_lengths-too-long": (lambda c: c.attend(Q, q_lengths=[1, 2, 3]), "q_lengths must be at most the queries in q"),
+    "bias-of-other-keys": (
+        lambda c: c.attend(Q, q_lengths=[2] * 3, bias=torch.zeros(1, 1, 2, 8)),
+        r"bias must (end with the 7 keys|be broadcastable to .* 7\])",
+    ),
+    "dense-of-other-keys": (
+        lambda c: c.attend(Q, masks.dense(torch.ones(2, 8) > 0), [2] * 3),
+        r"mask must (end with the 7 keys|have dense)",
+    ),
+    "bias-a-number": (lambda c: c.attend(Q, q_lengths=[2] * 3, bias=1.0), "bias must be a torch.Tensor"),
+    "mask-a-tensor": (lambda c: c.attend(Q, torch.ones(2, 2) > 0, [2] * 3), "mask must be an undivided.masks.Mask"),
+    "mask-with-lengths": (lambda c: c.attend(Q, masks.lengths([1, 2, 3]), [2] * 3), "leave the lengths to the cache"),
+    "truncate-up": (lambda c: c.truncate([3, 5, 2]), r"lengths\[1\] must be at most the 4 cached tokens of sequence 1"),
+    "truncate-some": (lambda c: c.truncate([3]), "lengths must have an entry"),
+    "free-beyond": (lambda c: c.free(3), "i must be a sequence of the cache, 0 to 2, got 3"),
+    "fork-beyond": (lambda c: c.fork(0, 3), "dst must be a sequence of the cache"),
+    "fork-from-beyond": (lambda c: c.fork(-1, 0), "src must be at least 0"),
+    "fork-unequal": (lambda c: c.fork([0, 1], [2]), r"dst must be as many sequences as src \(2\)"),
+    "fork-onto-one": (lambda c: c.fork([0, 1], [2, 2]), "dst must name every sequence once"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_and_nothing_changed(kind: str, case: str) -> None:
+    cache = new_cache(kind)
+    step(cache, new_sequences((5, 4, 3)), Kind(None))
+    cache.fork(0, 2)
+    cache.append(
+        tokens_of(3, 2), tokens_of(3, 2, dim=VALUE_DIM), lengths=[1, 0, 2]
+    )  # one page is shared, one was copied
+    before = state(cache)
+    call, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        call(cache)
+    assert state(cache) == before
+    step(cache, new_sequences((1, 2, 3)), Kind(None))  # the cache still works
+
+
+REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
+    "lengths-missing": (lambda c: c.append(K[0], V[0]), "lengths must be given in layout 'thd'"),
+    "lengths-of-fewer-tokens": (
+        lambda c: c.append(K[0], V[0], lengths=[1, 0, 0]),
+        "lengths must sum to the 2 packed tokens",
+    ),
+    "a-row-too-many": (lambda c: c.append(K, V, lengths=[1, 1, 0]), r"k must have shape \[tokens, 2, 8\] in 'thd'"),
+    "queries-of-no-sequence": (lambda c: c.attend(Q[0, :1]), "q_lengths must sum to the 1 packed tokens"),
+    "bias": (lambda c: c.attend(Q[0], bias=torch.zeros(HEADS, 2, 16)), "bias must be None in layout 'thd'"),
+    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must be made of causal"),
+    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must be made of causal"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_PACKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_where_packed(kind: str, case: str) -> None:
+    cache = new_cache(kind, layout="thd")
+    cache.append(K[0], V[0], lengths=[0, 2, 0])
+    before = state(cache)
+    call, message = REFUSED_PACKED[case]
+    with pytest.raises(InputError, match=message):
+        call(cache)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("batch", 0),
+        ("max_len", 0),
+        ("max_len", 2.5),
+        ("kv_heads", -1),
+        ("head_dim", "8"),
+        ("value_dim", 0),
+        ("dtype", torch.int8),
+        ("dtype", "float32"),
+        ("layout", "shbd"),
+        ("num_pages", 0),
+        ("page_size", True),
+    ],
+)
+def test_a_cache_that_cannot_be_made(argument: str, value: object) -> None:
+    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "batch": 3, "dtype": torch.float32}
+    for kind, own in ((KVCache, {"max_len": 16}), (PagedKVCache, {"num_pages": 4, "page_size": 4})):
+        if argument in sizes | own or argument in ("value_dim", "layout"):
+            with pytest.raises(InputError, match=f"^{argument} must"):
+                kind(**sizes | own | {argument: value})

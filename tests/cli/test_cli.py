@@ -1,0 +1,563 @@
+"""The command line: what each command prints, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from largest import Largest
+from typer.testing import CliRunner
+
+import undivided
+from undivided import masks
+from undivided.cli._app import app
+from undivided.cli._mask_words import parse
+from undivided.cli._terminal import human, shaded
+from undivided.cli.demo import documents
+from undivided.cli.demo.batch import embed
+from undivided.kernels import cpu
+
+QUICK = ["demo", "--documents", "5", "--longest", "128", "--rounds", "0"]
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", **(env or {})}, catch_exceptions=False)
+
+
+def answer(*arguments: str, code: int = 0) -> Any:
+    done = run(*arguments, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def refused(*arguments: str) -> str:
+    """What stands on stderr where the request is wrong."""
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert not done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run of the demo, as JSON."""
+    return answer(*QUICK, "--rounds", "1", "--out", str(tmp_path_factory.mktemp("demo")))
+
+
+class TestDemo:
+    def test_report_is_green_and_its_counts_are_exact(self, demo: Any) -> None:
+        lengths = [document["tokens"] for document in demo["documents"]]
+        assert demo["ok"]
+        assert len(lengths) == 5
+        assert max(lengths) <= 128
+        assert demo["tokens"] == {"packed": sum(lengths), "padded": 5 * max(lengths)}
+        assert demo["pairs"]["packed"] == sum(n * (n + 1) // 2 for n in lengths)
+        assert demo["pairs"]["padded"] == 5 * max(lengths) ** 2
+        assert demo["bytes"]["packed"] == sum(lengths) * (8 + 2 + 2 + 8) * 64 * 4
+        for path in demo["files"]:
+            assert Path(path).read_bytes().startswith(b"\x89PNG")
+
+    def test_every_way_is_checked_before_it_is_timed(self, demo: Any) -> None:
+        runs = {run["name"]: run for run in demo["runs"]}
+        assert sum(run["ours"] for run in runs.values()) == 5
+        poisoned = {name for name, run in runs.items() if run["padding_held_nan"]}
+        assert poisoned == {"padded, bshd", "padded, sbhd", "padded, bhsd"}
+        for found in runs.values():
+            assert set(found["errors"]) == {"out", "dq", "dk", "dv"} == set(demo["budget"])
+            assert all(0 < found["errors"][name] <= demo["budget"][name] for name in found["errors"])
+        assert {row["name"] for row in demo["times"]} <= set(runs)
+        assert demo["times"][0]["ratio"] == 1
+        assert demo["decision"]["chosen"]
+
+    def test_a_training_step_has_the_same_loss_and_gradients_in_every_format(self, demo: Any) -> None:
+        rows = demo["training"]
+        assert [row["format"] for row in rows] == ["thd", "sbhd", "bshd"]
+        assert all(row["ok"] for row in rows)
+        assert all(row["loss_after"] < row["loss"] for row in rows)
+        assert len({round(row["loss"], 4) for row in rows}) == 1
+
+    def test_running_documents_as_one_sequence_is_shown_to_be_wrong(self, demo: Any) -> None:
+        lengths = [document["tokens"] for document in demo["documents"]]
+        crossing = sum(a * b for i, a in enumerate(lengths) for b in lengths[:i])
+        assert demo["leak"]["pairs"] == crossing
+        assert demo["leak"]["error"] > 100 * demo["budget"]["out"]
+
+    def test_no_speed_is_reported_on_a_red_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("undivided.cli.commands.demo._budget", lambda plain, dtype: dict.fromkeys(plain, 0.0))
+        done = run(*QUICK, "--rounds", "1")
+        assert done.exit_code == 1
+        assert "did NOT return the same result" in " ".join(done.stdout.split())
+        assert "How long" not in done.stdout
+
+    @pytest.mark.parametrize("columns", ["80", "120"])
+    def test_what_it_says_fits_the_terminal(self, columns: str) -> None:
+        done = run(*QUICK, "--rounds", "1", env={"COLUMNS": columns})
+        assert done.exit_code == 0, done.output
+        assert max(map(len, done.stdout.splitlines())) <= int(columns)
+        titles = "The documents, Do they agree?, What packing saves, Which kernel, How long, What you saw"
+        for title in titles.split(", "):
+            assert title in done.stdout
+
+    def test_low_precision_has_its_own_budget(self) -> None:
+        report = answer(*QUICK, "--dtype", "bf16")
+        assert report["ok"]
+        assert report["times"] == []
+        assert report["budget"]["out"] > 1e-3
+
+
+def test_documents_are_the_same_each_time_and_spread_in_length() -> None:
+    found = documents.collect(8, 48, 512)
+    assert found == documents.collect(8, 48, 512)
+    assert len({document.name for document in found}) == 8
+    lengths = [len(document) for document in found]
+    assert min(lengths) < 128
+    assert max(lengths) > 256
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd", "sbhd", "bhsd"])
+def test_a_batch_is_packed_again_as_it_was(layout: str) -> None:
+    batch = embed(documents.collect(4, 48, 128), torch.float32)
+    arranged = batch.arrange(batch.k, layout, fill=float("nan"))
+    assert batch.pack(arranged, layout).equal(batch.k)
+    assert arranged.isnan().sum() == batch.padding(arranged, layout).numel()
+
+
+class TestDoctor:
+    def test_json_holds_machine_backends_environment_and_check(self) -> None:
+        found = answer("doctor")
+        assert set(found) == {"machine", "backends", "environment", "self_check"}
+        assert found["self_check"]["ok"]
+        assert {row["name"] for row in found["backends"]} == {row.name for row in undivided.backends()}
+        for row in found["backends"]:
+            assert row["available"] or row["why_not"]
+
+    def test_says_which_level_of_the_native_kernel_runs(self) -> None:
+        library = cpu.load()
+        level = "not loaded" if isinstance(library, str) else f"level {library.level}"
+        assert level in answer("doctor")["machine"]["native kernel"]
+
+    def test_text_names_every_backend(self) -> None:
+        done = run("doctor")
+        assert done.exit_code == 0
+        for row in undivided.backends():
+            assert row.name in done.stdout
+
+    def test_variables_in_force_are_explained(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+        monkeypatch.setenv("UNDIVIDED_SPELLING", "1")
+        entries = {entry["name"]: entry["meaning"] for entry in answer("doctor")["environment"]}
+        assert "fused" in entries["NVTE_FUSED_ATTN"]
+        assert "ignored" in entries["UNDIVIDED_SPELLING"]
+
+    def test_a_variable_that_makes_no_sense_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("UNDIVIDED_BACKENDS", "warp_drive")
+        assert "warp_drive" in refused("doctor")
+
+
+class TestExplain:
+    OLD = ("explain", "--q", "48x16534x18x128", "--dtype", "bf16", "--device", "a100", "--cudnn", "8.9.7")
+
+    def test_reasons_state_value_and_limit(self) -> None:
+        found = answer(*self.OLD, "--mask", "causal")
+        reasons = {row["name"]: row["reasons"] for row in found["backends"]}
+        assert "query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)" in reasons["cudnn"]
+        assert found["chosen"] not in (None, "cudnn")
+
+    def test_exit_code_is_1_where_nothing_can_run(self) -> None:
+        done = run(*self.OLD, "--backend", "cudnn")
+        assert done.exit_code == 1
+        assert "no backend can run this problem" in done.stdout
+        assert "never falls back" in done.stdout
+
+    def test_packed_documents_with_every_extra(self) -> None:
+        words = "--layout thd --q 576x8x64 --kv-heads 2 --documents 64,512 --window 256,0 --softcap 30 --sinks --alibi"
+        found = answer("explain", *words.split(), "--dropout", "0.1", "--grad", "--lse", "--bias", "1h11")
+        for word in ("documents", "window(256, 0)", "softcap", "sinks", "alibi", "dropout", "gqa", "bias_grad", "lse"):
+            assert word in found["problem"]
+        assert found["chosen"] == "native"
+
+    def test_packages_of_the_described_machine(self) -> None:
+        found = answer(*self.OLD, "--package", "flash_attn=2.8.4")
+        assert found["chosen"] == "flash_attn"
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            pytest.param(["--q", "3x4"], "BxSxHxD", id="too-few-sizes"),
+            pytest.param(["--layout", "thd", "--q", "3x4xq"], "TxHxD", id="no-numbers"),
+            pytest.param(["--device", "abacus"], "a100", id="unknown-device"),
+            pytest.param(["--cudnn", "9.1"], "--device", id="cudnn-of-what"),
+            pytest.param(["--device", "a100", "--package", "flash_attn"], "NAME=VERSION", id="package-without-version"),
+            pytest.param(["--device", "a100", "--package", "left_pad=1"], "left_pad", id="unknown-package"),
+            pytest.param(["--kv", "2x512x8x64", "--mask", "causal"], "bottom_right", id="alignment-not-said"),
+            pytest.param(["--align", "sideways"], "sideways", id="no-such-alignment"),
+            pytest.param(["--mask", "__import__('os')"], "causal", id="mask-is-not-evaluated"),
+            pytest.param(["--window", "3"], "LEFT,RIGHT", id="one-sided-window"),
+            pytest.param(["--documents", "3,x"], "whole numbers", id="documents-not-numbers"),
+            pytest.param(["--layout", "thd", "--q", "9x8x64"], "documents", id="thd-without-documents"),
+            pytest.param(["--bias", "hq"], "bhqk", id="bias-axes"),
+            pytest.param(["--backend", "warp_drive"], "warp_drive", id="unknown-backend"),
+            pytest.param(["--softcap", "-1"], "softcap", id="negative-softcap"),
+        ],
+    )
+    def test_wrong_input_is_one_message_and_exit_code_2(self, arguments: list[str], said: str) -> None:
+        assert said in refused("explain", *arguments)
+
+
+class TestVerify:
+    SMALL = ("verify", "--q", "2x17x4x16", "--kv-heads", "2", "--mask", "causal", "--lengths", "17,9")
+
+    def test_report_is_green(self) -> None:
+        report = answer(*self.SMALL, "--backend", "reference")
+        assert report["ok"]
+        assert {"out", "dq", "dk", "dv"} <= {row["quantity"] for row in report["rows"] if row["backend"] == "reference"}
+
+    def test_text_is_the_report(self) -> None:
+        done = run(*self.SMALL, "--no-gradients", "--backend", "reference")
+        assert done.exit_code == 0
+        assert "reference" in done.stdout
+        assert "dq" not in done.stdout
+
+    def test_text_fits_the_terminal(self) -> None:
+        done = run(*self.SMALL, env={"COLUMNS": "80"})
+        lines = done.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert " ".join(done.stdout.split()).count("refused: device=cpu (runs on cuda)") == 4
+
+    def test_red_report_has_exit_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("undivided.verification.Report.ok", False)
+        assert run(*self.SMALL, "--backend", "reference").exit_code == 1
+
+    def test_a_device_that_is_not_here_is_refused(self) -> None:
+        assert "tpu" in refused("verify", "--device", "tpu")
+
+
+class TestMask:
+    def test_small_mask_is_drawn_pair_by_pair(self) -> None:
+        done = run("mask", "causal() & documents([0, 2, 3])")
+        assert done.exit_code == 0
+        assert "0 ■ · ·\n1 ■ ■ ·\n2 · · ■" in done.stdout
+        assert "4 pairs" in done.stdout
+
+    def test_json_holds_the_ranges(self) -> None:
+        found = answer("mask", "window(1, 0) | prefix(1)", "--q-len", "4")
+        assert found["pairs"] == 9
+        assert found["ranges"][0][3] == [0, 1, 2, 4]
+
+    def test_flags_and_expression_are_intersected(self) -> None:
+        found = answer("mask", "causal", "--window", "0,-1", "--q-len", "5")
+        assert found["pairs"] == 5
+
+    def test_large_mask_is_shaded_and_saved(self, tmp_path: Path) -> None:
+        done = run("mask", "--mask", "causal", "--q-len", "4000", "--out", str(tmp_path / "causal.png"))
+        assert done.exit_code == 0
+        assert "█" in done.stdout
+        assert (tmp_path / "causal.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_alignment_that_matters_must_be_said(self) -> None:
+        assert "align" in refused("mask", "causal", "--q-len", "2", "--kv-len", "5")
+        assert answer("mask", "causal", "--align", "bottom_right", "--q-len", "2", "--kv-len", "5")["pairs"] == 9
+
+    def test_nothing_said_is_refused(self) -> None:
+        assert "HINT" in refused("mask")
+
+
+@pytest.mark.parametrize(
+    "text", ["causal", "causal()", "window(2, 0) | prefix(1)", "(causal() | prefix(3)) & lengths([2, 5], q=[2, 5])"]
+)
+def test_mask_text_means_what_python_means(text: str) -> None:
+    meant = eval(text if text != "causal" else "causal()", vars(masks).copy())
+    assert parse(text).to_dense(2, 1, 5, 5).equal(meant.to_dense(2, 1, 5, 5))
+
+
+@pytest.mark.parametrize("text", ["", "causal(", "foo()", "causal() + causal()", "causal", "window(1)", "window(x, 0)"])
+def test_other_text_is_refused(text: str) -> None:
+    if text == "causal":
+        return
+    with pytest.raises(undivided.InputError):
+        parse(text)
+
+
+def test_a_shaded_mask_shows_every_pair_that_is_there() -> None:
+    picture = shaded(masks.causal().normal_form(1, 1, 640, 640, "cpu"), 8, 4).splitlines()
+    assert len(picture) == 4
+    assert picture[0][-1] == " "
+    assert picture[-1].startswith("█")
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (999, "999"), (56_623_104, "56.6 M"), (1500, "1.5 k")])
+def test_human_numbers(count: int, text: str) -> None:
+    assert human(count) == text
+
+
+class TestLongSequences:
+    @pytest.mark.parametrize("length", [100_000, 1_000_000])
+    @pytest.mark.parametrize("words", ["causal", "(window(99, 0) | prefix(3)) & (window(9, 0) | prefix(7))"])
+    def test_pairs_are_counted_without_a_dense_mask(self, words: str, length: int) -> None:
+        """The command built every pair to count them, and was killed."""
+        with Largest() as largest:
+            done = run("mask", words, "--q-len", str(length))
+        assert done.exit_code == 0, done.output
+        pairs = length * (length + 1) // 2 if words == "causal" else 13 * length + 285
+        assert f"{pairs:,} pairs allowed" in done.stdout
+        assert largest.elements <= 10 * length
+
+    def test_rows_that_no_memory_holds_are_refused(self) -> None:
+        assert "batch * queries must be at most 16777216" in refused("mask", "causal", "--q-len", "99999999999")
+
+
+def whole_words(text: str) -> set[str]:
+    return set(re.findall(r"[\w./+-]{4,}", text))
+
+
+COMMANDS = {
+    "ranks": ("ranks", "--filter", "forward/128"),
+    "plan": ("plan", "65536", "--mask", "causal", "--by-rank"),
+    "doctor": ("doctor",),
+    "explain": ("explain", "--q", "48x16534x18x128", "--dtype", "bf16", "--device", "a100", "--cudnn", "8.9.7"),
+    "diagnose": ("diagnose", "No valid execution plans built"),
+    "diagnose-list": ("diagnose", "--list"),
+}
+
+
+class TestTables:
+    """Words were cut at the edge of a column, or folded in their middle."""
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    @pytest.mark.parametrize("columns", ["80", "200"])
+    def test_no_word_is_cut(self, name: str, columns: str) -> None:
+        whole = whole_words(run(*COMMANDS[name], env={"COLUMNS": ""}).stdout)
+        narrow = run(*COMMANDS[name], env={"COLUMNS": columns}).stdout
+        assert "…" not in narrow
+        assert whole <= whole_words(narrow) | {word for word in whole if len(word) > 60}
+
+    def test_a_terminal_too_narrow_for_columns_gets_a_block_for_each_row(self) -> None:
+        narrow = run(*COMMANDS["plan"], env={"COLUMNS": "40"}).stdout
+        assert max(map(len, narrow.splitlines())) <= 40
+        assert "  ring\n    placement: zigzag\n    mesh: 8x1\n" in narrow
+
+    def test_the_overhead_table_is_whole_at_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        row = {
+            "problem": "8 tokens, recording for the backward",
+            "call": 1234.5,
+            "backend_alone": 1123.4,
+            "sdpa": 8.4,
+            "above_backend": 111.1,
+        }
+        study = {"turns": 31, "calls": 200, "budget_microseconds": 15.0, "problems": [row]}
+        monkeypatch.setattr("undivided.benchmarking.suites._overhead", lambda *given: study)
+        out = run("bench", "--suite", "overhead", env={"COLUMNS": "80"}).stdout
+        assert max(map(len, out.splitlines())) <= 80
+        for word in (
+            "backend alone",
+            "overhead",
+            "torch SDPA",
+            "8 tokens, recording for the backward",
+            "1234.5",
+            "1123.4",
+        ):
+            assert word in out
+
+    def test_without_a_terminal_nothing_is_wrapped(self) -> None:
+        text = run("diagnose", "No valid execution plans built", env={"COLUMNS": ""}).stdout
+        assert max(map(len, text.splitlines())) > 200
+        assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def command_line(*arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """A process of its own, for what belongs to a process."""
+    return subprocess.run(
+        [sys.executable, "-m", "undivided", *arguments],
+        capture_output=True,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+class TestStreams:
+    @pytest.mark.parametrize(
+        "arguments", [("mask", "causal", "--q-len", "3"), ("mask", "causal", "--q-len", "90"), ("--help",)]
+    )
+    def test_ascii_is_enough(self, arguments: tuple[str, ...]) -> None:
+        """UnicodeEncodeError."""
+        done = command_line(*arguments, PYTHONIOENCODING="ascii")
+        assert (done.returncode, done.stderr) == (0, b"")
+        done.stdout.decode("ascii")
+        if arguments[-1] == "3":
+            assert b"0 # . .\n1 # # .\n2 # # #" in done.stdout
+
+    def test_json_keeps_every_character_in_ascii(self) -> None:
+        done = command_line("diagnose", "--list", "--json", PYTHONIOENCODING="ascii")
+        assert json.loads(done.stdout) == json.loads(
+            command_line("diagnose", "--list", "--json", PYTHONIOENCODING="utf-8").stdout
+        )
+
+    def test_bytes_that_are_no_text_can_be_diagnosed(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "undivided", "diagnose"],
+            input=b"\xff\xfe No available kernel. Aborting execution.\xc3",
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"sdpa-no-kernel" in done.stdout
+
+    def test_a_reader_that_leaves_is_no_error(self) -> None:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "undivided", "mask", "causal", "--q-len", "20000", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        running.stderr.close()
+        running.wait()
+
+    def test_version(self) -> None:
+        assert command_line("--version").stdout.decode().split() == ["undivided", undivided.__version__]
+
+
+@pytest.fixture
+def somewhere(tmp_path: Path) -> Path:
+    """A folder with a file and a folder in it."""
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+WRONG = {
+    "demo-file": (("demo", "--quick", "--out", "file"), "--out must be a folder, got the file"),
+    "demo-below-a-file": (("demo", "--quick", "--out", "file/x"), "--out must be a folder that can be created"),
+    "demo-checkpoint": (("demo", "--train", "--checkpoint", "folder"), "--checkpoint must be a file, got the folder"),
+    "mask-format": (("mask", "causal", "--out", "x.nope"), "--out must end in "),
+    "mask-no-format": (("mask", "causal", "--out", "picture"), "--out must end in "),
+    "mask-folder": (("mask", "causal", "--out", "folder"), "--out must be a file, got the folder"),
+    "mask-below-a-file": (("mask", "causal", "--out", "file/x.png"), "the folder of --out must be a folder"),
+    "bench-folder": (("bench", "--quick", "--json", "folder"), "--json must be a file, got the folder"),
+    "bench-ranks": (("bench", "--quick", "--ranks", "folder"), "--ranks must be a file, got the folder"),
+    "bench-markdown": (("bench", "--markdown", "file"), "--markdown must be a report that --json wrote"),
+    "bench-not-there": (("bench", "--markdown", "none"), "--markdown must be a report that --json wrote"),
+    "ranks-into": (("ranks", "report.json", "--into", "folder"), "--into must be a file, got the folder"),
+    "ranks-report": (("ranks", "folder"), "REPORT must be a report of"),
+}
+
+
+class TestPaths:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_a_wrong_path_is_one_message(self, name: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """FileExistsError, IsADirectoryError, matplotlib's ValueError, some of them after minutes of work."""
+        monkeypatch.chdir(somewhere)
+        monkeypatch.setattr("undivided.cli.commands.bench.execute", lambda *given: pytest.fail("minutes were spent"))
+        arguments, message = WRONG[name]
+        assert message in refused(*arguments)
+        assert (somewhere / "file").read_text() == "precious"
+
+    @pytest.mark.parametrize("text", ["{}", "[]", "3", '{"schema": 1, "cases": []}'])
+    def test_json_that_is_no_report_is_one_message(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / "report.json").write_text(text)
+        assert "must be" in refused("bench", "--markdown", str(tmp_path / "report.json"))
+        assert "must be" in refused("ranks", str(tmp_path / "report.json"), "--into", str(tmp_path / "into.json"))
+
+    def test_the_folder_of_a_picture_is_made(self, tmp_path: Path) -> None:
+        assert run("mask", "causal", "--out", str(tmp_path / "a" / "b.png")).exit_code == 0
+        assert (tmp_path / "a" / "b.png").is_file()
+
+    def test_what_the_system_refuses_is_one_message(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*given: object) -> None:
+            raise OSError(28, "No space left on device", "x.png")
+
+        monkeypatch.setattr("undivided.masks._drawing.plot", full)
+        done = run("mask", "causal", "--out", "x.png")
+        assert (done.exit_code, done.stderr) == (2, "undivided: No space left on device: x.png\n")
+
+
+IGNORED = {
+    "steps": (("demo", "--quick", "--steps", "5"), "--steps must be given together with --train"),
+    "checkpoint": (("demo", "--checkpoint", "x"), "--checkpoint must be given together with --train"),
+    "kv-documents": (("explain", "--kv-documents", "1,2"), "--kv-documents must be given together with --documents"),
+    "q-lengths": (("explain", "--q-lengths", "3,4"), "--q-lengths must be given together with --lengths"),
+    "kv-heads": (("explain", "--kv", "2x256x8x64", "--kv-heads", "2"), "--kv-heads must be given without --kv"),
+    "cudnn-of-a-cpu": (("explain", "--device", "cpu", "--cudnn", "9.1"), "--cudnn must describe a GPU"),
+    "markdown": (("bench", "--markdown", "x", "--quick", "--dtype", "fp32"), "got --dtype, --quick"),
+    "bench-backend": (("bench", "--suite", "forward", "--backend", "warp"), "backend must be one of"),
+    "bench-overhead": (("bench", "--suite", "overhead", "--threads", "2"), "overhead must be given without"),
+    "list": (("diagnose", "--list", "an error"), "--list must be given without TEXT"),
+    "negative-heads": (("explain", "--kv-heads", "-1"), "--kv-heads"),
+    "large-seed": (("verify", "--seed", "99999999999999999999"), "--seed"),
+    "too-large": (("verify", "--q", "1x99999999999x8x64"), "--q, --kv must have sizes that fit into memory"),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_flag_that_would_be_ignored_is_refused(name: str) -> None:
+    arguments, message = IGNORED[name]
+    assert message in refused(*arguments)
+
+
+def test_a_flag_that_is_given_wins_over_quick() -> None:
+    report = answer("demo", "--quick", "--documents", "9", "--rounds", "0")
+    assert len(report["documents"]) == 9
+
+
+class TestWithoutAGpu:
+    def test_no_package_is_proposed_where_a_gpu_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`pip install flash-attn`, on a laptop."""
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        rows = {row.name: row for row in undivided.backends(undivided.Machine.named("cpu"))}
+        for name in ("cudnn", "flash_attn", "torch_cudnn", "torch_efficient", "triton"):
+            assert (rows[name].available, rows[name].why_not, rows[name].how_to_get) == (False, "needs a CUDA GPU", "")
+
+    def test_a_missing_package_is_proposed_where_a_gpu_is(self) -> None:
+        rows = {row.name: row for row in undivided.backends(undivided.Machine.named("h100", "9.10"))}
+        assert "pip install" in rows["flash_attn"].how_to_get
+        assert "installed" in rows["flash_attn"].why_not
+
+
+def test_doctor_says_that_a_file_does_not_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "tiles.json"))
+    entries = {entry["name"]: entry["meaning"] for entry in answer("doctor")["environment"]}
+    assert entries["UNDIVIDED_TUNED"].endswith("; this file does not exist")
+
+
+def test_doctor_refuses_a_wrong_variable_in_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDIVIDED_LOG", "loud")
+    assert "UNDIVIDED_LOG must be" in refused("doctor", "--json")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_typer_or_rich_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from undivided.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 2
+    assert "pip install 'undivided[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "undivided.cli", "mask", "foo()"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("undivided: mask must")
+    assert command_line("mask", "foo()").stderr.decode() == done.stderr
+
+
+def test_the_backends_package_is_a_function_too() -> None:
+    from undivided.backends import all_backends
+
+    table = undivided.backends()
+    assert [row.name for row in table] == [backend.name for backend in all_backends()]
+    assert str(table).splitlines()[0].startswith("name")
+    a100 = undivided.Machine.named("a100", packages={"flash_attn": "2.8.4"})
+    described = {row.name: row for row in undivided.backends(machine=a100)}
+    assert described["flash_attn"].available
+    assert described["flash_attn"].version == "flash_attn 2.8.4"

@@ -1,0 +1,830 @@
+"""Masks besides their pairs: structure, alignment, errors, memory, changes in place, compilation, pictures."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from largest import Largest
+from torch import Tensor
+
+from undivided import masks
+from undivided.errors import InputError
+from undivided.masks import FULL, Mask
+from undivided.masks._drawing import density
+
+CPU = torch.device("cpu")
+causal, window, lengths, documents, prefix = (masks.causal, masks.window, masks.lengths, masks.documents, masks.prefix)
+IDS = torch.tensor([0, 0, 1])
+ALL = torch.ones(3, 3, dtype=torch.bool)
+
+
+def everywhere(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q == q
+
+
+# Structure and algebra.
+
+
+@pytest.mark.parametrize(
+    ("mask", "kinds"),
+    [
+        (FULL, set()),
+        (window(None, -1), set()),
+        (causal(), {"causal"}),
+        (window(3, 0) & causal(), {"window"}),
+        (window(None, 3) & causal(), {"causal"}),
+        (lengths([1]), {"lengths"}),
+        (lengths([1], [1]), {"lengths", "q_lengths"}),
+        (lengths([1], kv_start=[2]), {"lengths", "starts"}),
+        (documents([0, 1]), {"documents"}),
+        (documents([0, 1], padded_q=[0, 4]), {"documents", "padded"}),
+        (documents([0, 1], [0, 1], padded_kv=[0, 4]), {"documents", "padded"}),
+        (masks.document_ids(IDS) & lengths([3]), {"document_ids", "lengths"}),
+        (prefix(2), {"prefix"}),
+        (causal() | prefix(2), {"global"}),
+        (masks.chunks(4) & masks.dense(ALL), {"chunks", "dense"}),
+        (masks.predicate(everywhere), {"predicate"}),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Mask) else "",
+)
+def test_kinds_name_what_is_there(mask: Mask, kinds: set[str]) -> None:
+    assert mask.kinds == kinds
+
+
+def test_bands_merge_to_the_narrower_side() -> None:
+    assert (window(4, None) & window(7, 1) & causal()).band == (4, 0)
+    assert (window(None, 2) & FULL).band == (None, 2)
+
+
+def test_structure_is_equal_for_masks_that_a_kernel_treats_alike() -> None:
+    one, other = causal("top_left") & lengths([1, 2]), causal("top_left") & lengths([5, 6])
+    assert one.structure == other.structure
+    assert hash(one.structure) == hash(other.structure)
+    assert one.structure is one.structure
+    assert masks.chunks(4, offset=1).structure == masks.chunks(4, offset=2).structure
+    assert documents([0, 1], max_q=1).structure == documents([0, 3], max_q=3).structure
+
+
+def test_structure_tells_apart_what_a_kernel_treats_differently() -> None:
+    every = [
+        FULL,
+        causal(),
+        causal("top_left"),
+        window(1, 0),
+        window(2, 0),
+        window(1, 1),
+        prefix(1),
+        prefix(2),
+        prefix([1]),
+        causal() | prefix(1),
+        causal() | prefix(2),
+        window(1, 0) | prefix(1),
+        masks.chunks(2),
+        masks.chunks(3),
+        lengths([1]),
+        lengths([1], [1]),
+        lengths([1], kv_start=[1]),
+        documents([0, 1]),
+        documents([0, 1], padded_q=[0, 2]),
+        masks.dense(ALL),
+        masks.dense(ALL[None, None].expand(1, 2, 3, 3)),
+        masks.predicate(everywhere),
+        masks.document_ids(IDS),
+        masks.dense(ALL) & masks.dense(ALL),
+    ]
+    assert len({mask.structure for mask in every}) == len(every)
+    assert len({masks.describe(mask.structure) for mask in every}) > 12
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("causal", causal("top_left")),
+        ("window", window(2, 0, "top_left")),
+        ("band", causal("top_left")),
+        ("lengths", lengths([1])),
+        ("documents", documents([0, 1])),
+        ("dense", masks.dense(ALL)),
+        ("predicate", masks.predicate(everywhere)),
+        ("document_ids", masks.document_ids(IDS)),
+        ("prefix", prefix(2)),
+        ("global", causal("top_left") | prefix(2)),
+        ("chunks", masks.chunks(2)),
+    ],
+)
+def test_take_gives_the_part_and_leaves_the_rest(name: str, part: Mask) -> None:
+    value, rest = part.take(name)
+    assert value is not None
+    assert rest.is_full
+    assert rest.align == part.align
+    other = prefix(9) if name != "prefix" else lengths([7])
+    value, rest = (part & other).take(name)
+    assert value is not None
+    assert rest.kinds == other.kinds
+    assert other.take(name) == (None, other)
+
+
+def test_take_gives_values_that_kernels_use() -> None:
+    n, cu = torch.tensor([1, 2]), torch.tensor([0, 4])
+    assert (causal() & prefix(1)).take("causal")[0] is True
+    assert causal().take("window")[0] is None
+    assert window(3, 0).take("causal")[0] is None
+    assert window(3, 0).take("window")[0] == (3, 0)
+    assert causal().take("band")[0] == (None, 0)
+    assert lengths(n, n).take("lengths")[0].q is n
+    numbers = [1, 2]
+    same = lengths(numbers, numbers).take("lengths")[0]
+    assert same.q is same.kv
+    assert documents(cu, max_q=4).take("documents")[0].cu_seqlens_kv is cu
+    assert documents(cu, max_q=4).take("documents")[0].max_kv == 4
+    tensor = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    assert masks.dense(tensor).take("dense")[0][0] is tensor
+    assert masks.predicate(everywhere).take("predicate")[0] == (everywhere,)
+    assert masks.chunks(7).take("chunks")[0][0].size == 7
+
+
+def test_the_same_part_twice_is_that_part_once() -> None:
+    padded = lengths([1, 2])
+    assert ((padded & causal("top_left")) & (padded & window(1, 0))).kinds == {"lengths", "window"}
+
+
+def test_tensors_are_the_callers_and_each_is_listed_once() -> None:
+    n = torch.tensor([1, 2])
+    assert [t is n for t in (lengths(n, n) & prefix(n)).tensors] == [True]
+
+
+def test_document_sizes_are_read_where_the_host_knows_them() -> None:
+    assert documents([0, 2, 7], [0, 1, 2]).document_sizes == (2, 5, 1)
+    assert documents([0]).document_sizes == (0, 0, 0)
+    on_meta = torch.zeros(3, dtype=torch.int32, device="meta")
+    assert documents(on_meta).document_sizes == (2, None, None)
+    assert documents(on_meta, max_q=9).document_sizes == (2, 9, 9)
+    assert causal().document_sizes is None
+
+
+def test_padded_keys_move_each_documents_keys() -> None:
+    mask = documents([0, 1, 2], [0, 2, 3]).with_padded_kv(torch.tensor([0, 4, 8], dtype=torch.int32))
+    assert mask.intervals(2, 8).tolist() == [[[0, 2], [4, 5]]]
+
+
+# Alignment.
+
+SAME = torch.tensor([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes", "resolved"),
+    [
+        (causal(), (1, 4, 4), "both"),
+        (causal("bottom_right"), (1, 4, 4), "both"),
+        (causal("bottom_right"), (1, 4, 5), "bottom_right"),
+        (window(1, 1, "top_left"), (1, 4, 5), "top_left"),
+        (prefix(2), (1, 4, 5), None),
+        (window(None, None, "bottom_right"), (1, 4, 5), None),
+        (causal() & lengths(SAME, SAME), (2, 4, 9), "both"),
+        (causal() & lengths([2, 3], [2, 3]), (2, 4, 9), "both"),
+        (causal() & lengths([4, 4]), (2, 4, 9), "both"),
+        (causal() & documents([0, 2, 3]), (1, 4, 9), "both"),
+        (causal() & documents([0, 2, 3], [0, 2, 3]), (1, 4, 9), "both"),
+        (causal() & documents(SAME.new_zeros(3).to("meta")), (1, 4, 9), "both"),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_alignments_agree_where_queries_and_keys_are_as_many(
+    mask: Mask, sizes: tuple[int, int, int], resolved: str | None
+) -> None:
+    assert mask.resolved_align(*sizes) == resolved
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes", "hint"),
+    [
+        (causal(), (1, 3, 4), "align='bottom_right'"),
+        (window(1, None), (1, 3, 4), "align='top_left'"),
+        (masks.chunks(2), (1, 3, 4), "align="),
+        (causal() | prefix(1), (1, 3, 4), "align="),
+        (causal() & lengths([2, 3]), (2, 3, 3), r"lengths\(n, n\)"),
+        (causal() & lengths([2, 3], [2, 2]), (2, 3, 3), "align="),
+        (causal() & documents([0, 2, 3], [0, 1, 3]), (1, 3, 3), "align="),
+        (causal() & lengths(SAME.to("meta")), (2, 3, 3), "one tensor for both"),
+        (causal() & lengths(SAME.to("meta"), SAME.to("meta")), (2, 3, 3), "one tensor for both"),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_alignment_left_out_where_it_matters_is_an_error(mask: Mask, sizes: tuple[int, int, int], hint: str) -> None:
+    with pytest.raises(InputError, match=f"top-left and bottom-right differ(.|\n)*HINT(.|\n)*{hint}"):
+        mask.resolved_align(*sizes)
+    with pytest.raises(InputError, match="align must"):
+        mask.normal_form(sizes[0], 1, *sizes[1:], CPU)
+
+
+def test_alibi_needs_an_alignment_that_a_mask_may_carry_alone() -> None:
+    assert FULL.resolved_align(1, 3, 3, needed=True) == "both"
+    assert window(None, None, "bottom_right").resolved_align(1, 3, 5, needed=True) == "bottom_right"
+    assert causal("bottom_right").take("causal")[1].resolved_align(1, 3, 5, needed=True) == "bottom_right"
+    with pytest.raises(InputError, match="align must"):
+        FULL.resolved_align(1, 3, 5, needed=True)
+    form = window(None, None, "bottom_right").normal_form(1, 1, 3, 5, CPU)
+    assert form.shift.tolist() == [[2, 2, 2]]
+
+
+# Errors.
+
+I8 = torch.tensor([1, 2])
+CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "align-unknown": (lambda: causal("middle"), "align must be"),  # type: ignore[arg-type]
+    "window-side-negative": (lambda: window(-2, 0), "left must be at least 0.* got -2"),
+    "window-side-float": (lambda: window(0, 1.5), "right must be an int, got 1.5"),  # type: ignore[arg-type]
+    "window-side-bool": (lambda: window(True, 0), "left must be an int"),
+    "lengths-float": (lambda: lengths(torch.rand(2)), "kv must have an integer dtype, got torch.float32"),
+    "lengths-number": (lambda: lengths(3), "kv must be an int tensor or a list"),  # type: ignore[arg-type]
+    "lengths-two-dimensions": (lambda: lengths(I8[None]), r"kv must have one dimension, got shape \[1, 2\]"),
+    "lengths-negative": (lambda: lengths([1, -1]), "kv must be at least 0, got -1"),
+    "lengths-q-negative": (lambda: lengths([1], [-3]), "q must be at least 0, got -3"),
+    "lengths-entries-differ": (lambda: lengths([1, 2], [1]), "q must have an entry for each of kv's 2, got 1"),
+    "lengths-start-negative": (lambda: lengths([1], kv_start=[-1]), "kv_start must be at least 0"),
+    "lengths-q-start-without-q": (lambda: lengths([1], q_start=[0]), "q must be given with q_start"),
+    "lengths-list-of-floats": (lambda: lengths([1.0]), r"kv\[0\] must be an int"),  # type: ignore[list-item]
+    "lengths-too-large": (lambda: lengths([2**31]), "kv must hold values of at most"),
+    "documents-not-from-zero": (lambda: documents([1, 2]), "cu_seqlens_q must start at 0, got 1"),
+    "documents-decrease": (lambda: documents([0, 3, 2]), "cu_seqlens_q must never decrease"),
+    "documents-no-offsets": (lambda: documents([]), "cu_seqlens_q must hold N"),
+    "documents-keys-differ": (lambda: documents([0, 1], [0, 1, 2]), "cu_seqlens_kv must have as many entries"),
+    "documents-gap-too-small": (lambda: documents([0, 3], padded_q=[0, 2]), "padded_q must leave room for document 0"),
+    "documents-kv-gap-too-small": (lambda: documents([0, 3], [0, 3], padded_kv=[0, 2]), "padded_kv must leave room"),
+    "documents-max-too-small": (lambda: documents([0, 3], max_q=2), "max_q must be at least the longest document"),
+    "documents-max-kv-too-small": (lambda: documents([0, 1], [0, 3], max_kv=2), "max_kv must be at least"),
+    "ids-float": (lambda: masks.document_ids(torch.rand(3)), "ids_q must have an integer dtype"),
+    "ids-three-dimensions": (lambda: masks.document_ids(I8[None, None]), r"ids_q must have shape \[B, S\]"),
+    "ids-batches-differ": (lambda: masks.document_ids(I8[None].repeat(2, 1), I8[None].repeat(3, 1)), "ids_kv must"),
+    "prefix-negative": (lambda: prefix(-1), "n must be at least 0, got -1"),
+    "prefix-tensor-negative": (lambda: prefix(torch.tensor([2, -2])), "n must be at least 0, got -2"),
+    "prefix-text": (lambda: prefix("2"), "n must be an int"),  # type: ignore[arg-type]
+    "chunks-empty": (lambda: masks.chunks(0), "size must be at least 1, got 0"),
+    "chunks-offset-float": (lambda: masks.chunks(2, offset=0.5), "offset must be an int"),  # type: ignore[arg-type]
+    "dense-numbers": (lambda: masks.dense(torch.zeros(2, 2)), r"tensor must be boolean(.|\n)*bias="),
+    "dense-three-dimensions": (lambda: masks.dense(ALL[None]), r"tensor must have 2 dimensions(.|\n)*\[None\]"),
+    "predicate-no-function": (lambda: masks.predicate(3), "fn must be a function"),  # type: ignore[arg-type]
+    "and-aligns-differ": (lambda: causal("top_left") & window(1, 0, "bottom_right"), "mask must have one alignment"),
+    "or-aligns-differ": (lambda: causal("top_left") | Mask("bottom_right", parts=prefix(1).parts), "one alignment"),
+    "and-two-lengths": (lambda: lengths([1]) & lengths([1]), "mask must describe its sequences once"),
+    "and-two-documents": (lambda: documents([0, 1]) & documents([0, 1]), "mask must describe its sequences once"),
+    "and-lengths-documents": (lambda: documents([0, 1]) & lengths([1]), "mask must describe its sequences once"),
+    "and-tensor": (lambda: causal() & ALL, r"mask must be joined to another mask by `&`(.|\n)*masks.dense"),
+    "and-none": (lambda: causal() & None, "mask must be joined to another mask"),  # type: ignore[operator]
+    "or-two-bands": (lambda: causal() | window(1, 0), "mask must join causal or window to a bare prefix"),
+    "or-two-prefixes": (lambda: prefix(1) | prefix(2), "mask must join causal or window to a bare prefix"),
+    "or-lengths": (lambda: causal() & lengths([1]) | prefix(1), r"bare prefix(.|\n)*\(causal\(\) \| prefix\(n\)\) &"),
+    "or-prefix-and-lengths": (lambda: causal() | prefix(1) & lengths([1]), "bare prefix"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_a_wrong_construction_names_argument_value_and_limit(name: str) -> None:
+    construct, message = CONSTRUCTIONS[name]
+    with pytest.raises(InputError, match=message):
+        construct()
+
+
+CALLS: dict[str, tuple[Mask, tuple[int, int, int, int], bool, str]] = {
+    "lengths-of-another-batch": (lengths([1, 2]), (3, 1, 4, 4), False, "entry of lengths for each of the 3 batch"),
+    "lengths-beyond-the-keys": (lengths([1, 5]), (2, 1, 4, 4), False, r"lengths\(kv\) of at most 4.* got 5"),
+    "lengths-beyond-the-queries": (lengths([1], [5]), (1, 1, 4, 4), False, r"lengths\(q\) of at most 4.* got 5"),
+    "lengths-and-start-beyond": (lengths([3], kv_start=[2]), (1, 1, 4, 4), False, r"kv_start \+ kv.* got 5"),
+    "lengths-packed": (lengths([3]), (1, 1, 4, 4), True, r"packed tokens by documents(.|\n)*cu_seqlens"),
+    "documents-of-a-batch": (documents([0, 4]), (2, 1, 4, 4), False, "batch of one, got a batch of 2"),
+    "documents-beyond-the-tokens": (documents([0, 5]), (1, 1, 4, 5), True, r"cu_seqlens_q\[-1\] of at most 4"),
+    "documents-keys-beyond": (documents([0, 4], [0, 6]), (1, 1, 4, 5), True, r"cu_seqlens_kv\[-1\] of at most 5"),
+    "documents-slots-beyond": (documents([0, 1], padded_q=[0, 6]), (1, 1, 5, 6), True, r"padded_q\[-1\] of at most 5"),
+    "ids-of-another-length": (masks.document_ids(IDS), (2, 1, 4, 3), False, r"ids_q\) of shape \[2 or 1, 4\]"),
+    "ids-of-other-keys": (masks.document_ids(IDS), (1, 1, 3, 4), False, r"ids_kv\) of shape \[1, 4\](.|\n)*ids_kv"),
+    "ids-of-another-batch": (masks.document_ids(IDS[None].repeat(3, 1)), (2, 1, 3, 3), False, r"got \[3, 3\]"),
+    "prefix-of-another-batch": (prefix([1, 2, 3]), (2, 1, 4, 4), False, "for each of the 2 sequences, got 3"),
+    "prefix-of-other-documents": (prefix([1]) & documents([0, 1, 2]), (1, 1, 2, 2), True, "each of the 2 sequences"),
+    "global-of-another-batch": (causal() | prefix([1]), (2, 1, 4, 4), False, "for each of the 2 sequences"),
+    "offset-of-another-batch": (masks.chunks(2, offset=[1]), (2, 1, 4, 4), False, "for each of the 2 sequences"),
+    "dense-of-other-sizes": (masks.dense(ALL), (1, 1, 3, 4), False, r"broadcastable to .* \[1, 1, 3, 4\]"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mask_that_does_not_fit_the_call_is_refused(name: str) -> None:
+    mask, sizes, packed, message = CALLS[name]
+    for _ in range(2):  # an error is not cached as a success
+        with pytest.raises(InputError, match=f"attn_mask must (.|\n)*{message}"):
+            mask.check(*sizes, packed=packed, device=CPU, argument="attn_mask")
+
+
+def test_tensors_on_the_wrong_device_are_refused() -> None:
+    mask = lengths(SAME.to("meta"))
+    with pytest.raises(InputError, match="mask must be on cpu"):
+        mask.check(2, 1, 4, 4, packed=False, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda b, h, q, k: q - k, "fn must return a bool tensor, got torch.int64"),
+        (lambda b, h, q, k: None, "fn must return a bool tensor, got NoneType"),
+        (lambda b, h, q, k: (q >= k)[0, 0, 0].repeat(2), "fn must return a tensor broadcastable"),
+    ],
+    ids=["numbers", "nothing", "another-shape"],
+)
+def test_a_predicate_that_returns_no_mask_is_refused(fn: Callable[..., Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        masks.predicate(fn).intervals(3, 3)
+
+
+def test_python_bools_are_predicates_too() -> None:
+    assert masks.predicate(lambda b, h, q, k: True).intervals(2, 3).tolist() == [[[0, 3], [0, 3]]]  # type: ignore[arg-type, return-value]
+
+
+def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+        return fn(q, k)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda *indices: indices[2] >= indices[3],
+        lambda b, h, q, k, limit=0: q - k >= limit,
+        functools.partial(lambda limit, b, h, q, k: q - k >= limit, 0),
+        adapted(lambda q, k: q >= k),
+    ],
+    ids=["starred", "default", "partial", "decorated"],
+)
+def test_a_predicate_is_whatever_can_be_called_with_four_indices(fn: Callable[..., Any]) -> None:
+    assert masks.predicate(fn).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
+
+
+def test_a_predicate_without_a_signature_is_taken_as_it_is() -> None:
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(max)
+    assert masks.predicate(max).kinds == {"predicate"}
+
+
+# Cached results and changes in place.
+
+
+def test_ranges_are_remembered_until_a_tensor_changes_in_place() -> None:
+    n = torch.tensor([1, 2])
+    mask = lengths(n) & prefix(9)
+    first = mask.normal_form(2, 1, 2, 3, CPU)
+    assert mask.normal_form(2, 1, 2, 3, CPU) is first
+    assert mask.normal_form(2, 1, 2, 4, CPU) is not first
+    n.add_(1)
+    assert mask.normal_form(2, 1, 2, 3, CPU).ranges[:, 0].tolist() == [[0, 2], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda t: masks.document_ids(t), lambda t: t.fill_(-1)),
+        (lambda t: causal() | prefix(t[0, :1]), lambda t: t.fill_(2)),
+        (lambda t: window(0, 0) & masks.chunks(2, offset=t[0, :1]), lambda t: t.add_(1)),
+        (lambda t: masks.dense(t.view(3, 1).bool()), lambda t: t.view(3, 1).bool()),
+    ],
+    ids=["ids", "prefix-view", "offset-view", "dense-of-a-copy"],
+)
+def test_a_mask_means_what_its_tensors_hold_now(
+    make: Callable[[Tensor], Mask], change: Callable[[Tensor], object]
+) -> None:
+    t = torch.tensor([[0, 1, 1]])
+    mask = make(t)
+    mask.to_dense(1, 1, 3, 3)
+    change(t)
+    assert torch.equal(mask.to_dense(1, 1, 3, 3), make(t).to_dense(1, 1, 3, 3))
+
+
+def test_a_predicate_sees_what_it_captured_change() -> None:
+    limit = torch.tensor(1)
+    mask = masks.predicate(lambda b, h, q, k: k < limit)
+    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
+    limit.fill_(3)
+    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
+
+
+class Limit(torch.nn.Module):
+    """A predicate whose tensor is an attribute: a buffer, read through a method or a property."""
+
+    def __init__(self, limit: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("limit", limit)
+
+    @property
+    def bound(self) -> Tensor:
+        return self.limit  # type: ignore[no-any-return]
+
+    def forward(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < self.bound
+
+
+def by_default(limit: Tensor) -> Callable[..., Tensor]:
+    def before(b: Tensor, h: Tensor, q: Tensor, k: Tensor, limit: Tensor = limit) -> Tensor:
+        return k < limit
+
+    return before
+
+
+def by_object(limit: Tensor) -> Callable[..., Tensor]:
+    one = Limit(limit)
+    return lambda b, h, q, k: k < one.limit
+
+
+def by_dict(limit: Tensor) -> Callable[..., Tensor]:
+    one = {"limit": limit}
+    return lambda b, h, q, k: k < one["limit"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [by_default, by_object, by_dict, Limit, lambda limit: Limit(limit).forward],
+    ids=["default", "object", "dict", "module", "method"],
+)
+def test_a_predicate_sees_what_it_reaches_indirectly_change(make: Callable[[Tensor], Any]) -> None:
+    """Only closures, globals and partials were watched: a method's `self` was not, and its old ranges were used."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(make(limit))
+    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
+    limit.fill_(3)
+    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
+
+
+def test_a_predicate_may_close_over_another_tensor_later() -> None:
+    """A new tensor in the memory of the old one has its id, and a new one's version."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(lambda b, h, q, k: k < limit)
+    for n in (1, 3, 2, 4):
+        limit = torch.tensor(n)
+        assert mask.intervals(1, 4).tolist() == [[[0, n]]]
+
+
+def test_values_are_checked_again_after_a_change_in_place() -> None:
+    n = torch.tensor([1, 2])
+    mask = lengths(n)
+    mask.check(2, 1, 4, 4, packed=False, device=CPU)
+    n[0] = -1
+    with pytest.raises(InputError, match="kv must be at least 0"):
+        mask.check(2, 1, 4, 4, packed=False, device=CPU)
+    n[0] = 9
+    with pytest.raises(InputError, match="at most 4"):
+        mask.check(2, 1, 4, 4, packed=False, device=CPU)
+
+
+def test_alignment_is_compared_again_after_a_change_in_place() -> None:
+    q, kv = torch.tensor([1, 2]), torch.tensor([1, 2])
+    mask = causal() & lengths(kv, q)
+    assert mask.resolved_align(2, 2, 2) == "both"
+    q[0] = 0
+    with pytest.raises(InputError, match="align must"):
+        mask.resolved_align(2, 2, 2)
+
+
+def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
+    n = torch.tensor([1, 2])
+    form = (causal("bottom_right") & lengths(n)).normal_form(2, 1, 1, 3, CPU)
+    n.zero_()
+    assert form.shift.tolist() == [[0], [1]]
+    start = torch.tensor([1, 0])
+    form = lengths([1, 2], kv_start=start).normal_form(2, 1, 1, 3, CPU)
+    start.zero_()
+    assert form.kv_position.tolist() == [[-1, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
+def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
+    """Lengths on a GPU are not read: wrong ones must not make a kernel access memory out of bounds."""
+    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # as attention does; unlike intervals(), without checks
+    assert int(ranges.min()) >= 0
+    assert int(ranges.max()) == 4
+
+
+@pytest.mark.parametrize("ask", ["intervals", "to_dense", "draw"])
+def test_asking_a_mask_itself_checks_the_sizes_too(ask: str) -> None:
+    sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
+    with pytest.raises(InputError, match="at most 4"):
+        getattr(lengths([9]), ask)(*sizes)
+
+
+def test_inference_tensors_have_no_version_and_are_never_remembered() -> None:
+    with torch.inference_mode():
+        n = torch.tensor([1])
+        mask = lengths(n)
+        mask.check(1, 1, 1, 3, packed=False, device=CPU)
+        assert mask.intervals(1, 3).tolist() == [[[0, 1]]]
+        n.add_(1)
+        assert mask.intervals(1, 3).tolist() == [[[0, 2]]]
+        n.fill_(9)
+        with pytest.raises(InputError, match="at most 3"):
+            mask.check(1, 1, 1, 3, packed=False, device=CPU)
+
+
+def test_forms_made_in_inference_mode_serve_training_later() -> None:
+    with torch.inference_mode():
+        form = causal().normal_form(1, 1, 5, 5, CPU)
+    assert not form.ranges.is_inference()
+    assert not causal().normal_form(1, 1, 5, 5, CPU).ranges.is_inference()
+
+
+def test_masks_without_tensors_share_their_ranges() -> None:
+    first = (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU)
+    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU) is first
+    assert (causal("top_left") & prefix(4)).normal_form(1, 1, 6, 6, CPU) is not first
+    assert (causal("bottom_right") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[1] * 6]
+    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[0] * 6]
+
+
+def test_the_memory_of_one_mask_is_bounded() -> None:
+    mask = lengths([1])
+    for size in range(1, 100):
+        mask.normal_form(1, 1, size, size, CPU)
+    assert len(mask.__dict__["_memory"]) <= 16
+
+
+# Flattening, copying.
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        FULL,
+        causal(),
+        window(2, None, "bottom_right") & prefix(3),
+        lengths(SAME, SAME) & causal(),
+        documents([0, 2], [0, 3], [0, 4], [0, 5], 6, 7),
+        masks.chunks(2, "top_left", [-1]),
+        window(0, 1) | prefix([4]),
+    ],
+    ids=repr,
+)
+def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
+    spec, tensors = mask.flatten()
+    again = Mask.unflatten(spec, tensors)
+    assert repr(again) == repr(mask)
+    assert again.structure == mask.structure
+    assert again.flatten()[0] == spec
+    for one, other in zip(mask.tensors, again.tensors, strict=True):
+        assert one is other
+
+
+MOVED = {
+    "every-pair": masks.FULL,
+    "shared-lengths": causal() & lengths(n := torch.tensor([2, 3]), n),
+    "documents": documents([0, 2, 5]) & causal(),
+    "dense": masks.dense(torch.rand(1, 1, 5, 5) < 0.5),
+    "predicate": masks.predicate(lambda b, h, q, k: q >= k),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
+    mask = MOVED[name]
+    moved = mask.to(torch.device("meta"))
+    assert [t.device.type for t in moved.tensors] == ["meta"] * len(mask.tensors)
+    assert moved.structure == mask.structure
+    assert [t.shape for t in moved.tensors] == [t.shape for t in mask.tensors]
+    assert mask.to("cpu") is mask
+    assert all(t.device.type == "cpu" for t in mask.tensors)
+
+
+def test_a_moved_mask_knows_what_its_values_said() -> None:
+    """Otherwise a kernel on a GPU waits to read the longest document."""
+    moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
+    assert moved.document_sizes == (2, 3, 1)
+    n = torch.tensor([2, 3])
+    (shared,) = (causal() & lengths(n, n)).to("meta").tensors
+    assert shared.shape == (2,)
+
+
+@pytest.mark.parametrize("device", ["tpu", 3.5, None])
+def test_a_mask_moves_to_devices_only(device: Any) -> None:
+    with pytest.raises(InputError, match=r"device must be a torch\.device or its name, got"):
+        causal().to(device)
+
+
+def test_a_released_predicate_is_not_found_again() -> None:
+    mask = masks.predicate(lambda b, h, q, k: q >= k)
+    spec, _ = mask.flatten()
+    assert Mask.unflatten(spec, []).intervals(1, 1).tolist() == [[[0, 1]]]
+    del mask
+    gc.collect()
+    with pytest.raises(InputError, match="mask must be kept alive"):
+        Mask.unflatten(spec, [])
+
+
+def test_copies_leave_remembered_values_behind() -> None:
+    mask = causal("top_left") & lengths(torch.tensor([1, 3])) & masks.predicate(everywhere)
+    dense = mask.to_dense(2, 1, 3, 3)
+    for copied in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert "_memory" not in copied.__dict__
+        assert torch.equal(copied.to_dense(2, 1, 3, 3), dense)
+        copied.tensors[0].fill_(0)
+        assert not copied.to_dense(2, 1, 3, 3).any()
+    assert torch.equal(mask.to_dense(2, 1, 3, 3), dense)
+
+
+# Memory.
+
+
+S = 1 << 20
+LONG = {
+    "causal": lambda: causal(),
+    "window-with-prefix": lambda: window(4096, 0) | prefix(128),
+    "chunks": lambda: masks.chunks(8192) & causal(),
+    "lengths": lambda: lengths([S - 5]) & causal("bottom_right"),
+    "documents": lambda: documents(list(range(0, S + 1, 1024))) & causal(),
+    "document-ids": lambda: masks.document_ids(torch.arange(S) // 1000) & causal(),
+    "scattered-document-ids": lambda: masks.document_ids(torch.arange(S) % 1000) & causal(),
+    "two-unions": lambda: (causal() | prefix(5)) & (window(99, 0) | prefix(3)) & (window(9, 0) | prefix(7)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_million_tokens_take_memory_in_proportion(name: str) -> None:
+    with Largest() as largest:
+        form = LONG[name]().normal_form(1, 1, S, S, CPU)
+        form.allowed(slice(0, 1), slice(S - 64, S), slice(S - 256, S), slice(0, 1))
+        form.hull(slice(0, 1), slice(0, 128))
+        for lazy in (form.q_position, form.kv_position, form.shift, form.q_sequence):
+            assert lazy.shape[1] == S
+        if form.exact:
+            form.tiles(4096, 4096)
+            assert form.rows_allowed.any()
+        if form.exact or name == "two-unions":
+            assert form.pairs > S
+            density(form, 24, 48)
+    assert largest.elements <= 4 * S
+
+
+def test_dense_masks_and_predicates_are_read_a_block_at_a_time() -> None:
+    size = 4096
+    mask = masks.predicate(lambda b, h, q, k: (q - k) % 3 == 0) & causal()
+    with Largest() as largest:
+        form = mask.normal_form(1, 8, size, size, CPU)
+        tiles = form.tiles(512, 512)
+        assert form.rows_allowed.all()
+    assert largest.elements <= size * size // 3
+    assert tiles[0, 0].tolist() == [[1 if j <= i else 0 for j in range(8)] for i in range(8)]
+
+
+# Compilation.
+
+
+def test_masks_are_built_inside_compiled_functions() -> None:
+    def build(x: Tensor, n: Tensor, cu: Tensor) -> tuple[list[str], list[Tensor]]:
+        specs, tensors = [], []
+        for mask in (
+            causal() & lengths(n, n),
+            (window(3, 0, "bottom_right") | prefix(n)) & lengths(n) & masks.chunks(4, offset=n),
+            documents(cu) & causal() & masks.dense(x > 0),
+            masks.document_ids(n) & window(1, 1),
+            lengths([1, 2]) & causal("top_left"),
+        ):
+            spec, parts = mask.flatten()
+            specs.append(spec)
+            tensors += parts
+        one = causal() & lengths(n, n)
+        one.check(2, 1, 4, 4, packed=False, device=x.device)
+        specs.append(str(one.resolved_align(2, 4, 4)))
+        specs.append(str("causal" in one.kinds and not one.is_full))
+        return specs, [t + 0 for t in tensors]
+
+    arguments = (torch.rand(3, 3), torch.tensor([1, 2]), torch.tensor([0, 1, 3]))
+    specs, tensors = build(*arguments)
+    compiled_specs, compiled_tensors = torch.compile(build, fullgraph=True, backend="eager")(*arguments)
+    assert compiled_specs == specs
+    assert all(torch.equal(a, b) for a, b in zip(compiled_tensors, tensors, strict=True))
+
+
+def test_a_predicate_mask_made_outside_is_used_in_a_compiled_function() -> None:
+    mask = masks.predicate(everywhere)
+
+    def use(x: Tensor) -> tuple[Tensor, str]:
+        return x + 1, (mask & causal()).flatten()[0]
+
+    _, spec = torch.compile(use, fullgraph=True, backend="eager")(torch.ones(1))
+    assert Mask.unflatten(spec, []).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
+
+
+def test_a_predicate_made_while_compiling_is_refused() -> None:
+    def build(x: Tensor) -> Tensor:
+        masks.predicate(everywhere)
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="predicate"):
+        torch.compile(build, fullgraph=True, backend="eager")(torch.ones(1))
+
+
+# Pictures.
+
+
+@pytest.mark.parametrize(
+    ("mask", "picture"),
+    [
+        (
+            causal("bottom_right") & lengths([3, 2], [2, 2]),
+            """causal(align='bottom_right') & lengths(kv=[3, 2], q=[2, 2])
+  0 1 2
+0 ■ ■ ·
+1 ■ ■ ■""",
+        ),
+        (
+            window(0, 0) | prefix(1),
+            """window(0, 0) | prefix(1)
+  0 1 2 3 4 5 6 7
+0 ■ · · · · · · ·
+1 ■ ■ · · · · · ·
+2 ■ · ■ · · · · ·
+3 ■ · · ■ · · · ·
+4 ■ · · · ■ · · ·
+5 ■ · · · · ■ · ·
+6 ■ · · · · · ■ ·
+7 ■ · · · · · · ■""",
+        ),
+        (
+            documents([0, 1, 3], padded_q=[0, 2, 4]) & causal(),
+            """causal() & documents([0, 1, 3], padded_q=[0, 2, 4])
+  0 1 2 3
+0 ■ · · ·
+1 · · · ·
+2 · · ■ ·
+3 · · ■ ■""",
+        ),
+        (
+            (causal() | prefix(2)) & masks.document_ids(IDS),
+            """(causal() | prefix(2)) & document_ids(<int64 [1, 3]>)
+  0 1 2
+0 ■ ■ ·
+1 ■ ■ ·
+2 · · ■""",
+        ),
+        (
+            masks.dense(torch.eye(2, 3).bool()),
+            """dense(<bool [1, 1, 2, 3]>)
+  0 1 2
+0 ■ · ·
+1 · ■ ·""",
+        ),
+        (documents([0, 100]), "documents([0, 100])"),
+        (masks.predicate(everywhere) & lengths([2, 2]).take("lengths")[1], None),
+        (lengths(SAME.to("meta")), "lengths(kv=<int64 [2]>)"),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Mask) else "",
+)
+def test_str_draws_a_small_example(mask: Mask, picture: str | None) -> None:
+    assert str(mask) == picture or (picture is None and str(mask).startswith("predicate(everywhere)\n"))
+
+
+def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
+    assert "align must be given" in str(causal() & lengths([1, 2]))
+
+
+def test_a_picture_in_text_that_nobody_reads_is_refused() -> None:
+    """It would take 10 GB of characters, and as many pairs first."""
+    with pytest.raises(InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"):
+        causal().draw(100_000, 100_000)
+
+
+def test_draw_shows_every_batch_element() -> None:
+    assert lengths([1, 2]).draw(1, 2, batch=2) == "  0 1\n0 ■ ·\n\n  0 1\n0 ■ ■"
+
+
+def test_a_long_title_stays_above_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    mask = causal("top_left") & lengths([3, 2], [3, 2]) & masks.chunks(4, "top_left") & masks.document_ids(IDS)
+    figure = mask.plot(3, 3, tmp_path / "mask.png", batch=2)
+    title = figure._suptitle
+    assert title.get_text().replace("\n", " ") == repr(mask)
+    place = title.get_window_extent()
+    assert 0 <= place.x0 < place.x1 <= figure.bbox.width
+    assert all(axes.get_window_extent().y1 < place.y0 for axes in figure.axes)
+
+
+def test_plot_counts_pairs_under_each_pixel(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mask.png"
+    with Largest() as largest:
+        figure = (window(1 << 16, 0) | prefix(1 << 14)).plot(S, S, path, pixels=64)
+    assert path.stat().st_size > 1000
+    assert largest.elements <= 4 * S
+    image = figure.axes[0].images[0].get_array()
+    assert image.shape == (64, 64)
+    assert float(image[10, 10]) == pytest.approx(0.5, abs=1e-4)
+    assert float(image[63, 0]) == 1
+    assert float(image[63, 30]) == 0
+    dense = masks.dense(torch.eye(100).bool()).plot(100, 100, pixels=10).axes[0].images[0].get_array()
+    assert float(dense[3, 3]) == pytest.approx(0.1)
+    assert float(dense[3, 4]) == 0

@@ -1,0 +1,121 @@
+"""The layers have TransformerEngine's signatures, and their page of documentation lists every argument."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undivided import MultiheadAttention, RotaryPositionEmbedding, TransformerLayer, apply_rotary_pos_emb
+from undivided.nn.arguments import refused as tables
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from-transformer-engine.md"
+
+ATTENTION = """
+hidden_size num_attention_heads kv_channels=None attention_dropout=0.1 layernorm_epsilon=1e-05 init_method=None
+output_layer_init_method=None layer_number=None attn_mask_type='causal' window_size=None bottom_right_diagonal=None
+tp_group=None tp_size=1 num_gqa_groups=None fuse_wgrad_accumulation=False get_rng_state_tracker=None
+sequence_parallel=False params_dtype=None return_bias=False return_layernorm_output=False input_layernorm=False
+attention_type='self' set_parallel_mode=False fuse_qkv_params=False zero_centered_gamma=False
+qkv_weight_interleaved=True rotary_pos_interleaved=False ub_overlap_ag=False ub_overlap_rs=False
+ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False bias=True normalization='LayerNorm' device='cuda'
+qkv_format='sbhd' name=None qk_norm_type=None qk_norm_eps=1e-06 qk_norm_before_rope=False seq_length=None
+micro_batch_size=None softmax_type='vanilla'
+""".split()
+ATTENTION_CALL = """
+hidden_states attention_mask=None encoder_output=None attn_mask_type=None window_size=None bottom_right_diagonal=None
+is_first_microbatch=None checkpoint_core_attention=False inference_params=None rotary_pos_emb=None
+core_attention_bias_type='no_bias' core_attention_bias=None alibi_slopes=None cu_seqlens_q=None cu_seqlens_kv=None
+cu_seqlens_q_padded=None cu_seqlens_kv_padded=None max_seqlen_q=None max_seqlen_kv=None fast_zero_fill=True
+pad_between_seqs=None
+""".split()
+LAYER = """
+hidden_size ffn_hidden_size num_attention_heads num_gqa_groups=None layernorm_epsilon=1e-05 hidden_dropout=0.1
+attention_dropout=0.1 init_method=None output_layer_init_method=None layer_number=None kv_channels=None
+self_attn_mask_type='causal' window_size=None bottom_right_diagonal=None enc_dec_attn_mask_type='no_mask'
+enc_dec_bottom_right_diagonal=None enc_dec_window_size=None tp_group=None tp_size=1 params_dtype=None
+get_rng_state_tracker=None fuse_wgrad_accumulation=False seq_length=None micro_batch_size=None
+sequence_parallel=False apply_residual_connection_post_layernorm=False output_layernorm=False
+parallel_attention_mlp=False layer_type='encoder' drop_path_rate=0.0 set_parallel_mode=False fuse_qkv_params=False
+rotary_pos_interleaved=False zero_centered_gamma=False qkv_weight_interleaved=True ub_tp_comm_overlap=False
+ub_overlap_ag=True ub_overlap_rs=True ub_overlap_rs_dgrad=False ub_bulk_dgrad=True ub_bulk_wgrad=True bias=True
+activation='gelu' activation_params=None normalization='LayerNorm' device='cuda' attn_input_format='sbhd' name=None
+qk_norm_type=None qk_norm_eps=1e-06 qk_norm_before_rope=False softmax_type='vanilla'
+""".split()
+LAYER_CALL = """
+hidden_states attention_mask=None self_attn_mask_type=None window_size=None bottom_right_diagonal=None
+encoder_output=None enc_dec_attn_mask=None enc_dec_attn_mask_type=None enc_dec_window_size=None
+enc_dec_bottom_right_diagonal=None is_first_microbatch=None checkpoint_core_attention=False inference_params=None
+rotary_pos_emb=None core_attention_bias_type='no_bias' core_attention_bias=None alibi_slopes=None cu_seqlens_q=None
+cu_seqlens_kv=None cu_seqlens_q_padded=None cu_seqlens_kv_padded=None max_seqlen_q=None max_seqlen_kv=None
+fast_zero_fill=True pad_between_seqs=None
+""".split()
+ROPE = """
+dim rotary_percent=1.0 seq_len_interpolation_factor=None pretrained_max_position_embeddings=None rotary_base=10000.0
+interleaved=False
+""".split()
+APPLY_ROPE = """
+t freqs tensor_format='sbhd' start_positions=None interleaved=False fused=False cu_seqlens=None cp_size=1 cp_rank=0
+""".split()
+WITHOUT_DEFAULT = ("='sbhd'", "='cuda'")  # shapes do not reveal a wrong format; a GPU may be absent
+
+
+def positional(function: Callable[..., Any]) -> list[str]:
+    """name=default of every positional argument, in order, without self."""
+    return [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (MultiheadAttention.__init__, ATTENTION),
+        (MultiheadAttention.forward, ATTENTION_CALL),
+        (TransformerLayer.__init__, LAYER),
+        (TransformerLayer.forward, LAYER_CALL),
+        (RotaryPositionEmbedding.__init__, ROPE),
+        (apply_rotary_pos_emb, APPLY_ROPE),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_the_signature_is_transformer_engines(function: Callable[..., Any], signature: list[str]) -> None:
+    """Argument by argument, except the format and the device, which default to None."""
+    wanted = [word.split("=")[0] + "=None" if word.endswith(WITHOUT_DEFAULT) else word for word in signature]
+    assert positional(function) == wanted
+
+
+@pytest.mark.parametrize("layer", [MultiheadAttention, TransformerLayer])
+def test_what_is_beyond_transformer_engine(layer: type) -> None:
+    extra = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert extra == ["softmax_scale", "softcap", "backend"]
+
+
+ROW = re.compile(r"^\| `(\w+)` \| (works|hint|refused|different)\b[^|]* \| [^|]+ \|$", re.MULTILINE)
+
+
+def rows(heading: str) -> dict[str, str]:
+    return dict(ROW.findall(PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]))
+
+
+def names(signature: list[str]) -> list[str]:
+    return [word.split("=")[0] for word in signature]
+
+
+def test_the_page_says_of_every_argument_what_becomes_of_it() -> None:
+    beyond = ["softmax_scale", "softcap", "backend"]
+    for heading, first, second, extra, refused in (
+        ("The layers: constructors", LAYER, ATTENTION, beyond, tables.TRANSFORMER_LAYER_AT_CONSTRUCTION),
+        ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], tables.LAYERS_AT_CALL),
+        ("Rotary embeddings", [*ROPE, "scaling", "device"], [w for w in APPLY_ROPE if "interleaved" not in w], [], {}),
+    ):
+        found = rows(heading)
+        wanted = names(first) + [name for name in names(second) if name not in names(first)] + extra
+        assert list(found) == wanted, heading
+        assert {name for name, here in found.items() if here == "refused"} == set(refused), heading

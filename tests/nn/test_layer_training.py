@@ -1,0 +1,232 @@
+"""Layers in training: dropout, recomputation, compilation, devices, copies, autocast."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+from typing import Any
+
+import plain_layer
+import pytest
+import torch
+from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, laid_out, layer, taken_apart
+from torch import Tensor, distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from undivided import RotaryPositionEmbedding
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_same_seed_drops_the_same_entries(format: str) -> None:
+    module = layer(format, hidden_dropout=0.3, attention_dropout=0.3, self_attn_mask_type="padding_causal")
+    xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
+    call = {"cu_seqlens_q": cu(LENGTHS)}
+
+    def once(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return torch.cat(taken_apart(module(laid_out(xs, format, PADDING), **call), LENGTHS, format))
+
+    assert torch.equal(once(1), once(1))
+    assert not torch.allclose(once(1), once(2))
+    module.eval()
+    assert torch.equal(once(1), once(2))
+
+
+def test_attention_drops_the_same_weights_in_every_format() -> None:
+    """Dropout is a function of the sequence and the positions."""
+    outs = []
+    xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
+    for format in FORMATS:
+        torch.manual_seed(3)
+        module = layer(format, attention_dropout=0.4, self_attn_mask_type="padding_causal")
+        plain_layer.shaken(module)
+        torch.manual_seed(4)
+        out = module(laid_out(xs, format), cu_seqlens_q=cu(LENGTHS))
+        outs.append(torch.cat(taken_apart(out, LENGTHS, format)))
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_dropped_path_leaves_a_whole_sequence_out(format: str) -> None:
+    """Each block of each sequence is either scaled by two or omitted; TransformerEngine drops along axis 0."""
+    module = layer(format, drop_path_rate=0.5, self_attn_mask_type="padding_causal")
+    plain_layer.shaken(module)
+    whole = layer(format, self_attn_mask_type="padding_causal")
+    whole.load_state_dict(module.state_dict())
+    xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
+    x, call = laid_out(xs, format, PADDING), {"cu_seqlens_q": cu(LENGTHS)}
+    attended = taken_apart(whole.self_attention(x, attn_mask_type="padding_causal", **call), LENGTHS, format)
+    seen = set()
+    for _ in range(40):
+        out = taken_apart(module(x, **call), LENGTHS, format)
+        for n, sequence in enumerate(xs):
+            possible = {}
+            for kept_attention, kept_mlp in itertools.product((0, 2), repeat=2):
+                between = sequence + kept_attention * attended[n]
+                possible[kept_attention, kept_mlp] = between + kept_mlp * whole.layernorm_mlp(between)[0]
+            found = [key for key, value in possible.items() if torch.allclose(out[n], value)]
+            assert len(found) == 1
+            seen.add((n, *found[0]))
+    assert len(seen) == 8, "each sequence has each of its four outcomes"
+
+
+def test_dropping_every_path_and_none() -> None:
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    assert torch.equal(layer("bshd", drop_path_rate=1.0)(x), x)
+    module = layer("bshd", drop_path_rate=1.0).eval()
+    assert not torch.allclose(module(x), x)
+
+
+def test_hidden_dropout_keeps_the_mean() -> None:
+    """Kept entries are scaled by 1 / (1 - p), in each of a decoder's three blocks."""
+    x = torch.zeros(1, 400, HIDDEN, dtype=torch.float64)
+    module = layer("bshd", hidden_dropout=0.5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+        module.self_attention.proj.bias.fill_(1.0)
+    out = module(x)
+    assert set(out.unique().tolist()) == {0.0, 2.0}
+    assert 0.45 < (out == 0).double().mean() < 0.55
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_recomputing_the_attention_changes_nothing(p: float) -> None:
+    module = layer("bshd", attention_dropout=p, num_gqa_groups=2, softmax_type="learnable")
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def run(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        out = module(x, checkpoint_core_attention=recompute)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("format", ["bshd", "thd"])
+def test_compiled_in_one_graph(format: str) -> None:
+    options = {
+        "num_gqa_groups": 2,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "window_size": (2, 0),
+        "qk_norm_type": "RMSNorm",
+    }
+    module = layer(format, self_attn_mask_type="padding_causal", **options)
+    xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
+    x = laid_out(xs, format, PADDING).requires_grad_()
+    call = {"cu_seqlens_q": cu(LENGTHS), "rotary_pos_emb": RotaryPositionEmbedding(6)(8)}
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (module, compiled):
+        out = function(x, **call)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_compiled_decoder_layer() -> None:
+    module = layer("bshd", layer_type="decoder", drop_path_rate=0.2, hidden_dropout=0.1)
+    x, encoder = (torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.randn(2, 4, HIDDEN, dtype=torch.float64))
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert compiled(x, encoder_output=encoder).shape == x.shape
+    module.eval()
+    torch.testing.assert_close(compiled(x, encoder_output=encoder), module(x, encoder_output=encoder))
+
+
+def test_made_on_the_meta_device_and_started_later() -> None:
+    """Nothing is allocated; after `to_empty` and `reset_parameters` every parameter is initialised."""
+    init = functools.partial(torch.nn.init.constant_, val=0.5)
+    options = {
+        "layer_type": "decoder",
+        "output_layernorm": True,
+        "qk_norm_type": "LayerNorm",
+        "softmax_type": "learnable",
+    }
+    module = layer("bshd", device="meta", init_method=init, **options)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    x = torch.empty(2, 5, HIDDEN, dtype=torch.float64, device="meta")
+    assert module(x, encoder_output=x).is_meta
+    module = module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)
+    module.reset_parameters()
+    fresh = layer("bshd", init_method=init, **options)
+    for name, parameter in module.named_parameters():
+        assert not parameter.isnan().any(), name
+        if "proj" not in name and "fc2" not in name:
+            assert torch.equal(parameter, fresh.state_dict()[name]), name
+    with torch.device("meta"):
+        assert layer("bshd").layernorm_mlp.fc1_weight.is_meta
+
+
+def test_copies_are_the_same_layer() -> None:
+    module = layer("bshd", num_gqa_groups=2, activation="clamped_swiglu", qk_norm_type="L2Normalization")
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), module(x))
+        assert str(other) == str(module)
+    half = copy.deepcopy(module).bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(half(x.bfloat16()).double(), module(x), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_under_autocast_the_residual_stays_wide(normalization: str) -> None:
+    module = layer("bshd", params_dtype=torch.float32, normalization=normalization, qk_norm_type="RMSNorm")
+    x = torch.randn(2, 5, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, module(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5)), rtol=0.05, atol=0.05)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_activation_checkpointing_of_the_whole_layer() -> None:
+    module = layer("bshd", hidden_dropout=0.2, attention_dropout=0.2, drop_path_rate=0.2)
+    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def run(function: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        out = function(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+    recomputed = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False)
+    for a, b in zip(run(recomputed), run(module), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@pytest.mark.parametrize("parts", [False, True], ids=["whole-layer", "each-part"])
+def test_sharded_with_half_precision(parts: bool) -> None:
+    """Shards are fp32 while the module computes in bf16: the dtype check once compared with the shard."""
+    module = layer("bshd", params_dtype=torch.float32)
+    x = torch.randn(2, 5, HIDDEN)
+    want = module(x)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        for part in (module.self_attention.layernorm_qkv, module.self_attention.proj, module.layernorm_mlp):
+            if parts:
+                shard(part)
+        shard(module)
+        out = module(x)
+        out.sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)

@@ -1,0 +1,388 @@
+"""What is not plain memory never reaches a pointer: it is one operator for who looks on, or refused by name.
+
+A FakeTensor, a DTensor, a storage that FSDP had freed, a default device of "meta": each ended the process once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_function, nop
+from fuzz_values import FunctionOnly, _collective, _distributed, _escaped, _functional, _logging, _two
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import undivided
+from undivided import InputError, KVCache, PagedKVCache, masks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of (nested|MaskedTensors):UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+]
+FAKE = FakeTensorMode()
+SHAPE = (1, 4, 2, 8)
+FULL = masks.causal() & masks.lengths(torch.tensor([3]), torch.tensor([3]))
+
+
+def x(gradient: bool = False) -> Tensor:
+    return torch.randn(SHAPE, requires_grad=gradient)
+
+
+def att(q: Any, k: Any = None, v: Any = None, **options: Any) -> Any:
+    return undivided.attention(q, q if k is None else k, q if v is None else v, layout="bshd", **options)
+
+
+def resized(to: int, begin: int = 0) -> Tensor:
+    tensor = torch.randn(2, *SHAPE)[begin]
+    tensor.untyped_storage().resize_(to)
+    return tensor
+
+
+def set_to_less() -> Tensor:
+    storage = torch.randn(64).untyped_storage()
+    tensor = torch.empty(0).set_(storage, 0, SHAPE, (64, 16, 8, 1))
+    storage.resize_(128)
+    return tensor
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(3, 2, 8)], layout=layout)
+
+
+# one tensor, and the words of the refusal
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "freed-storage": (lambda: resized(0), "256 bytes in memory, got a storage of 0 bytes"),
+    "freed-storage-of-a-view": (lambda: resized(0, 1), "512 bytes in memory, got a storage of 0 bytes"),
+    "half-a-storage": (lambda: resized(300, 1), "512 bytes in memory, got a storage of 300 bytes"),
+    "set-to-a-storage-that-shrank": (set_to_less, "256 bytes in memory, got a storage of 128 bytes"),
+    "dtensor": (lambda: _distributed(x()), "plain tensor, got a DTensor\n  HINT: .*to_local"),
+    "masked": (
+        lambda: torch.masked.masked_tensor(x(), torch.ones(SHAPE, dtype=torch.bool)),
+        "plain tensor, got a MaskedTensor\n  HINT: .*get_data",
+    ),
+    "nested-strided": (lambda: nested(torch.strided), "dense .strided. tensor, got a nested tensor\n  HINT: "),
+    "nested-jagged": (lambda: nested(torch.jagged), "dense .strided. tensor, got a nested tensor\n  HINT: "),
+    "sparse": (lambda: x().to_sparse(), "dense .strided. tensor, got torch.sparse_coo"),
+    "mkldnn": (lambda: x().to_mkldnn(), "dense .strided. tensor, got torch._mkldnn"),
+    "lazy": (lambda: torch.nn.parameter.UninitializedParameter(), "initialized, got UninitializedParameter"),
+    "escaped-vmap": (lambda: _escaped(torch.func.vmap)(torch.randn(2, *SHAPE)), "memory of its own"),
+    "escaped-grad": (lambda: _escaped(torch.func.grad)(x()), "memory of its own"),
+    "functional-alone": (lambda: _functional(x()), "under the FunctionalTensorMode that made it"),
+}
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "q": lambda t: att(t, x(), x()),
+    "k": lambda t: att(x(), t, x()),
+    "v": lambda t: att(x(), x(), t),
+    "fp64": lambda t: undivided.attention(x().double(), t, t, layout="bshd"),
+    "bias": lambda t: att(x(), bias=t),
+    "sinks": lambda t: att(x(), sinks=t),
+    "alibi_slopes": lambda t: att(x(), alibi_slopes=t),
+    "mask-lengths": lambda t: att(x(), mask=masks.lengths(t)),
+    "mask-documents": lambda t: masks.documents(t),
+    "mask-ids": lambda t: masks.document_ids(t),
+    "mask-prefix": lambda t: masks.prefix(t),
+    "sdpa": lambda t: undivided.scaled_dot_product_attention(t, x(), x()),
+    "sdpa-mask": lambda t: undivided.scaled_dot_product_attention(x(), x(), x(), t),
+    "explain": lambda t: undivided.explain(x(), t, x(), layout="bshd"),
+    "verify": lambda t: undivided.verify(x(), t, x(), layout="bshd"),
+    "merge-outs": lambda t: undivided.merge([x(), t], [torch.zeros(1, 2, 4)] * 2),
+    "merge-sinks": lambda t: undivided.merge([x()], [torch.zeros(1, 2, 4)], t, layout="bshd"),
+    "kv-cache": lambda t: KVCache(1, 8, 2, 8, dtype=torch.float32).append(t, x()),
+    "paged-kv-cache": lambda t: PagedKVCache(4, 4, 2, 8, batch=1, dtype=torch.float32).append(x(), t),
+    "module": lambda t: undivided.DotProductAttention(2, 8, qkv_format="bshd")(t, x(), x()),
+    "layer": lambda t: undivided.MultiheadAttention(16, 2, qkv_format="bshd")(t),
+    "rotary": lambda t: undivided.apply_rotary_pos_emb(t, torch.zeros(4, 1, 1, 8), "bshd"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_kernel_can_read_is_refused_by_name(kind: str) -> None:
+    make, words = REFUSED[kind]
+    for name in "qkv":
+        with pytest.raises(InputError, match=rf"(?s){name} must .*{words}"):
+            OTHERS[name](make())
+
+
+@pytest.mark.parametrize("place", OTHERS)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_every_tensor_counts(kind: str, place: str) -> None:
+    with pytest.raises(InputError):
+        OTHERS[place](REFUSED[kind][0]())
+
+
+def test_a_storage_that_is_freed_between_two_calls_is_seen() -> None:
+    """The sizes and strides are those of a call that was checked before."""
+    q, bias, dense = x(), torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    mask = masks.dense(dense)
+    kept = q.clone()
+    for tensor, options in ((q, {}), (bias, {"bias": bias}), (dense, {"mask": mask})):
+        first = att(q, **options)
+        values, size = tensor.clone(), tensor.untyped_storage().nbytes()
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(InputError, match=r"in memory"):
+            att(q, **options)
+        tensor.untyped_storage().resize_(size)
+        tensor.copy_(values)
+        torch.testing.assert_close(att(q, **options), first)
+    torch.testing.assert_close(q, kept)
+
+
+def test_a_storage_may_be_freed_between_forward_and_backward_of_another_tensor() -> None:
+    q, grad = x(True), x()
+    out = att(q, backend="native")  # PyTorch's own kernel has PyTorch's words for it
+    grad.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="grad_out must have its 256 bytes in memory"):
+        out.backward(grad)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch_flash", "reference"])
+def test_a_negated_view_is_read_with_its_sign(backend: str) -> None:
+    q, k, v, grad = x(True), x(True), x(True), x()
+    negated = [torch._neg_view(t.detach()).requires_grad_() for t in (q, k, v)]
+    options = {"mask": FULL if backend != "torch_flash" else masks.causal(), "backend": backend}
+    att(*negated, **options).backward(torch._neg_view(grad))
+    right = [(-t.detach()).requires_grad_() for t in (q, k, v)]
+    att(*right, **options).backward(-grad)
+    for ours, theirs in zip(negated, right, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mask", [None, masks.dense(torch.ones(4, 4, dtype=torch.bool))], ids=["plain", "dense"])
+def test_zeros_without_memory_are_zeros(mask: masks.Mask | None) -> None:
+    zero, q = torch._efficientzerotensor(SHAPE), x(True)
+    torch.testing.assert_close(att(zero, mask=mask), torch.zeros(SHAPE))
+    att(q, mask=mask).backward(zero)
+    assert not q.grad.any()
+
+
+def test_buffers_of_the_kernel_are_on_the_device_of_its_inputs() -> None:
+    """``torch.set_default_device("meta")`` ended the process: the log-sum-exp was made there."""
+    q, sinks = x(True), torch.zeros(2, requires_grad=True)
+    with torch.device("meta"):
+        out, lse = att(q, mask=FULL, sinks=sinks, return_lse=True)
+        (out.sum() + lse[..., :3].sum()).backward()
+    assert {out.device.type, lse.device.type, q.grad.device.type} == {"cpu"}
+    other = [t.detach().requires_grad_() for t in (q, sinks)]
+    out, lse = att(other[0], mask=FULL, sinks=other[1], return_lse=True)
+    (out.sum() + lse[..., :3].sum()).backward()
+    torch.testing.assert_close([q.grad, sinks.grad], [t.grad for t in other])
+
+
+class Seen(TorchDispatchMode):
+    """The names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_one_operator_and_its_backward() -> None:
+    q = x(True)
+    with Seen() as seen:
+        att(q, mask=FULL).sum().backward()
+    assert [name for name in seen.names if "undivided" in name] == [
+        "undivided.attention.default",
+        "undivided.attention_backward.default",
+    ]
+    ours, q.grad = q.grad, None
+    att(q, mask=FULL).sum().backward()
+    torch.testing.assert_close(ours, q.grad)
+
+
+def test_a_backward_alone_under_a_mode_is_plain_operations() -> None:
+    q = x(True)
+    out = att(q, mask=masks.causal())
+    traced = make_fx(lambda g: torch.autograd.grad(out, q, g, retain_graph=True)[0])(x())
+    grad = x()
+    torch.testing.assert_close(traced(grad), torch.autograd.grad(out, q, grad)[0])
+
+
+def fake_qkv(gradient: bool = True) -> list[Tensor]:
+    return [FAKE.from_tensor(x()).requires_grad_(gradient) for _ in range(3)]
+
+
+def test_fake_tensors_give_fake_tensors_with_gradients() -> None:
+    q, k, v = fake_qkv()
+    out, lse = att(q, k, v, mask=masks.causal(), return_lse=True)
+    assert isinstance(out, FakeTensor)
+    assert (out.shape, lse.shape, out.device.type) == (q.shape, (1, 2, 4), "cpu")
+    (out.sum() + lse.sum()).backward()
+    assert all(isinstance(t.grad, FakeTensor) and t.grad.shape == t.shape for t in (q, k, v))
+    assert isinstance(undivided.scaled_dot_product_attention(q, k, v, is_causal=True), FakeTensor)
+
+
+def test_under_a_fake_mode_all_that_a_model_makes_is_fake() -> None:
+    with FAKE:
+        n = torch.tensor([3])
+        q, bias, sinks, seed = (
+            torch.randn(SHAPE, requires_grad=True),
+            torch.randn(4, 4),
+            torch.randn(2),
+            torch.tensor(3),
+        )
+        out = att(
+            q, mask=masks.causal() & masks.lengths(n, n), bias=bias, sinks=sinks, dropout_p=0.1, dropout_seed=seed
+        )
+        out.sum().backward()
+        assert isinstance(q.grad, FakeTensor)
+        layer = undivided.MultiheadAttention(16, 2, qkv_format="bshd")
+        assert isinstance(layer(torch.randn(1, 4, 16)), FakeTensor)
+        cache = KVCache(1, 8, 2, 8, dtype=torch.float32)
+        cache.append(q.detach(), q.detach())
+        assert isinstance(cache.attend(q.detach()), FakeTensor)
+    torch.testing.assert_close(att(x(), mask=FULL).shape, SHAPE)  # nothing fake was remembered
+
+
+def test_fake_tensors_that_are_wrong_are_refused_as_real_ones() -> None:
+    q, k, v = fake_qkv()
+    with pytest.raises(InputError, match="k must have the head size of q"):
+        att(q, k[..., :4], v)
+    with pytest.raises(InputError, match="mask must have one entry of lengths"):
+        att(q, k, v, mask=masks.lengths(torch.tensor([3, 4])))
+    with pytest.raises(
+        InputError, match="be of classes that take undivided::attention together, got FakeTensor, Tensor"
+    ):
+        att(q, x(), v)
+    real = x()
+    with FAKE, pytest.raises(InputError, match="of classes that take undivided::attention together"):
+        att(real)
+
+
+@pytest.mark.parametrize("place", ["bias", "sinks", "alibi_slopes", "mask-lengths"])
+def test_one_fake_tensor_among_real_ones_is_refused(place: str) -> None:
+    make = {"bias": (4, 4), "mask-lengths": (1,)}.get(place, (2,))
+    tensor = torch.ones(make, dtype=torch.int64 if place == "mask-lengths" else torch.float32)
+    with pytest.raises(InputError, match="of classes that take undivided::attention together"):
+        OTHERS[place](FAKE.from_tensor(tensor))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("transform", ["none", "autograd", "vmap", "func-grad", "functionalize"])
+def test_make_fx_traces_what_the_eager_call_computes(mode: str, transform: str) -> None:
+    def call(q: Tensor) -> Tensor:
+        return att(q, mask=masks.causal()).sin()
+
+    functions = {
+        "none": call,
+        "autograd": lambda q: torch.autograd.grad(call(q).sum(), q)[0],
+        "vmap": torch.func.vmap(lambda q: call(q[None])),
+        "func-grad": torch.func.grad(lambda q: call(q).sum()),
+        "functionalize": torch.func.functionalize(call),
+    }
+    function, leaf = functions[transform], transform == "autograd"
+    graph, q = make_fx(function, tracing_mode=mode)(x(leaf)), x(leaf)
+    torch.testing.assert_close(graph(q), function(q))
+    opaque = any("undivided.attention" in str(node.target) for node in graph.graph.nodes)
+    assert opaque == (transform in ("none", "autograd"))
+
+
+def test_symbolic_sizes_stay_symbolic() -> None:
+    graph = make_fx(lambda q: att(q, mask=masks.causal()), tracing_mode="symbolic")(x())
+    longer = torch.randn(2, 9, 2, 8)
+    torch.testing.assert_close(graph(longer), att(longer, mask=masks.causal()))
+
+
+class Model(torch.nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return att(q, mask=masks.causal())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_operator(strict: bool) -> None:
+    program = torch.export.export(Model(), (x(),), strict=strict).run_decompositions()
+    q = x()
+    torch.testing.assert_close(program.module()(q), Model()(q))
+    assert any(str(node.target) == "undivided.attention.default" for node in program.graph.nodes)
+
+
+def test_aot_function_has_the_eager_gradients() -> None:
+    traced, q = aot_function(lambda q: Model()(q).sin(), fw_compiler=nop), x(True)
+    traced(q).sum().backward()
+    ours, q.grad = q.grad, None
+    Model()(q).sin().sum().backward()
+    torch.testing.assert_close(ours, q.grad)
+
+
+def test_jit_trace_computes_anew() -> None:
+    """It recorded memory that nothing had written."""
+    traced, q = torch.jit.trace(lambda q: att(q), (x(),)), x()
+    torch.testing.assert_close(traced(q), att(q))
+
+
+def test_selective_checkpointing_can_keep_the_result() -> None:
+    q, counted = x(True), Seen()
+
+    def policy(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        keep = op == torch.ops.undivided.attention.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    with counted:
+        checkpoint(
+            lambda q: att(q.sin()),
+            q,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        ).sum().backward()
+    assert counted.names.count("undivided.attention.default") == 1
+    ours, q.grad = q.grad, None
+    att(q.sin()).sum().backward()
+    torch.testing.assert_close(ours, q.grad)
+
+
+@pytest.mark.parametrize("wrap", [_two, _logging, _collective], ids=["two", "logging", "collective"])
+def test_a_class_that_passes_operators_on_gets_its_result(wrap: Callable[[Tensor], Tensor]) -> None:
+    plain = x()
+    found = att(wrap(plain), mask=masks.causal())
+    inner = getattr(found, "a", getattr(found, "elem", found))
+    torch.testing.assert_close(inner, att(plain, mask=masks.causal()))
+
+
+def test_two_tensors_have_gradients_and_are_gradients() -> None:
+    q = _two(x()).requires_grad_()
+    att(q).sum().backward()
+    assert type(q.grad).__name__ == "TwoTensor"
+    plain = x(True)
+    att(plain).backward(_two(x()))
+    assert type(plain.grad).__name__ == "TwoTensor"
+
+
+def test_a_class_with_torch_function_alone_has_plain_memory() -> None:
+    q = x().as_subclass(FunctionOnly)
+    found = att(q, mask=FULL)
+    assert type(found) is FunctionOnly
+    torch.testing.assert_close(found.as_subclass(Tensor), att(q.as_subclass(Tensor), mask=FULL))
+    torch.testing.assert_close(att(torch.nn.Parameter(x().zero_())).detach(), torch.zeros(SHAPE))
+
+
+@pytest.mark.parametrize("context", [Seen, lambda: FlopCounterMode(display=False), contextlib.nullcontext])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_second_derivatives_are_right_whoever_looks_on(context: Callable[[], Any], compiled: bool) -> None:
+    """The operator's backward had no derivative: under torch.compile(backend="eager") a second one was silently 0."""
+    options = {"bias": torch.randn(2, 4, 4, requires_grad=True), "sinks": torch.randn(2, requires_grad=True)}
+    leaves = [x(True), x(True), x(True), *options.values()]
+
+    def twice(call: Callable[..., Any]) -> tuple[Tensor, ...]:
+        out, lse = call(*leaves[:3], mask=FULL, return_lse=True, **options)
+        loss = out.square().sum() + lse[..., :3].square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    call = torch.compile(att, backend="eager") if compiled else att
+    with context():
+        found = twice(call)
+    torch.testing.assert_close(found, twice(att))
+    torch._dynamo.reset()

@@ -1,0 +1,441 @@
+"""Derivatives of every order and mode: exact, or an error; never silent zeros."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from brute_force import attend, causal, error, whole
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import undivided
+from undivided import masks
+
+# torch's own forward mode scripts its decompositions when it is first used
+pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit.script:DeprecationWarning")
+
+BACKENDS = ("reference", "torch_flash")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal-gqa": {"mask": masks.causal("bottom_right"), "kv_heads": 1},
+    "window": {"mask": masks.window(1, 0, "bottom_right")},
+    "lengths-with-an-empty-row": {"mask": masks.lengths([4, 0], [3, 2])},
+    "dense": {"mask": masks.dense(torch.tensor([[True, False, True, True], [False] * 4, [True] * 4]))},
+    "bias": {"bias": (2, 1, 3, 4)},
+    "alibi": {"alibi_slopes": (2, 2), "mask": masks.causal("bottom_right")},
+    "sinks-softcap": {"sinks": (2,), "softcap": 1.5},
+    "value-dim-dropout": {"v_dim": 3, "dropout_p": 0.3, "dropout_seed": 3},
+}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def problem(name: str, backend: str | None = None, lse: bool = True) -> tuple[Callable[..., Any], list[Tensor]]:
+    """(function of its inputs, inputs): [2, 2, 3 or 4, 2] tensors, and whatever of bias, slopes and sinks there is."""
+    case = dict(KINDS[name])
+    kv_heads, v_dim = case.pop("kv_heads", 2), case.pop("v_dim", 2)
+    names = [n for n, value in case.items() if isinstance(value, tuple)]
+    inputs = [random(2, 2, 3, 2, seed=1), random(2, kv_heads, 4, 2, seed=2), random(2, kv_heads, 4, v_dim, seed=3)]
+    inputs += [random(*case[n], seed=4).abs() for n in names]
+
+    def run(*x: Tensor) -> Any:
+        arguments = {**case, **dict(zip(names, x[3:], strict=True))}
+        found = undivided.attention(*x[:3], layout="bhsd", backend=backend, return_lse=lse, **arguments)
+        if not lse:
+            return found
+        return found[0], found[1].masked_fill(found[1] == -math.inf, 0.0)
+
+    return run, inputs
+
+
+def leaves(inputs: list[Tensor]) -> list[Tensor]:
+    return [t.clone().requires_grad_() for t in inputs]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_double_backward_is_that_of_finite_differences_lse_included(name: str) -> None:
+    run, inputs = problem(name)
+    assert torch.autograd.gradgradcheck(run, leaves(inputs))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal-gqa", "window", "lengths-with-an-empty-row", "dense"])
+def test_double_backward_works_after_the_flash_forward(name: str) -> None:
+    run, inputs = problem(name, "torch_flash", lse=False)
+    assert torch.autograd.gradgradcheck(run, leaves(inputs))
+
+
+def test_double_backward_of_packed_documents() -> None:
+    mask = masks.documents([0, 2, 5], padded_q=[0, 3, 6]) & masks.causal()
+
+    def run(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = undivided.attention(*x, layout="thd", mask=mask, return_lse=True)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradgradcheck(run, [random(6, 2, 2, seed=s).requires_grad_() for s in range(3)])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_double_backward_in_other_layouts(layout: str) -> None:
+    x = [random(3, 3, 2, 2, seed=s).requires_grad_() for s in range(3)]
+    run = lambda *t: undivided.attention(*t, layout=layout, mask=masks.causal())  # type: ignore[call-overload]  # noqa: E731
+    assert torch.autograd.gradgradcheck(run, x)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_what_pytorch_records_derives_twice_in_one_input_alone(wanted: str) -> None:
+    x = [random(2, 3, 2, 4, seed=s).requires_grad_(name == wanted) for s, name in enumerate("qkv")]
+
+    def run(*t: Tensor) -> Tensor:
+        return undivided.attention(*t, layout="bshd", mask=masks.causal(), backend="torch_flash")
+
+    assert "ScaledDotProductFlashAttention" in run(*x).grad_fn.next_functions[0][0].name()  # type: ignore[union-attr]
+    assert torch.autograd.gradgradcheck(run, x)
+
+
+def test_what_pytorch_records_holds_nothing_after_its_backward() -> None:
+    """What gives it a second derivative reads the tensors that the node saved, and has none of its own."""
+    x = [random(1, 4, 2, 4, seed=s).requires_grad_() for s in range(3)]
+    inputs = [t * 2 for t in x]
+    held = [weakref.ref(t) for t in inputs]
+    out = undivided.attention(*inputs, layout="bshd", backend="torch_flash")
+    del inputs
+    torch.autograd.grad(out.sum(), x)
+    assert [ref() for ref in held] == [None] * 3
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["q-k-v", "one-tensor-thrice"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_third_derivatives_are_exact(backend: str, same: bool) -> None:
+    """They were silently wrong once: the double backward was marked once-differentiable, and autograd went around
+    it."""
+    x = [random(1, 2, 4, 2, seed=s).requires_grad_() for s in range(1 if same else 3)]
+
+    def third(out: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in second), x)
+
+    q, k, v = x * 3 if same else x
+    got = third(undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend=backend))
+    for a, b in zip(got, third(attend(q, k, v, whole(1, 4, 4), [causal()])[0]), strict=True):
+        assert error(a, b) < 1e-10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_penalty_trains_every_input(backend: str) -> None:
+    q, k, v = (random(1, 2, 4, 2, seed=s).requires_grad_() for s in range(3))
+
+    def penalty(out: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))  # type: ignore[arg-type]
+
+    got = penalty(undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend=backend))
+    want = penalty(attend(q, k, v, whole(1, 4, 4), [causal()])[0])
+    for name, a, b in zip("qkv", got, want, strict=True):
+        assert error(a, b) < 1e-11, name
+
+
+# Forward mode
+
+
+def numeric_jvp(run: Callable[..., Any], inputs: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+    step = 1e-5
+    with torch.no_grad():
+        up, down = (run(*(x + s * t for x, t in zip(inputs, tangents, strict=True))) for s in (step, -step))
+    return [(a - b) / (2 * step) for a, b in zip(up, down, strict=True)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_forward_mode_is_that_of_finite_differences(name: str) -> None:
+    run, inputs = problem(name)
+    tangents = [random(*t.shape, seed=7) for t in inputs]
+    want = numeric_jvp(run, inputs, tangents)
+    with forward_ad.dual_level():
+        outputs = run(*(forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)))
+        got = [forward_ad.unpack_dual(out).tangent for out in outputs]
+    _, by_func = torch.func.jvp(run, tuple(inputs), tuple(tangents))
+    for a, b, c in zip(got, by_func, want, strict=True):
+        assert a is not None, "no tangent: silent zeros"
+        assert error(a, c) < 1e-7
+        assert error(b, a) < 1e-14
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias", "sinks", "alibi_slopes"])
+def test_a_tangent_of_any_one_input_arrives(which: str) -> None:
+    extras = {"bias": random(3, 3, seed=4), "sinks": random(2, seed=5), "alibi_slopes": random(2, seed=6)}
+    inputs = dict(zip("qkv", (random(1, 2, 3, 2, seed=s) for s in range(3)), strict=True)) | extras
+
+    def run(x: Tensor) -> Tensor:
+        given = {**inputs, which: x}
+        rest = {n: given[n] for n in extras} if which in extras else {}
+        return undivided.attention(given["q"], given["k"], given["v"], layout="bhsd", **rest)  # type: ignore[call-overload,no-any-return]
+
+    tangent = random(*inputs[which].shape, seed=8)
+    (want,) = numeric_jvp(lambda x: [run(x)], [inputs[which]], [tangent])
+    with forward_ad.dual_level():
+        got = forward_ad.unpack_dual(run(forward_ad.make_dual(inputs[which], tangent))).tangent
+    assert got is not None
+    assert float(got.norm()) > 0
+    assert error(got, want) < 1e-7
+
+
+def test_forward_over_reverse_gives_the_hessian_vector_product() -> None:
+    run, inputs = problem("causal-gqa", lse=False)
+    q, rest = inputs[0], inputs[1:]
+    objective = lambda x: run(x, *rest).square().sum()  # noqa: E731
+    tangent = random(*q.shape, seed=7)
+    _, got = torch.func.jvp(torch.func.grad(objective), (q,), (tangent,))
+    leaf = q.clone().requires_grad_()
+    (first,) = torch.autograd.grad(objective(leaf), leaf, create_graph=True)
+    (want,) = torch.autograd.grad((first * tangent).sum(), leaf)
+    assert error(got, want) < 1e-12
+
+
+# torch.func
+
+
+@pytest.mark.parametrize("name", ["plain", "causal-gqa", "bias", "sinks-softcap", "alibi"])
+def test_func_grad_equals_backward(name: str) -> None:
+    run, inputs = problem(name)
+
+    def objective(*x: Tensor) -> Tensor:
+        out, lse = run(*x)
+        return (out.sin().sum() + lse.cos().sum()).sum()  # type: ignore[no-any-return]
+
+    got = torch.func.grad(objective, argnums=tuple(range(len(inputs))))(*inputs)
+    x = leaves(inputs)
+    for a, b in zip(got, torch.autograd.grad(objective(*x), x), strict=True):
+        assert error(a, b) < 1e-13
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(1, 1)], ids=["full", "causal", "window"])
+def test_vmap_equals_a_loop(mask: masks.Mask | None) -> None:
+    q, k, v = (random(3, 2, 2, 4, 2, seed=s) for s in range(3))
+    run = lambda *x: undivided.attention(*x, layout="bhsd", mask=mask)  # noqa: E731
+    want = torch.stack([run(*x) for x in zip(q, k, v, strict=True)])
+    assert error(torch.func.vmap(run)(q, k, v), want) < 1e-14
+    shared = torch.func.vmap(run, in_dims=(0, None, None))(q, k[0], v[0])
+    assert error(shared, torch.stack([run(x, k[0], v[0]) for x in q])) < 1e-14
+
+
+def test_vmap_over_the_bias() -> None:
+    q, bias = random(2, 2, 4, 8), random(3, 4, 4)
+
+    def run(b: Tensor) -> Tensor:
+        return undivided.attention(q, q, q, layout="bhsd", bias=b)
+
+    assert error(torch.func.vmap(run)(bias), torch.stack([run(b) for b in bias])) < 1e-14
+
+
+def test_a_mask_seen_first_under_one_transform_serves_the_next() -> None:
+    """Its remembered ranges were tensors of a transform that had ended, and the next one broke on them."""
+    x = random(1, 7, 1, 2)
+
+    def run(y: Tensor) -> Tensor:
+        return undivided.attention(y, y, y, layout="bshd", mask=masks.causal())
+
+    torch.func.hessian(lambda y: run(y).square().sum())(x)
+    assert torch.func.jacrev(run)(x).shape == (1, 7, 1, 2, 1, 7, 1, 2)
+    ranges = masks.causal().normal_form(1, 1, 7, 7, "cpu").ranges
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(ranges)
+
+
+def test_gradients_of_each_sample_through_vmap() -> None:
+    q, k, v = (random(3, 2, 4, 2, seed=s) for s in range(3))
+
+    def loss(*x: Tensor) -> Tensor:
+        return undivided.attention(*(t[None] for t in x), layout="bhsd").square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for n in range(3):
+        x = [t[n].clone().requires_grad_() for t in (q, k, v)]
+        for a, b in zip(got, torch.autograd.grad(loss(*x), x), strict=True):
+            assert error(a[n], b) < 1e-13
+
+
+def test_a_jacobian_by_forward_mode_equals_one_by_reverse_mode() -> None:
+    run, inputs = problem("window", lse=False)
+    f = lambda q: run(q, *inputs[1:])  # noqa: E731
+    assert error(torch.func.jacfwd(f)(inputs[0]), torch.func.jacrev(f)(inputs[0])) < 1e-12
+
+
+# lse, graphs, memory of the graph
+
+
+def test_the_gradient_through_lse_alone_reaches_queries_and_keys_and_no_values() -> None:
+    q, k, v = (random(1, 2, 3, 2, seed=s).requires_grad_() for s in range(3))
+    _, lse = undivided.attention(q, k, v, layout="bhsd", return_lse=True)
+    _, want = attend(q, k, v)
+    got = torch.autograd.grad(lse.sin().sum(), (q, k, v), allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(want.sin().sum(), (q, k))
+    for a, b in zip(got, expected, strict=False):
+        assert error(a, b) < 1e-12
+    assert bool((got[2] == 0).all())
+
+
+def test_the_gradient_through_lse_is_refused_by_a_backend_that_has_none() -> None:
+    q = random(1, 2, 3, 2).requires_grad_()
+    with pytest.raises(undivided.NoBackendError, match="the gradient through the log-sum-exp"):
+        undivided.attention(q, q, q, layout="bhsd", return_lse=True, backend="torch_flash")
+    with torch.no_grad():
+        undivided.attention(q, q, q, layout="bhsd", return_lse=True, backend="torch_flash")
+
+
+def changed_in_place() -> dict[str, tuple[masks.Mask, Tensor]]:
+    n, ids = torch.tensor([3, 2]), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    limit = torch.tensor(2)
+    seen, first = torch.ones(3, 3, dtype=torch.bool), torch.tensor([1, 2])
+    return {
+        "lengths": (masks.lengths(n, n), n),
+        "document_ids": (masks.document_ids(ids), ids),
+        "dense": (masks.dense(seen), seen),
+        "prefix": (masks.causal() | masks.prefix(first), first),
+        "predicate": (masks.predicate(lambda b, h, q, k: k < limit), limit),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", changed_in_place())
+def test_a_mask_changed_in_place_between_forward_and_backward_raises(name: str, backend: str) -> None:
+    mask, tensor = changed_in_place()[name]
+    q = random(2, 2, 3, 2).requires_grad_()
+    out = undivided.attention(q, q, q, layout="bhsd", mask=mask, backend=backend)
+    tensor.zero_()
+    with pytest.raises(RuntimeError, match="were changed in place between forward and backward"):
+        out.sum().backward()
+
+
+def test_pages_changed_in_place_between_forward_and_backward_raise() -> None:
+    pages, pool = torch.tensor([[0, 1]], dtype=torch.int32), random(4, 4, 2, 2)
+    q = random(1, 3, 2, 2).requires_grad_()
+    out = undivided.attention(q, pool, pool, layout="bshd", mask=masks.lengths([6]), pages=pages)
+    pages += 2
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["last", "more-to-come"])
+def test_a_mask_changed_in_place_before_the_double_backward_raises(create_graph: bool) -> None:
+    n = torch.tensor([3, 2])
+    q = random(2, 2, 3, 2).requires_grad_()
+    out = undivided.attention(q, q, q, layout="bhsd", mask=masks.lengths(n, n))
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    n.fill_(1)
+    with pytest.raises(RuntimeError, match="were changed in place"):
+        torch.autograd.grad(grad.square().sum(), q, create_graph=create_graph)
+
+
+def test_autocast_does_not_reach_into_higher_derivatives_and_forward_mode() -> None:
+    y = [random(1, 2, 4, 8, seed=s, dtype=torch.bfloat16).requires_grad_() for s in range(3)]
+
+    def second(tensors: list[Tensor]) -> Tensor:
+        out = undivided.attention(*tensors, layout="bhsd", backend="reference")
+        (first,) = torch.autograd.grad(out.float().square().sum(), tensors[0], create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), tensors[1])[0]
+
+    def tangent(tensors: list[Tensor]) -> Tensor:
+        run = lambda q: undivided.attention(q, *tensors[1:], layout="bhsd")  # noqa: E731
+        return torch.func.jvp(run, (tensors[0],), (torch.ones_like(tensors[0]),))[1]  # type: ignore[no-any-return]
+
+    for run in (second, tangent):
+        plain = run(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(run(y), plain), run
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_an_input_changed_in_place_between_forward_and_backward_raises(which: int) -> None:
+    x = [random(2, 2, 3, 2, seed=s).requires_grad_() for s in range(3)]
+    changed = [t * 1 for t in x]
+    out = undivided.attention(*changed, layout="bhsd")
+    with torch.no_grad():
+        changed[which].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_retained_graph_gives_the_same_gradients_twice_and_a_freed_one_raises(backend: str) -> None:
+    x = [random(2, 2, 3, 2, seed=s).requires_grad_() for s in range(3)]
+    out = undivided.attention(*x, layout="bhsd", mask=masks.causal(), backend=backend)
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out.sum(), x), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_that_need_no_gradient_get_none_and_the_others_the_same(backend: str, wanted: str) -> None:
+    inputs = [random(2, 2, 3, 2, seed=s) for s in range(3)]
+    all_grads = {}
+    for names in ("qkv", wanted):
+        x = [t.clone().requires_grad_(n in names) for n, t in zip("qkv", inputs, strict=True)]
+        undivided.attention(*x, layout="bhsd", mask=masks.causal(), backend=backend).sin().sum().backward()
+        all_grads[names] = dict(zip("qkv", (t.grad for t in x), strict=True))
+    for name in "qkv":
+        got, want = all_grads[wanted][name], all_grads["qkv"][name]
+        if name in wanted:
+            assert got is not None
+            assert error(got, want) < 1e-13  # type: ignore[arg-type]
+        else:
+            assert got is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_as_query_key_and_value_sums_its_three_gradients(backend: str) -> None:
+    x = random(1, 2, 4, 2).requires_grad_()
+    (got,) = torch.autograd.grad(undivided.attention(x, x, x, layout="bhsd", backend=backend).sin().sum(), x)
+    (want,) = torch.autograd.grad(attend(x, x, x)[0].sin().sum(), x)
+    assert error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_expanded_incoming_gradient_is_read_by_its_strides(backend: str) -> None:
+    x = [random(2, 2, 3, 2, seed=s).requires_grad_() for s in range(3)]
+    out = undivided.attention(*x, layout="bhsd", backend=backend)
+    expanded = random(2, 1, 1, 1).expand_as(out)
+    got = torch.autograd.grad(out, x, expanded, retain_graph=True)
+    for a, b in zip(got, torch.autograd.grad(out, x, expanded.contiguous()), strict=True):
+        assert error(a, b) < 1e-14
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoint_gives_the_same_gradients(backend: str, use_reentrant: bool) -> None:
+    x = [random(2, 2, 3, 2, seed=s).requires_grad_() for s in range(3)]
+    run = lambda *t: undivided.attention(*t, layout="bhsd", mask=masks.causal(), backend=backend)  # noqa: E731
+    want = torch.autograd.grad(run(*x).sin().sum(), x)
+    checkpoint(run, *x, use_reentrant=use_reentrant).sin().sum().backward()
+    for t, b in zip(x, want, strict=True):
+        assert torch.equal(t.grad, b)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_no_graph_is_built_where_none_is_wanted(mode: Callable[[], Any]) -> None:
+    q = random(1, 2, 3, 2).requires_grad_()
+    with mode():
+        out, lse = undivided.attention(q, q, q, layout="bhsd", return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    with mode():
+        assert "backward" not in undivided.explain(q, q, q, layout="bhsd").problem.features
+
+
+def test_a_mask_first_used_while_serving_still_trains() -> None:
+    mask = masks.causal() & masks.lengths([3, 2], [3, 2])
+    q = random(2, 2, 3, 2)
+    with torch.inference_mode():
+        undivided.attention(q, q, q, layout="bhsd", mask=mask, backend="reference")
+    x = q.clone().requires_grad_()
+    undivided.attention(x, x, x, layout="bhsd", mask=mask, backend="reference").sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,161 @@
+"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90
+[PROBLEM]``.
+
+The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its
+name, the problem, and what the assembler that comes with Triton says it takes: registers of a thread, bytes that spill,
+bytes of shared memory, and which of the architecture's instructions it has. Run as a program of its own, without
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from calls import call_of
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from undivided import masks
+from undivided.backends import get
+from undivided.backends.triton import inputs
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[..., None]:
+    """What stands for the launch of a kernel."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        bound = dict(zip(names, args)) | {name: value for name, value in given.items() if name in names}  # noqa: B905
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            value, name = bound[parameter.name], parameter.name
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+                signature[name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                element = POINTERS[value.base.dtype].removeprefix("*")
+                signature[name] = f"tensordesc<{element}{list(value.block_shape)}>"
+            elif isinstance(value, torch.Tensor):
+                signature[name], attributes[(place,)] = POINTERS[value.dtype], ALIGNED
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if abs(value) < 2**31 else "i64"
+                if value % 16 == 0:
+                    attributes[(place,)] = ALIGNED
+        options = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
+        source = ASTSource(kernel, signature, constants, attributes)
+        told(kernel.__name__, triton.compile(source, target=target, options=options))
+
+    return run
+
+
+def resources(compiled: Any, architecture: str) -> dict[str, int]:
+    """What a compiled kernel takes, and what it is made of."""
+    ptx = compiled.asm["ptx"]
+    tools, number = Path(triton.__file__).parent / "backends/nvidia/bin", int(architecture.removeprefix("sm"))
+    later = tools / "ptxas-blackwell"  # Triton 3.6 and later
+    assembler = later if number >= 100 and later.exists() else tools / "ptxas"
+    # wgmma and tcgen05 are of the architecture itself ("a"), not of all that follow
+    name = f"sm_{number}a" if number >= 90 else f"sm_{number}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    stores = re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None, said
+    assert stores is not None, said
+    return {
+        "registers": int(registers[1]),
+        "spilled": int(stores[1]),
+        "shared": compiled.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "tcgen05": ptx.count("tcgen05.mma"),
+        "mma": ptx.count("mma.sync"),
+        "descriptor_loads": ptx.count("cp.async.bulk.tensor"),
+        "async_copies": ptx.count("cp.async.c"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
+    }
+
+
+def problems() -> Iterator[tuple[str, Any]]:
+    """(name, what `_problem.normalise` gives): plain at the table's widths, everything at once, heads in steps,
+    decoding."""
+
+    def made(
+        dtype: torch.dtype, q_len: int, kv_len: int, heads: int, dims: tuple[int, int], grad: bool, **rest: Any
+    ) -> Any:
+        q, k = (torch.zeros(1, q_len, heads, dims[0], dtype=dtype), torch.zeros(1, kv_len, 2, dims[0], dtype=dtype))
+        leaves = [t.requires_grad_(grad) for t in (q, k, torch.zeros(1, kv_len, 2, dims[1], dtype=dtype))]
+        return call_of(*leaves, layout="bshd", **rest)
+
+    leaf = lambda *shape: torch.zeros(*shape, requires_grad=True)  # noqa: E731
+    for dim in (64, 128, 256):
+        yield f"plain-bf16-{dim}", made(torch.bfloat16, 512, 512, 2, (dim, dim), True, mask=masks.causal())
+    yield "forward-bf16-64", made(torch.bfloat16, 512, 512, 2, (64, 64), False, mask=masks.causal())
+    yield (
+        "everything-fp16-64",
+        made(
+            torch.float16,
+            256,
+            256,
+            4,
+            (64, 64),
+            True,
+            mask=masks.window(64, 0) | masks.prefix(4),
+            softcap=30.0,
+            sinks=leaf(4),
+            alibi_slopes=leaf(4),
+            bias=leaf(1, 4, 256, 256),
+            dropout_p=0.1,
+            dropout_seed=1,
+        ),
+    )
+    yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
+    yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+
+
+def main(architecture: str, *only: str) -> None:
+    backend = get("triton")
+    inputs.architecture = lambda device: architecture  # type: ignore[assignment]
+    for name, (call, given) in problems():
+        if only and name not in only:
+            continue
+
+        def told(kernel: str, compiled: Any, name: str = name) -> None:
+            print(json.dumps({"kernel": kernel, "problem": name} | resources(compiled, architecture)), flush=True)
+
+        JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
+        with torch.no_grad():
+            result = backend.forward(call, given)
+            if any(call.needs):
+                backend.backward(call, given, result, torch.zeros_like(result.out), None)
+
+
+CUDABackend.make_cubin = lambda *arguments: b""  # `resources` assembles, once
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
