@@ -28,18 +28,7 @@ MODULES = [
 ]
 
 # Public objects whose docstrings are known to be incomplete, with their members. Remove what passes ("XPASS").
-NOT_YET = {
-    "undivided.ContextParallel",
-    "undivided.Decision.standing",
-    "undivided.InputError.as_also",
-    "undivided.Machine",
-    "undivided.attention",
-    "undivided.benchmarking",
-    "undivided.context_parallel",
-    "undivided.diagnose",
-    "undivided.integrations",
-    "undivided.verification",
-}
+NOT_YET: set[str] = set()
 
 HOOKS = {"extra_repr"}  # PyTorch defines and calls them
 SECTIONS = ("Args", "Returns", "Raises", "Source", "Sources")
@@ -100,7 +89,9 @@ def parameters(checked: Documented) -> list[str]:
     if isinstance(checked.target, type) and checked.target.__init__ is object.__init__:
         return list(getattr(checked.target, "_fields", ()))
     function = checked.target.__init__ if isinstance(checked.target, type) else checked.function
-    names = list(inspect.signature(function).parameters)
+    given = inspect.signature(function).parameters
+    # **unknown is there for the error that it becomes
+    names = [name for name, one in given.items() if not (name == "unknown" and one.kind is one.VAR_KEYWORD)]
     is_bound = isinstance(checked.target, type) or (
         checked.owner is not None and not isinstance(checked.target, staticmethod)
     )

@@ -2,7 +2,7 @@
 
     python tests/fuzz/fuzz_inputs.py 100000 --workers 2
 
-Every case is a number, from which all of it follows: ``python tests/fuzz/fuzz_inputs.py --case 1234`` shows one. Cases run
+Every case is a number, from which all of it follows: ``--case 1234`` shows one. Cases run
 in worker processes under a limit of memory; one that ends its worker, by a signal or by taking too long, is reported
 with its number, and another worker goes on behind it.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, Machine, explain, masks, merge, use_backends
-from undivided.arguments import foreign as _foreign
+from undivided.request import foreign as _foreign
 from undivided.backends import names_and_families
 
 BACKENDS = ", ".join(sorted(names_and_families()))
