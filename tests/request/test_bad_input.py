@@ -19,8 +19,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, Machine, explain, masks, merge, use_backends
-from undivided.request import foreign as _foreign
 from undivided.backends import names_and_families
+from undivided.request import foreign as _foreign
 
 BACKENDS = ", ".join(sorted(names_and_families()))
 
