@@ -258,6 +258,29 @@ def test_the_backend_in_contributing_runs() -> None:
         torch.testing.assert_close(got, expected)
 
 
+def test_a_new_backend_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of CONTRIBUTING as a file of the package, and nothing else: it is listed, explained and runs."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (tmp_path / "plain.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    package = sys.modules["undivided.backends"]  # the attribute of this name is the public function
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    caches = (package.all_backends, package.names_and_families)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        q = torch.randn(1, 6, 2, 8)
+        assert [row.available for row in undivided.backends() if row.name == "plain"] == [True]
+        assert undivided.explain(q, q, q, layout="bshd", backend="plain").backend.name == "plain"
+        out = undivided.attention(q, q, q, layout="bshd", backend="plain")
+        torch.testing.assert_close(out, undivided.attention(q, q, q, layout="bshd", backend="reference"))
+        with pytest.raises(undivided.NoBackendError, match="no support for a causal mask"):
+            undivided.attention(q, q, q, layout="bshd", mask=undivided.masks.causal(), backend="plain")
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+        sys.modules.pop("undivided.backends.plain", None)
+
+
 def test_every_development_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
