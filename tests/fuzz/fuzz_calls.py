@@ -75,7 +75,7 @@ def qkv(s: Sizes) -> dict[str, Any]:
 
 
 def mask_for(rng: random.Random, s: Sizes) -> Any:
-    align = None if s.q_len == s.kv_len else rng.choice(("top_left", "bottom_right"))
+    align: Any = None if s.q_len == s.kv_len else rng.choice(("top_left", "bottom_right"))
     made = [
         lambda: masks.causal(align),
         lambda: masks.window(rng.choice((None, 0, 3)), rng.choice((None, 0, 2)), align),
@@ -186,7 +186,7 @@ def merge(rng: random.Random) -> Call:
 
 def build_mask(rng: random.Random) -> Call:
     n, m = rng.choice(LENGTHS), rng.choice(LENGTHS)
-    align = rng.choice((None, "top_left", "bottom_right"))
+    align: Any = rng.choice((None, "top_left", "bottom_right"))
     function, arguments = rng.choice(
         (
             (masks.causal, {"align": align}),
@@ -361,7 +361,7 @@ def layer(rng: random.Random) -> Call:
 
 def rotary(rng: random.Random) -> Call:
     if rng.random() < 0.5:
-        arguments = {
+        arguments: dict[str, Any] = {
             "dim": 8,
             "rotary_percent": 1.0,
             "rotary_base": 10000.0,

@@ -189,7 +189,8 @@ class _Worker:
 
     def __init__(self, first: int, step: int, stop: int) -> None:
         self.next, self.step, self.stop = first, step, stop
-        self.buffer, self.running = b"", None
+        self.buffer = b""
+        self.running: int | None = None
         self._start()
 
     def _start(self) -> None:
@@ -220,7 +221,8 @@ class _Worker:
             if self.running is None:
                 self.running = int(line)
                 continue
-            number, self.running, self.next = self.running, None, self.running + self.step
+            number = self.running
+            self.running, self.next = None, number + self.step
             yield number, json.loads(line)
 
     def _ended(self) -> Iterator[tuple[int, str]]:

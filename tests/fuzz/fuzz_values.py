@@ -81,7 +81,12 @@ def _functional(x: Tensor) -> Tensor:
 def _escaped(transform: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     def escape(x: Tensor) -> Tensor:
         kept: list[Tensor] = []
-        transform(lambda y: (kept.append(y), y.sum())[1])(x)
+
+        def sum_of(y: Tensor) -> Tensor:
+            kept.append(y)
+            return y.sum()
+
+        transform(sum_of)(x)
         return kept[0]
 
     return escape
@@ -108,10 +113,11 @@ def _collective(x: Tensor) -> Tensor:
 @functools.cache
 def _mesh() -> Any:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    return dist.init_device_mesh("cpu", (2,))
+    return init_device_mesh("cpu", (2,))
 
 
 def _distributed(x: Tensor) -> Tensor:

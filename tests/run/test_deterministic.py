@@ -191,6 +191,16 @@ def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Prob
     assert [name for name, problem in seen if not problem.deterministic] == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_what_runs_is_what_was_decided(entry: str, seen: list[tuple[str, Problem]]) -> None:
+    """A backend gets the very problem that `last_decision` explains."""
+    ENTRIES[entry][0]()
+    decision = undivided.last_decision()
+    assert decision is not None
+    assert any(problem == decision.problem for _, problem in seen)
+
+
 def test_without_the_word_nothing_is_deterministic(seen: list[tuple[str, Problem]]) -> None:
     undivided.attention(*leaves(), layout="bshd").sum().backward()
     assert seen

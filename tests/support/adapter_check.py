@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ def check(
     for t in (q, k, v, more.get("bias"), more.get("sinks")):
         if t is not None:
             t.requires_grad_(backward)
-    call, given = call_of(q, k, v, layout=layout, device="cuda", return_lse=grad_lse, **more)  # type: ignore[arg-type]
+    call, given = call_of(q, k, v, layout=layout, device="cuda", return_lse=grad_lse, **more)
     given = Tensors._make(None if t is None else t.detach() for t in given)
     shape = (*_layout.canonical(q, layout).shape[:-1], v.shape[-1])  # type: ignore[arg-type]
     # a gradient whose strides are not the output's
@@ -155,4 +156,4 @@ def check_against_reference(backend: Backend, case: Case) -> None:
         )
         for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):
             if one is not None:  # the reference computes what is needed, kernels all or nothing
-                torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(other, one, msg=functools.partial("{}: {}".format, name))

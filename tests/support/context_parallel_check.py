@@ -100,7 +100,7 @@ def of_rank(inputs: Inputs, cp: undivided.ContextParallel, **overrides: Any) -> 
     bias = whole.get("bias")
     by_row = bias is not None and bias.dim() > 1 and bias.shape[-2] > 1
     local = {name: cp.shard(whole[name], layout, of="q" if name == "q" else "kv").detach() for name in ("q", "k", "v")}
-    if by_row:
+    if by_row and bias is not None:
         local["bias"] = cp.shard(bias, dim=-2)
     leaves = {name: local.get(name, t).detach().clone().requires_grad_() for name, t in inputs.leaves.items()}
     grad_lse = None if inputs.grad_lse is None else cp.shard(inputs.grad_lse, dim=-1)

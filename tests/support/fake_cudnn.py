@@ -59,7 +59,8 @@ class FakeNode:
     """A tensor of a graph: sizes, strides, and offsets where it is ragged."""
 
     def __init__(self, **given: Any) -> None:
-        self.given, self.ragged = given, None
+        self.given = given
+        self.ragged: FakeNode | None = None
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("set_"):
@@ -209,7 +210,8 @@ class FakeGraph:
         shift = keys - rows if given["diagonal_alignment"] == "bottom_right" else 0
         band = (None if left is None else left - 1, right)  # exclusive on the left
         allowed = band_pairs(rows, columns, band, shift) & (torch.arange(columns) < keys)
-        return score.masked_fill(~allowed, -torch.inf)
+        masked: Tensor = score.masked_fill(~allowed, -torch.inf)
+        return masked
 
     def _forward(self, memory: dict[int, Tensor], n: int, score: Tensor, v: Tensor) -> None:
         """A plain softmax, its maximum subtracted: NaN where that is -inf."""

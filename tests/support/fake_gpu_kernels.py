@@ -88,7 +88,7 @@ def flash(
         if slopes is not None:
             distance = (torch.arange(one.shape[1])[:, None] + shift - torch.arange(ones[0].shape[1])).abs()
             bias = -(slopes if slopes.dim() == 1 else slopes[n])[:, None, None] * distance
-        found, total = plain(one, *ones, scale, allowed, softcap=softcap, bias=bias, sinks=sinks)
+        found, total = plain(one, ones[0], ones[1], scale, allowed, softcap=softcap, bias=bias, sinks=sinks)
         empty = ~allowed.any(-1)
         out[rows] = found.masked_fill(empty[:, None], 0.0).transpose(0, 1)
         lse[rows] = total.masked_fill(empty, empty_lse).transpose(0, 1)
@@ -131,7 +131,7 @@ def efficient(
         lse[n, :, :q_len] = 0.0
         if kv_len:
             allowed = band_pairs(q_len, kv_len, (None, 0 if mask_type else None), shift)
-            found, total = plain(one, *ones, scale, allowed, bias=None if bias is None else bias[n])
+            found, total = plain(one, ones[0], ones[1], scale, allowed, bias=None if bias is None else bias[n])
             (out[0] if packed else out)[rows] = found.transpose(0, 1)
             lse[n, :, :q_len] = total.masked_fill(total == -torch.inf, 0.0)
     return out, lse

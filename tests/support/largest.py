@@ -12,7 +12,7 @@ class Largest(TorchDispatchMode):
     """Records the most bytes, and the most elements, that the storage of any tensor made under it holds."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,7 +65,8 @@ def taken_apart(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tens
 
 
 def layer(format: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **(STILL | {"layer_number": 1} | options))
+    given: dict[str, Any] = STILL | {"layer_number": 1} | options
+    return TransformerLayer(HIDDEN, FFN, HEADS, attn_input_format=format, **given)
 
 
 def cache(paged: bool, groups: int = HEADS, sizes: tuple[int, int] = (6, 6)) -> InferenceParams:

@@ -82,7 +82,8 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin")]
+        words = (assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin"))
+        command = [str(word) for word in words]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     stores = re.search(r"(\d+) bytes spill stores", said)
@@ -127,9 +128,9 @@ def problems() -> Iterator[tuple[str, Any]]:
             True,
             mask=masks.window(64, 0) | masks.prefix(4),
             softcap=30.0,
-            sinks=leaf(4),
-            alibi_slopes=leaf(4),
-            bias=leaf(1, 4, 256, 256),
+            sinks=leaf(4),  # type: ignore[no-untyped-call]
+            alibi_slopes=leaf(4),  # type: ignore[no-untyped-call]
+            bias=leaf(1, 4, 256, 256),  # type: ignore[no-untyped-call]
             dropout_p=0.1,
             dropout_seed=1,
         ),
