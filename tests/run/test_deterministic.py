@@ -192,9 +192,9 @@ def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Prob
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [name for name in ENTRIES if not name.startswith("context-parallel")])
 def test_what_runs_is_what_was_decided(entry: str, seen: list[tuple[str, Problem]]) -> None:
-    """A backend gets the very problem that `last_decision` explains."""
+    """A backend gets the problem that `last_decision` explains (of its thread: simulated ranks have their own)."""
     ENTRIES[entry][0]()
     decision = undivided.last_decision()
     assert decision is not None
