@@ -134,7 +134,7 @@ class Machine:
     @staticmethod
     def this(device: _Device | str | None = None) -> Machine:
         """The machine one is on, probed once for each device and for what PyTorch's flash operators run there."""
-        if device == _CPU:  # half the time of asking for its type
+        if device is None or device == _CPU:  # half the time of asking for its type
             return _probe("cpu", None)
         if getattr(device, "type", None) == "cpu" or device is None or not str(device).startswith("cuda"):
             return _probe("cpu", None)

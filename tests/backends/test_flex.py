@@ -109,7 +109,7 @@ def test_flex_block_mask_names_every_tile(
     if causal:
         mask = mask & masks.causal("bottom_right")
     call, given = call_of(*tensors(q_len, kv_len), layout="bshd", mask=mask)
-    block_mask = flex._block_mask(call.problem, call.normal_form(given.q.device))
+    block_mask = flex._block_mask(call.problem, call.normal_form(given.q))
     dense = mask.to_dense(2, 1, q_len, kv_len)
     listed = torch.zeros(2, -(-q_len // 4), -(-kv_len // 4), dtype=torch.int)
     for worth, (count, which) in enumerate(

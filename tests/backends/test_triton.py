@@ -256,7 +256,7 @@ def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
     want = [out.detach(), *torch.autograd.grad(out, leaves, g)]
     leaves = [t[:, :, 2:].clone().requires_grad_() for t in (q, k, v)]
     call, given = call_of(*leaves, **options)
-    form = dataclasses.replace(call.normal_form(given.q.device), first_head=2)
+    form = dataclasses.replace(call.normal_form(given.q), first_head=2)
     assert call.checked_mask is not None
     call.checked_mask.form = form
     assert not backend.BACKEND.reasons(call.problem._replace(features=call.problem.features | {"some_heads"}), HERE)

@@ -71,7 +71,7 @@ def expected(
     if call.softcap:
         score = call.softcap * torch.tanh(score / call.softcap)
     if inputs.alibi_slopes is not None:
-        form = call.normal_form(given.q.device)
+        form = call.normal_form(given.q)
         slopes = inputs.alibi_slopes
         slope = slopes[None, :, None] if slopes.dim() == 1 else slopes[form.q_sequence.long()].transpose(1, 2)
         distance = (form.q_position + form.shift)[:, None, :, None] - form.kv_position[:, None, None]

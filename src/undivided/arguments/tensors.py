@@ -25,13 +25,13 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
     """Whether somebody must see the call as one operator: a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP
     counters), ``torch.jit.trace``, or the class of a tensor. torch.func sees plain operations instead.
 
-    `mask` is anything with ``tensors``; `others` are tensors, numbers or None.
+    `mask` is a `Mask`, None, or what a caller passed by mistake; `others` are tensors, numbers or None.
     """
     if _modes() or _jit_trace() is not None:
         return torch._C._functorch.peek_interpreter_stack() is None
     if not (type(q) is type(k) is type(v) is Tensor) and any(map(has_dispatch, (q, k, v))):
         return True
-    if mask is not None and getattr(mask, "parts", ()) and any(map(has_dispatch, mask.tensors)):  # type: ignore[attr-defined, arg-type]
+    if mask is not None and getattr(mask, "parts", None) and mask.has_dispatch:  # type: ignore[attr-defined]
         return True
     for other in others:  # noqa: SIM110  a generator costs more than all before it
         if other is not None and has_dispatch(other):

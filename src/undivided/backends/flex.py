@@ -107,7 +107,7 @@ class Flex(Backend):
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by compiled FlexAttention."""
         problem = call.problem
-        form = call.normal_form(tensors.q.device)
+        form = call.normal_form(tensors.q)
         inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
         if problem.device == "cpu":
             out = _compiled()(*inputs, **settings)
@@ -121,7 +121,7 @@ class Flex(Backend):
     ) -> Gradients:
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
         problem = call.problem
-        form = call.normal_form(tensors.q.device)
+        form = call.normal_form(tensors.q)
         wanted = [
             (n, t.detach().requires_grad_()) for n, t in enumerate(tensors) if t is not None and _needs(problem, n)
         ]
@@ -142,7 +142,7 @@ class Flex(Backend):
 
 def prepared(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
     """FlexAttention alone: a call over inputs and a block mask that were built beforehand, -> [B, H, Sq, Dv]."""
-    form = call.normal_form(tensors.q.device)
+    form = call.normal_form(tensors.q)
     inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
     return lambda: _compiled()(*inputs, **settings)
 

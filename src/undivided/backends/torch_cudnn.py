@@ -173,7 +173,7 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    settled = gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q.device))
+    settled = gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
     return Result(*settled).in_layout(problem.layout)
 
 

@@ -248,7 +248,7 @@ def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
         arguments["attn_mask"] = call.mask.to_dense(*sizes, tensors.q.device)
     bias = tensors.bias
     if tensors.alibi_slopes is not None:
-        form = call.normal_form(tensors.q.device)
+        form = call.normal_form(tensors.q)
         distance = ((form.q_position + form.shift)[:, :, None] - form.kv_position[:, None, :]).abs()
         slopes = tensors.alibi_slopes[None, :, None, None]
         bias = (-slopes * distance[:, None]).to(problem.dtype)
@@ -265,7 +265,7 @@ def _documents(prepared: Prepared) -> Callable[..., Tensor]:
     if not kinds <= {"documents", "causal"} or features:
         raise Absent("one call per document is timed only on plain and causal documents")
     is_causal = "causal" in kinds
-    form = prepared.call.normal_form(prepared.tensors.q.device)
+    form = prepared.call.normal_form(prepared.tensors.q)
     lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
 
     def forward(*tensors: Tensor) -> Tensor:

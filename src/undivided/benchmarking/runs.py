@@ -211,7 +211,7 @@ def _pairs(prepared: Prepared) -> int:
     problem, call = prepared.problem, prepared.call
     if call.mask.is_full:
         return problem.batch * problem.q_len * problem.kv_len
-    ranges = call.normal_form(prepared.tensors.q.device).ranges.long()
+    ranges = call.normal_form(prepared.tensors.q).ranges.long()
     lengths = (ranges[..., 1::2] - ranges[..., 0::2]).clamp(min=0)
     return int(lengths.sum()) * (problem.batch if ranges.shape[0] == 1 else 1)
 

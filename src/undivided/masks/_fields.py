@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import is_captured, is_traced, versions
+from undivided.arguments.tensors import has_dispatch, is_captured, is_traced, versions
 from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
 from undivided.masks._parts import Documents, Part
@@ -59,6 +59,16 @@ class MaskFields(DerivedValues):
         if not torch.compiler.is_compiling():
             self.__dict__["_tensors"] = tuple(found)
         return tuple(found)
+
+    @property
+    def has_dispatch(self) -> bool:
+        """Whether a tensor of the mask is of a class with ``__torch_dispatch__``."""
+        known = self.__dict__.get("_has_dispatch")
+        if known is None:
+            known = any(map(has_dispatch, self.tensors))
+            if not torch.compiler.is_compiling():
+                self.__dict__["_has_dispatch"] = known
+        return bool(known)
 
     @property
     def kinds(self) -> frozenset[str]:

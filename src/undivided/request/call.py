@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from undivided.masks import Mask
@@ -47,14 +46,14 @@ class Call:
     checked_mask: CheckedMask | None = field(default=None, repr=False)
     """Where repeated calls find the mask's normal form."""
 
-    def normal_form(self, device: torch.device) -> NormalForm:
-        """The mask's row ranges and positions for these sizes on a device, built by the first call of this method."""
+    def normal_form(self, like: Tensor) -> NormalForm:
+        """The mask's row ranges and positions for these sizes on the device of `like`, built at the first use."""
         checked, problem = self.checked_mask, self.problem
         if checked is None:
             checked = self.checked_mask = CheckedMask(self.mask, problem)
         if checked.form is None:
             sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
-            checked.form = self.mask.normal_form(*sizes, device)
+            checked.form = self.mask.normal_form(*sizes, like.device)
         return checked.form
 
     def with_problem(self, problem: Problem, **changes: Any) -> Call:

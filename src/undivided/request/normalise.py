@@ -42,10 +42,10 @@ from undivided.request.slopes import are_usual
 
 
 class Known(NamedTuple):
-    """What a signature was worked out to mean. spans: elements that q, k and v reach over in memory, or None."""
+    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element."""
 
     problem: Problem
-    spans: tuple[int, int, int] | None
+    spans: tuple[int, int, int, int] | None
 
 
 Facts = tuple[str | None, tuple[bool, ...], bool]
@@ -83,13 +83,24 @@ def normalise(
     except TypeError:  # a symbolic size has no hash
         known = Known(_specialised(describe(request, facts)), None)
     if known is None:
-        known = Known(describe(request, facts), (span(q), span(k), span(v)))
+        known = Known(describe(request, facts), _spans(q, k, v))
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = known
     problem, spans = known
     if spans is not None:
-        _check_memory(q, k, v, spans)
+        of_q, of_k, of_v, size = spans
+        try:
+            is_held = (
+                q.untyped_storage().nbytes() >= of_q + q.storage_offset() * size
+                and k.untyped_storage().nbytes() >= of_k + k.storage_offset() * size
+                and v.untyped_storage().nbytes() >= of_v + v.storage_offset() * size
+            )
+        except NotImplementedError:  # raised for a storage that is not there: sparse tensors, those of torch.func
+            is_held = False
+        if not is_held:  # storages can be resized at any time
+            for name, given in (("q", q), ("k", k), ("v", v)):
+                check_tensor(name, given)
     if not (bias is sinks is slopes is pages is None):
         for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", pages)):
             if tensor is not None:
@@ -138,6 +149,11 @@ def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
     checked.pages = None if version is None else (pages, version[0], pool)
 
 
+def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    size = q.itemsize
+    return span(q) * size, span(k) * size, span(v) * size, size
+
+
 def _needs(tensors: Tensors) -> tuple[bool, ...]:
     q, k, v, bias, sinks, slopes = tensors
     try:
@@ -153,23 +169,6 @@ def _specialised(problem: Problem) -> Problem:
     """With the sizes that symbolic ones stand for: plain operations are traced for these."""
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
-
-
-def _check_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int]) -> None:
-    """InputError unless the storages hold what sizes and strides say: they can be resized at any time."""
-    of_q, of_k, of_v = spans
-    try:
-        size = q.itemsize
-        if (
-            q.untyped_storage().nbytes() >= (of_q + q.storage_offset()) * size
-            and k.untyped_storage().nbytes() >= (of_k + k.storage_offset()) * size
-            and v.untyped_storage().nbytes() >= (of_v + v.storage_offset()) * size
-        ):
-            return
-    except NotImplementedError:  # sparse, or of torch.func: no storage
-        pass
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
 
 
 _known: dict[object, Known] = {}

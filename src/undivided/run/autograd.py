@@ -28,6 +28,7 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
 from undivided.run.batches import over_hidden_batch, vmap_rule
 
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
 
@@ -35,7 +36,7 @@ any_autocast = torch._C._is_any_autocast_enabled
 def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor, Tensor]:
     """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] if it was requested."""
     features = call.problem.features
-    if _is_transformed(tensors):
+    if _functorch_stack() is not None or (forward_ad._current_level >= 0 and _has_tangent(tensors)):
         with torch.autocast(tensors.q.device.type, enabled=False):
             result = reference.composite(call, tensors)
         return _returned(result, call.problem) if "lse" in features else result.out
@@ -126,12 +127,8 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _is_transformed(tensors: Tensors) -> bool:
-    """Whether torch.func or forward-mode differentiation is looking: they see through plain operations only."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if forward_ad._current_level < 0:
-        return False
+def _has_tangent(tensors: Tensors) -> bool:
+    """Whether forward-mode differentiation is looking: like torch.func, it sees through plain operations only."""
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 

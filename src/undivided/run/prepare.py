@@ -26,7 +26,9 @@ def prepare(request: Request, allowed: Policy, needs: tuple[bool, ...] | None = 
         NoBackendError: no allowed backend can run it.
     """
     call, tensors = normalise(request, needs=needs)
-    decision = select(call.problem, Machine.this(tensors.q.device), allowed)
+    q = tensors.q
+    machine = Machine.this() if q.is_cpu else Machine.this(q.device)
+    decision = select(call.problem, machine, allowed)
     call.problem = decision.problem
     return decision, call, tensors
 

@@ -92,7 +92,7 @@ def split(problem: Problem) -> Iterator[Piece]:
 def pair_tables(piece: Piece, call: Call, tensors: Tensors) -> PairTables:
     """Which pairs of a piece are allowed, their ALiBi distances, and which of them dropout keeps."""
     problem = call.problem
-    form = call.normal_form(tensors.q.device)
+    form = call.normal_form(tensors.q)
     keys = slice(0, problem.kv_len)
     shape = tuple(s.stop - s.start for s in (*piece, keys))
     allowed = form.allowed(piece.batch, piece.rows, keys, piece.heads).expand(shape)
@@ -158,7 +158,7 @@ def piece_leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dt
 def _sequence(piece: Piece, call: Call, tensors: Tensors) -> Tensor:
     """The sequence of each row, int64 [B|1, R]."""
     assert tensors.alibi_slopes is not None
-    sequence = _table(call.normal_form(tensors.q.device).q_sequence, piece)
+    sequence = _table(call.normal_form(tensors.q).q_sequence, piece)
     return sequence.clamp(0, max(tensors.alibi_slopes.shape[0] - 1, 0)).long()
 
 

@@ -108,7 +108,7 @@ class Cudnn(Backend):
         result = result.canonical(problem.layout)
         out, grad = result.out, layout.canonical(grad_out, problem.layout)
         if gpu.has_rows_without_keys(problem):
-            grad = gpu.clear_rows(grad, call.normal_form(tensors.q.device))
+            grad = gpu.clear_rows(grad, call.normal_form(tensors.q))
         stats = scores.statistics(call, tensors, result)
         dsinks = scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
         if cudnn_call.packed:

@@ -68,7 +68,7 @@ class CudnnCall(NamedTuple):
         starts: dict[str, Tensor] = {}
         q, k, v = gpu.views(call, tensors)
         if found is not None or part is not None:
-            q, k, v = gpu.cleaned(call, tensors, call.normal_form(tensors.q.device))
+            q, k, v = gpu.cleaned(call, tensors, call.normal_form(tensors.q))
         if found is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (

@@ -27,7 +27,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     if call.pages is not None or problem.mask.kinds & {"lengths"}:
         return _with_cache(call, tensors)
     settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
-    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = gpu.views(call, tensors)
     if cu:
         out, lse, *_ = _package()._flash_attn_varlen_forward(q, k, v, **cu, **settings, return_softmax=False)
@@ -79,7 +79,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(call, tensors),
         return_softmax_lse=True,
     )
-    settled = gpu.settle(out, lse, call.normal_form(tensors.q.device))
+    settled = gpu.settle(out, lse, call.normal_form(tensors.q))
     return Result(*settled).in_layout(call.problem.layout)
 
 

@@ -26,7 +26,7 @@ def _package() -> Any:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
     problem = call.problem
-    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = gpu.cleaned_views(call, tensors)
     cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(

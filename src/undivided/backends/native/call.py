@@ -57,7 +57,7 @@ def is_plain(call: Call, tensors: Tensors) -> bool:
     problem = call.problem
     if problem.features & _OPTIONAL_FEATURES:
         return False
-    return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q.device).exact
+    return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q).exact
 
 
 def in_memory(tensor: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
         return NO_RANGES
     if problem.mask.kinds <= _BANDS:
         return (0, 0, 2, 1, *_band(problem))
-    table = call.normal_form(tensors.q.device).table
+    table = call.normal_form(tensors.q).table
     return (table.data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
 
 
@@ -242,9 +242,9 @@ class Records:
         if tensors.alibi_slopes is not None:
             self.slopes, self.row_position = _alibi(call, tensors)
         if tensors.alibi_slopes is not None or call.dropout_p:
-            self.key_position = call.normal_form(tensors.q.device).kv_position.contiguous()
+            self.key_position = call.normal_form(tensors.q).kv_position.contiguous()
         if call.dropout_p:
-            normal = call.normal_form(tensors.q.device)
+            normal = call.normal_form(tensors.q)
             self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
 
     def slices(self) -> list[slice]:
@@ -253,7 +253,7 @@ class Records:
         whole = [slice(0, problem.q_len)]
         if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
             return whole
-        extras = self.call.normal_form(self.tensors.q.device).extras
+        extras = self.call.normal_form(self.tensors.q).extras
         if not extras or self._stored_mask() is not None:
             return whole
         step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
@@ -261,7 +261,7 @@ class Records:
 
     def _stored_mask(self) -> Tensor | None:
         """The boolean tensor, if it is the only part of the mask besides the ranges."""
-        extras = self.call.normal_form(self.tensors.q.device).extras
+        extras = self.call.normal_form(self.tensors.q).extras
         if len(extras) == 1 and isinstance(extras[0], DensePairs):
             return extras[0].tensor
         return None
@@ -305,14 +305,14 @@ class Records:
     def _ranges(self, rows: slice) -> tuple[int, ...]:
         if (rows.start, rows.stop) == (0, self.call.problem.q_len):
             return ranges_of(self.call, self.tensors)
-        table = self.call.normal_form(self.tensors.q.device).table
+        table = self.call.normal_form(self.tensors.q).table
         return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
 
     def _dense(self, rows: slice) -> tuple[int, ...]:
         problem = self.call.problem
         if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
             return _NO_DENSE
-        normal = self.call.normal_form(self.tensors.q.device)
+        normal = self.call.normal_form(self.tensors.q)
         if normal.exact:
             return _NO_DENSE
         dense, everything = self._stored_mask(), slice(None)
@@ -336,7 +336,7 @@ class Records:
             batch_stride(position),
             sequence.data_ptr(),
             batch_stride(sequence),
-            self.call.normal_form(self.tensors.q.device).first_head,
+            self.call.normal_form(self.tensors.q).first_head,
         )
 
 
@@ -344,7 +344,7 @@ def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """The slope of every row [B, H, Sq], and i' + d of every row [B|1, Sq]."""
     problem = call.problem
     assert tensors.alibi_slopes is not None
-    normal = call.normal_form(tensors.q.device)
+    normal = call.normal_form(tensors.q)
     slopes = in_memory(tensors.alibi_slopes.detach()).float()
     if slopes.dim() == 1:
         of_rows = slopes[None, :, None]

@@ -196,7 +196,7 @@ class _Gradients:
             return _summed_to(rows, (1, self._call.problem.heads, 1)).flatten()
         if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
-        sequence = self._call.normal_form(self._tensors.q.device).q_sequence.clamp(0, slopes.shape[0] - 1).long()
+        sequence = self._call.normal_form(self._tensors.q).q_sequence.clamp(0, slopes.shape[0] - 1).long()
         return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 

@@ -68,7 +68,7 @@ def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
     if call.softcap is not None:
         score = call.softcap * torch.tanh(score / call.softcap)
     if slopes is not None:
-        score = score - slopes * distance(block, call.normal_form(tensors.q.device)).to(score.dtype)
+        score = score - slopes * distance(block, call.normal_form(tensors.q)).to(score.dtype)
     if bias is not None:
         score = score + bias
     if allowed is not None:
@@ -132,7 +132,7 @@ def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) ->
     """Allowed pairs of the block, bool [B|1, H|1, R, K]; None where every pair is. A bias of -inf counts as masked."""
     allowed = None
     if not call.mask.is_full:
-        normal = call.normal_form(tensors.q.device)
+        normal = call.normal_form(tensors.q)
         if not block.is_covered(normal):
             allowed = block.allowed(normal)
     if bias is not None:
@@ -146,7 +146,7 @@ def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) ->
 
 def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
-    normal = call.normal_form(tensors.q.device)
+    normal = call.normal_form(tensors.q)
     assert call.dropout_seed is not None
     heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
     return philox.keep(
@@ -167,7 +167,7 @@ def _blocks(
     of_rows, of_keys: what a block multiplies besides q, k and v, [B, H, Sq, D] and [B, N, Sk, D].
     """
     problem = call.problem
-    normal = None if call.mask.is_full else call.normal_form(tensors.q.device)
+    normal = None if call.mask.is_full else call.normal_form(tensors.q)
     batches = problem.batch
     apart = normal is not None and must_part(call, tensors, normal, of_rows, of_keys)
     if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
@@ -227,7 +227,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
     precision = lse_dtype(problem.dtype)
     q, k, v = tensors.heads_first(call.problem.layout)
     slopes = tensors.alibi_slopes
-    normal = call.normal_form(tensors.q.device) if slopes is not None and slopes.dim() == 2 else None
+    normal = call.normal_form(tensors.q) if slopes is not None and slopes.dim() == 2 else None
     parts: list[Tensor | None] = [
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],

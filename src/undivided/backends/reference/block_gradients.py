@@ -68,7 +68,7 @@ class Accumulators:
         if total.dim() == 1:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
-        normal = self._call.normal_form(self._tensors.q.device)
+        normal = self._call.normal_form(self._tensors.q)
         sequence = block.of_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
         total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))

@@ -147,7 +147,7 @@ def cleaned_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """`views` with 0 where no pair reads them; see `cleaned`."""
     if documents(call, tensors) is None:
         return views(call, tensors)
-    return tuple(t[0] for t in cleaned(call, tensors, call.normal_form(tensors.q.device)))
+    return tuple(t[0] for t in cleaned(call, tensors, call.normal_form(tensors.q)))
 
 
 def has_rows_without_keys(problem: Problem) -> bool:
@@ -184,7 +184,7 @@ def closed_rows(call: Call, tensors: Tensors) -> Tensor:
     first = torch.where(is_open.any(-1), is_open.to(torch.uint8).argmax(-1), problem.kv_len)
     if not problem.mask.kinds:
         return first == problem.kv_len
-    return first >= call.normal_form(tensors.q.device).ranges[..., 1].unsqueeze(1)
+    return first >= call.normal_form(tensors.q).ranges[..., 1].unsqueeze(1)
 
 
 def for_kernel(lse_BHS: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class TorchEfficient(Backend):
         )
         if packing is not None:
             lse = packing.gather(lse, problem.q_len)
-            return Result(*gpu.settle(out, lse, call.normal_form(tensors.q.device))).in_layout(problem.layout)
+            return Result(*gpu.settle(out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
         out, lse = gpu.settle(out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
@@ -147,7 +147,7 @@ class TorchEfficient(Backend):
             num_splits_key=1 if one_split else None,
         )
         if packing is not None:  # not written: rows without keys, tokens after the last document
-            dq = gpu.clear_rows_(dq, call.normal_form(tensors.q.device))
+            dq = gpu.clear_rows_(dq, call.normal_form(tensors.q))
             dk, dv = (gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
         return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None

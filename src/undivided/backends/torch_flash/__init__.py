@@ -211,7 +211,7 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
         elif not biased and rest == {"causal"} and square and "flipped" not in problem.features:
             yield KernelCall(whole, causal=True, masked=False)
         else:
-            normal = call.normal_form(tensors.q.device)
+            normal = call.normal_form(tensors.q)
             step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))
             for start in range(q.start, q.stop, step):
                 rows = slice(start, min(start + step, q.stop))
@@ -278,7 +278,7 @@ class _Part:
     def _hide(self, block: Block, call: Call, tensors: Tensors) -> None:
         """An additive mask of the block, and zeros where no row of it may look: the kernel multiplies what it masks."""
         problem = call.problem
-        allowed = block.allowed(call.normal_form(tensors.q.device))
+        allowed = block.allowed(call.normal_form(tensors.q))
         score = _additive(block, call, tensors)
         if score is None:
             score = torch.zeros((), dtype=problem.dtype, device=self.q.device)
@@ -298,7 +298,7 @@ def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
     precision = lse_dtype(problem.dtype)
     score: Tensor | None = None
     if tensors.alibi_slopes is not None:
-        normal = call.normal_form(tensors.q.device)
+        normal = call.normal_form(tensors.q)
         score = -row_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
     if tensors.bias is not None:
         bias = block.of_pairs(tensors.bias).to(precision)

@@ -105,7 +105,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     causal, left, right = _band(call, tensors)
     slopes = tensors.alibi_slopes
-    form = call.normal_form(tensors.q.device) if gpu.has_rows_without_keys(problem) else None
+    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(

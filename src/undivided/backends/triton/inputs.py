@@ -117,7 +117,7 @@ class Inputs:
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
         if needs_positions or not call.mask.is_full:
-            form = call.normal_form(given.q.device)
+            form = call.normal_form(given.q)
         self.form: NormalForm | None = form
         self.masked = not call.mask.is_full
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
