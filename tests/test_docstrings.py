@@ -31,7 +31,7 @@ MODULES = [
 NOT_YET: set[str] = set()
 
 HOOKS = {"extra_repr"}  # PyTorch defines and calls them
-SECTIONS = ("Args", "Returns", "Raises", "Source", "Sources")
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source", "Sources")
 
 
 class Documented(NamedTuple):
@@ -86,7 +86,7 @@ def sections(text: str) -> dict[str, str]:
 
 def parameters(checked: Documented) -> list[str]:
     """The names of the parameters, without `self`."""
-    if isinstance(checked.target, type) and checked.target.__init__ is object.__init__:
+    if isinstance(checked.target, type) and checked.target.__init__ in (object.__init__, RuntimeError.__init__):
         return list(getattr(checked.target, "_fields", ()))
     function = checked.target.__init__ if isinstance(checked.target, type) else checked.function
     given = inspect.signature(function).parameters
@@ -114,7 +114,11 @@ def missing(checked: Documented) -> list[str]:
         found.append("a first line that ends with a period")
     named = sections(text)
     is_class, is_property = isinstance(checked.target, type), isinstance(checked.target, property)
-    described = named.get("Args", "") + sections(inspect.getdoc(checked.owner) or "").get("Args", "")
+    described = (
+        named.get("Args", "")
+        + named.get("Attributes", "")
+        + sections(inspect.getdoc(checked.owner) or "").get("Args", "")
+    )
     if not is_property:
         unnamed = [name for name in parameters(checked) if not re.search(rf"\b{name}\b", described)]
         found += [f"Args: {name}" for name in unnamed]

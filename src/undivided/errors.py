@@ -49,8 +49,15 @@ class InputError(ValueError):
         self.args = (message if hint is None else f"{message}\n  HINT: {hint}",)
 
     def as_also(self, kind: type[Exception], message: str | None = None) -> InputError:
-        """The same error as one that ``except kind`` catches too, with PyTorch's `message` for those who read it
-        there."""
+        """The same error as one that ``except kind`` catches as well.
+
+        Args:
+            kind: the exception's second type, such as RuntimeError.
+            message: PyTorch's message for the same mistake, added on a line of its own; None adds nothing.
+
+        Returns:
+            An `InputError` that is also a `kind`.
+        """
         first, newline, hint = self.args[0].partition("\n")
         if message is not None:
             first += f"\n  PYTORCH: {message}"

@@ -127,13 +127,27 @@ class Machine:
         return hash((self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch))
 
     def version(self, package: str) -> Version | None:
-        """Version of a package, of "torch" or of "cudnn"; None where it is not installed."""
+        """The version of a package on this machine.
+
+        Args:
+            package: name of a package, str, or "torch" or "cudnn".
+
+        Returns:
+            Its version as a tuple of int; None if it is not installed.
+        """
         text = {"torch": self.torch, "cudnn": self.cudnn}.get(package) or self.packages.get(package)
         return parse_version(text) if text else None
 
     @staticmethod
     def this(device: _Device | str | None = None) -> Machine:
-        """The machine one is on, probed once for each device and for what PyTorch's flash operators run there."""
+        """The machine that this process runs on, probed once per device and per flash operator that PyTorch runs there.
+
+        Args:
+            device: a ``torch.device``, its name, or None for the CPU.
+
+        Returns:
+            The same `Machine` for the same device.
+        """
         if device is None or device == _CPU:  # half the time of asking for its type
             return _probe("cpu", None)
         if getattr(device, "type", None) == "cpu" or device is None or not str(device).startswith("cuda"):
@@ -143,6 +157,17 @@ class Machine:
     @staticmethod
     def named(name: str, cudnn: str | None = None, packages: Mapping[str, str] | None = None) -> Machine:
         """A machine with a GPU known by name, or "cpu".
+
+        Args:
+            name: such as "a100" or "h100", str; case, blanks and dashes do not matter.
+            cudnn: cuDNN's version, such as "9.8.0"; None: there is none.
+            packages: versions by the names of packages; None: there are none.
+
+        Returns:
+            A described `Machine`.
+
+        Raises:
+            InputError: an unknown name, or a version that is not one.
 
         >>> Machine.named("a100").compute_capability
         (8, 0)

@@ -59,8 +59,18 @@ def tables(report: Report) -> list[Table]:
     Args:
         report: the result of `execute`.
 
+    Returns:
+        One `Table` per suite.
+
     Raises:
         InputError: it is not a report, or one of another version.
+
+    >>> from undivided.benchmarking import execute, plan
+    >>> from undivided.benchmarking.runs import Settings
+    >>> settings = Settings(backends=(), others=("sdpa",), patience=0.001, small_patience=0.001, attempts=1)
+    >>> report = execute(plan(["small"], filter="small/fp32-b1-h8-1-d64"), settings)
+    >>> [table.title for table in tables(report)]
+    ['Small problems']
     """
     if not isinstance(report, Mapping) or report.get("schema") != SCHEMA:
         schema = report.get("schema") if isinstance(report, Mapping) else type(report).__name__
@@ -83,11 +93,19 @@ def markdown(report: Report) -> str:
     Args:
         report: the result of `execute`.
 
+    Returns:
+        Markdown with one table per suite.
+
     Raises:
         InputError: as for `tables`.
+
+    >>> markdown({})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    undivided.errors.InputError: report must ...
     """
+    found = tables(report)  # checks the report
     parts = [f"{headline(report)}\n"]
-    for table in tables(report):
+    for table in found:
         lines = [f"**{table.title}**", "", _line(table.columns)]
         lines.append(_line("--:" if name in table.numbers else "---" for name in table.columns))
         lines += [_line(f"**{cell.text}**" if cell.tone == "bad" else cell.text for cell in row) for row in table.rows]

@@ -36,7 +36,19 @@ _OVERHEAD = {False: (31, 200), True: (5, 50)}
 
 @dataclass(frozen=True)
 class Plan:
-    """The benchmarks to run: single problems, groups of small ones, and whether overhead and memory are measured."""
+    """The benchmarks to run, in order.
+
+    Attributes:
+        single: problems that are timed one by one.
+        small: groups of small problems; each group is timed between one pair of probes.
+        overhead, memory: whether the overhead of a call and the memory of a layer are measured.
+        quick: whether the run is a quick one.
+
+    >>> from undivided.benchmarking import plan
+    >>> found = plan(["small"], quick=True)
+    >>> found.overhead, found.quick, found.steps > 0
+    (False, True, True)
+    """
 
     single: tuple[Benchmark, ...]
     small: tuple[tuple[Benchmark, ...], ...]

@@ -84,6 +84,9 @@ class ShardedTokens:
             of: "q" or "kv".
             within_documents: count from the start of each document, if the bound mask has documents.
 
+        Returns:
+            int64 [local length].
+
         Raises:
             InputError: the object is not bound, or `of` is neither "q" nor "kv".
 
@@ -107,6 +110,9 @@ class ShardedTokens:
         Args:
             q_len, kv_len: number of queries and of keys that this rank holds.
             mask: its documents are what "zigzag" cuts.
+
+        Returns:
+            The owner of every token.
 
         Raises:
             InputError: the object is not bound and its placement is "balanced".

@@ -107,6 +107,9 @@ class ContextParallel(ShardedTokens):
 
         All ranks must call it.
 
+        Returns:
+            An int from 0 to 2**62 - 1.
+
         >>> import undivided
         >>> from undivided.context_parallel import simulate
         >>> first, second = simulate(2, lambda group: undivided.ContextParallel(group).seed())
@@ -118,7 +121,14 @@ class ContextParallel(ShardedTokens):
 
     @outside_of_graphs
     def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
-        """This rank's part of the output, for `undivided.attention`."""
+        """This rank's part of the output, for `undivided.attention`.
+
+        Args:
+            request: with this rank's tensors.
+
+        Returns:
+            out in the caller's layout; (out, lse) if the request asks for lse.
+        """
         axes = self._group_axes()
         allowed = policy(request.backend, request.deterministic)
         global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._ready(request, allowed))
@@ -235,7 +245,16 @@ class ContextParallel(ShardedTokens):
         return decode(axes, step, by)
 
     def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
-        """The decision for this rank's piece with the most pairs, for `undivided.explain`. Nothing is sent."""
+        """The decision for this rank's piece with the most pairs, for `undivided.explain`. Nothing is sent.
+
+        Args:
+            request: with this rank's tensors, which may be on the meta device.
+            machine: the machine to ask about.
+            device: replaces the device of the tensors; None keeps it.
+
+        Returns:
+            The `Decision` of that piece; of the whole, if this rank has no pair.
+        """
         global_request = self._request(request, device)
         pieces = [
             (piece.pairs, part)

@@ -79,6 +79,9 @@ class Placement:
             mask: its documents are what "zigzag" cuts.
             form: the normal form of the mask of the whole, which "balanced" needs.
 
+        Returns:
+            The owner of every token.
+
         >>> Placement.of("contiguous", 2, 4, None).q_owner.tolist()
         [0, 0, 1, 1]
         """
@@ -103,11 +106,25 @@ class Placement:
         return self.q if self.kv_owner is self.q_owner else _tokens_by_owner(self.kv_owner, self.world)
 
     def rows(self, side: Side) -> tuple[Tensor, ...]:
-        """`q` or `kv`, by name."""
+        """The global positions of each rank's tokens of one side.
+
+        Args:
+            side: "q" or "kv".
+
+        Returns:
+            `q` or `kv`.
+        """
         return self.q if side == "q" else self.kv
 
     def length(self, side: Side) -> int:
-        """The number of tokens of all ranks together."""
+        """The number of tokens of all ranks together.
+
+        Args:
+            side: "q" or "kv".
+
+        Returns:
+            The length of `q_owner` or `kv_owner`.
+        """
         return (self.q_owner if side == "q" else self.kv_owner).numel()
 
     @cached_property

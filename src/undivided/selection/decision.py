@@ -91,8 +91,14 @@ class Decision:
         return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
 
     def standing(self, verdict: Verdict) -> str:
-        """By what a backend that can run has its place: its estimate, or its default rank; "" if the caller gave the
-        order."""
+        """Why a backend that can run has its place in the order.
+
+        Args:
+            verdict: one of `verdicts`.
+
+        Returns:
+            Its estimate, or a note on its default rank; "" if it cannot run or the caller gave the order.
+        """
         if not verdict.can_run:
             return ""
         if verdict.estimate is not None:

@@ -83,11 +83,21 @@ class Report:
         return tuple(dict.fromkeys(row.backend for row in self.rows))
 
     def of(self, backend: str) -> dict[str, Row]:
-        """The rows of one backend, by quantity; empty if it refused."""
+        """The rows of one backend.
+
+        Args:
+            backend: its name.
+
+        Returns:
+            A `Row` by quantity; empty if the backend refused.
+        """
         return {row.quantity: row for row in self.rows if row.backend == backend}
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values for JSON; an infinite error is None.
+
+        Returns:
+            A dictionary of strings, numbers, lists and dictionaries.
 
         >>> Report("a problem", (Row("x", "out", math.inf, 1e-7),), {}).to_dict()["rows"][0]["error"] is None
         True

@@ -22,7 +22,11 @@ Messages = Mapping[int, Sequence[Tensor]]
 
 
 class RankError(RuntimeError):
-    """A call that needs all ranks failed: one of them ended, refused its arguments, made another call or timed out."""
+    """A call that needs all ranks failed: one of them ended, refused its arguments, made another call or timed out.
+
+    >>> issubclass(RankError, RuntimeError)
+    True
+    """
 
 
 @dataclass

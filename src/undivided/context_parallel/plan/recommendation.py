@@ -79,6 +79,10 @@ class Plan:
     Attributes:
         options: the options, best first.
         title: the mask and sizes, in one line.
+
+    >>> from undivided import masks
+    >>> plan(4096, 8, 64, masks.causal(), world=4).best.pairs.sum().item() == 8 * 4096 * 4097 // 2
+    True
     """
 
     options: tuple[Option, ...]

@@ -70,6 +70,12 @@ def attention(
 
     Raises:
         InputError: an argument does not fit, or is unsupported and changes the result.
+
+    >>> layer = torch.nn.Module()
+    >>> layer.is_causal = True
+    >>> q, k = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 5, 16)
+    >>> attention(layer, q, k, k)[0].shape
+    torch.Size([1, 5, 8, 16])
     """
     for name in REFUSED:
         if others.get(name) is not None:

@@ -52,6 +52,10 @@ def model_mask(
 
     Returns:
         A `ModelMask`, for the ``attention_mask`` of `attention`.
+
+    >>> mask = model_mask(1, 2, 4, q_offset=2, mask_function=lambda b, h, q, k: k <= q)
+    >>> mask.to_dense()[0, 0].int().tolist()
+    [[1, 1, 1, 0], [1, 1, 1, 1]]
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask

@@ -80,28 +80,54 @@ class ModelMask:
         return torch.where(pairs, torch.zeros((), dtype=self.dtype, device=self.device), lowest)
 
     def to_dense(self) -> Tensor:
-        """Every pair, bool ``[B, 1, Sq, Sk]``, True = attend."""
+        """Every pair as a boolean tensor.
+
+        Returns:
+            bool ``[B, 1, Sq, Sk]``, True = attend.
+        """
         sizes = self.sizes
         return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len, self.device)
 
     def contiguous(self) -> ModelMask:
-        """Itself: it has no memory to put in order."""
+        """Itself: it has no memory to put in order.
+
+        Returns:
+            This object.
+        """
         return self
 
     detach = contiguous
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """Itself for its own device and dtype; otherwise the dense mask there."""
+        """The mask on another device or in another dtype.
+
+        Args:
+            args, options: as for ``Tensor.to``.
+
+        Returns:
+            Itself for its own device and dtype; otherwise the dense mask, converted.
+        """
         here = (self.dtype, self.device, str(self.device), None)
         stays = all(one in here for one in (*args, *options.values()) if not isinstance(one, bool))
         return self if stays else self.dense.to(*args, **options)
 
     def dim(self) -> int:
-        """4."""
+        """The number of axes.
+
+        Returns:
+            4.
+        """
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one entry of it."""
+        """The shape, or one entry of it.
+
+        Args:
+            dim: the axis, int; None for all.
+
+        Returns:
+            A ``torch.Size``, or an int.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: Any) -> Any:
