@@ -27,9 +27,6 @@ MODULES = [
     "undivided.verification",
 ]
 
-# Public objects whose docstrings are known to be incomplete, with their members. Remove what passes ("XPASS").
-NOT_YET: set[str] = set()
-
 HOOKS = {"extra_repr"}  # PyTorch defines and calls them
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source", "Sources")
 
@@ -156,12 +153,7 @@ def _public_objects_once() -> dict[str, Documented]:
 PUBLIC = _public_objects_once()
 
 
-def _marked(name: str) -> Any:
-    known = any(f"{name}.".startswith(f"{prefix}.") for prefix in NOT_YET)
-    return pytest.param(name, marks=[pytest.mark.xfail(strict=False, reason="known")] if known else [])
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in sorted(PUBLIC)])
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_a_public_docstring_is_complete(name: str) -> None:
     assert not missing(PUBLIC[name])
 
