@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WHERE = ("README.md", "CONTRIBUTING.md", "docs", "examples")
+WHERE = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "docs", "examples", "src", "tests")
 """Files, and folders with all Markdown, Python and C++ files below them."""
 EXCEPT = ("docs/troubleshooting.md", "docs/reference/hugging-face.md", "tests/test_prose.py")
 """Pages that are generated (their text is in src), and this file."""

@@ -34,7 +34,7 @@ class InputError(ValueError):
         argument: name of the argument as the caller wrote it.
         must: what it must be or do, limit included.
         got: the value, or a short description of it.
-        hint: the one step that repairs it, where there is one.
+        hint: the one step that fixes it, if there is one.
 
     >>> raise InputError("k", "have the head size of q (64)", "32")
     Traceback (most recent call last):

@@ -131,7 +131,7 @@ def attention(
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
         context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
-            and the keys of the bias are the whole's, and dropout_seed must be given.
+            and the keys of the bias are of the whole sequence, and dropout_seed must be given.
 
     Returns:
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).

@@ -67,7 +67,7 @@ class Machine:
     """A machine, as far as choosing a backend needs it.
 
     Args:
-        device: "cpu" or "cuda"; None where the tensors say.
+        device: "cpu" or "cuda"; None if the tensors say.
         name: what people call it; only printed.
         compute_capability: of the CUDA device, e.g. (8, 0) for an A100.
         cudnn: cuDNN's version, e.g. "8.9.7".

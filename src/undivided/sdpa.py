@@ -245,7 +245,7 @@ def _scores_of_zero(tensor: Tensor) -> Tensor:
 
 
 def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
-    """The empty result where there is no head, no batch element or no value to weigh, with its (zero) gradients."""
+    """The empty result if there is no head, no batch element or no value to weigh, with its (zero) gradients."""
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (

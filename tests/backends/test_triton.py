@@ -40,8 +40,8 @@ SPILLED = {
     ("sm80", "rows_kernel", "everything-fp16-64"): 32,
     ("sm80", "keys_kernel", "everything-fp16-64"): 24,
 }
-"""Bytes a thread that a kernel may spill, on Hopper all in its loop over tiles at the edge of a mask; all others spill
-none."""
+"""Bytes per thread that a kernel may spill, on Hopper all in its loop over tiles at the edge of a mask; all others
+spill none."""
 
 PASSES = ["forward", "rows", "keys", "decode"]
 

@@ -124,7 +124,7 @@ class TestDisturbedRuns:
         seen = iter([r if isinstance(r, Reading) else Reading(r) for r in readings])
         values = iter(range(10))
         found = timing.steady(lambda: next(values), lambda: next(seen), best, attempts)
-        assert next(seen, None) is None, "every probe was asked for"
+        assert next(seen, None) is None, "every probe was called"
         return found
 
     def test_a_calm_run_is_made_once(self) -> None:

@@ -164,7 +164,7 @@ def test_a_ring_under_a_window_sends_the_window_whatever_the_length(length: int)
 
 
 def test_a_causal_zigzag_ring_sends_three_quarters() -> None:
-    """The late chunk of a rank is asked for only by ranks whose own late chunk is later."""
+    """The late chunk of a rank is requested only by ranks whose own late chunk is later."""
     traffic = sent("ring", "zigzag", 64, masks.causal(), 4)
     tokens = [t.bytes_sent // (2 * 4 * 4) for t in traffic]
     assert tokens == [8 * 3 + 8 * later for later in (0, 1, 2, 3)]

@@ -1,6 +1,6 @@
 """Context parallelism between processes: gloo, four and three of them, and what happens when one dies.
 
-Starting processes costs more than what they compute, so one start does everything; what differs is said by case.
+Starting processes costs more than what they compute, so one start does everything; each difference names its case.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def raised(call: Callable[[], Any]) -> Exception:
             call()
         except Exception as error:
             return error
-    raise AssertionError("nothing was raised: the error is repaired in this PyTorch, and its entry should say so")
+    raise AssertionError("nothing was raised: the error is fixed in this PyTorch, and its entry should say so")
 
 
 def ids(answer: undivided.diagnosis.Diagnosis) -> list[str]:
@@ -437,4 +437,4 @@ def test_no_valid_plan_begins_with_the_layout_and_the_length() -> None:
     assert entry.title.index("sbhd or bshd") < entry.title.index("multiple of 64")
     first, second = entry.cause.index("The layout:"), entry.cause.index("only multiples of 64")
     assert first < second < entry.cause.index("head size")
-    assert entry.repair.index("layout") < entry.repair.index("multiple of 64") < entry.repair.index("NVTE")
+    assert entry.fix.index("layout") < entry.fix.index("multiple of 64") < entry.fix.index("NVTE")

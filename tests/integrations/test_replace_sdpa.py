@@ -252,7 +252,7 @@ def test_multihead_attention(options: dict[str, Any]) -> None:
 
 
 def test_multihead_attention_with_weights_makes_no_call() -> None:
-    """Its default: the weights are asked for, so it computes them itself."""
+    """Its default: the weights are requested, so it computes them itself."""
     x = torch.randn(2, 7, 16)
     with undivided.replace_sdpa() as replaced:
         nn.MultiheadAttention(16, 4, batch_first=True)(x, x, x)

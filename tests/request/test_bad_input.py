@@ -1,6 +1,6 @@
 """One table of wrong calls: each raises InputError with exactly this message, and nothing else ever escapes.
 
-A message names the argument, what it must be, and what it was; a HINT follows where one step repairs it.
+A message names the argument, what it must be, and what it was; a HINT follows where one step fixes it.
 """
 
 from __future__ import annotations
@@ -828,7 +828,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "pages-list": (lambda: paged(pages=[[0]]), "pages must be a torch.Tensor, got list", None),
     "pages-rows": (
         lambda: paged(pages=torch.zeros(3, 3, dtype=torch.int32)),
-        "pages must have one row a sequence of q (2), got [3, 3]",
+        "pages must have one row per sequence of q (2), got [3, 3]",
         None,
     ),
     "pages-no-mask": (
@@ -894,7 +894,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         lambda: undivided.attention(
             P, t(6, 4, 2, 8), t(6, 4, 2, 8), layout="thd", pages=TABLE, mask=masks.documents([0, 3, 6, 9], [0, 2, 4, 6])
         ),
-        "pages must have one row a document of the mask (3), got [2, 3]",
+        "pages must have one row per document of the mask (3), got [2, 3]",
         None,
     ),
     "pages-thd-too-long": (
@@ -985,7 +985,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "merge-none": (lambda: merge(None, None), "outs must be a sequence of tensors, got NoneType", None),
     "merge-ambiguous": (
         lambda: merge([t(2, 4, 4, 8)], [t(2, 4, 4)]),
-        "layout must be said, as [2, 4, 4, 8] fits bshd and bhsd, got None",
+        "layout must be given, as [2, 4, 4, 8] fits bshd and bhsd, got None",
         "merge(outs, lses, layout='bshd')",
     ),
     "merge-fits-none": (

@@ -244,7 +244,7 @@ class TestCapture:
         assert tables.of(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
 
     def test_lengths_on_the_gpu_are_read_again_by_the_graph(self, capturing: Callable[[bool], None]) -> None:
-        """What was worked out before the capture would hold the old lengths for ever."""
+        """What was worked out before the capture would keep the old lengths permanently."""
         mask = masks.lengths(_int32(3, 4))
         before = mask.normal_form(2, 1, 40, 40, "meta")
         assert mask.normal_form(2, 1, 40, 40, "meta") is before

@@ -479,9 +479,9 @@ def test_selection_on_a_described_machine(row: Row) -> None:
 @pytest.mark.parametrize(
     ("version", "piece"),
     [
-        ("9.10.0", "computes wrong attention (9.10.2 repairs it)"),
+        ("9.10.0", "computes wrong attention (9.10.2 fixes it)"),
         ("9.6.0", "cuDNN 9.6.0 on compute capability 10.0 (min 9.7)"),
-        ("9.14.0", "more than 1024 keys (cuDNN 9.14.0; 9.14.1 repairs it)"),
+        ("9.14.0", "more than 1024 keys (cuDNN 9.14.0; 9.14.1 fixes it)"),
     ],
 )
 def test_cudnn_versions_that_are_known_to_be_wrong(version: str, piece: str) -> None:

@@ -72,14 +72,14 @@ def order(decision: undivided.Decision) -> list[str]:
     return [verdict.backend.name for verdict in decision.verdicts if verdict.can_run]
 
 
-BELIEF = ["cudnn", "torch_cudnn", "flash_attn", "torch_flash", "torch_efficient", "triton", "reference"]
+DEFAULT_ORDER = ["cudnn", "torch_cudnn", "flash_attn", "torch_flash", "torch_efficient", "triton", "reference"]
 
 
 class TestOrder:
     def test_without_a_measurement_it_is_the_default_rank(self, measured: Measured) -> None:
         measured({})
         decision = explain()
-        assert order(decision) == BELIEF
+        assert order(decision) == DEFAULT_ORDER
         assert "  cudnn            chosen (fused); default rank: not measured on sm90" in str(decision)
         assert all(verdict.estimate is None for verdict in decision.verdicts)
 
@@ -97,7 +97,7 @@ class TestOrder:
 
     def test_one_measured_backend_changes_nothing(self, measured: Measured) -> None:
         measured(table(triton=9e14))
-        assert order(explain()) == BELIEF
+        assert order(explain()) == DEFAULT_ORDER
 
     def test_within_five_hundredths_the_default_rank_decides(self, measured: Measured) -> None:
         measured(table(cudnn=4.80e14, flash_attn=5e14))
@@ -114,7 +114,7 @@ class TestOrder:
 
     def test_a_name_that_no_backend_has_is_passed_over(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, somebody=9e15))
-        assert order(explain()) == BELIEF
+        assert order(explain()) == DEFAULT_ORDER
 
     def test_the_callers_order_comes_first_and_a_family_is_ordered_by_measurement(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, torch_cudnn=4e14, flash_attn=5e14))

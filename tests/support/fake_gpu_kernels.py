@@ -165,7 +165,7 @@ def efficient_gradients(
     assert lse.is_contiguous()
     real = lse.isfinite()
     torch.testing.assert_close(lse[real], want[real])
-    assert (lse[~real] == torch.inf).all(), "exp(score - lse) must be 0 where there is no row"
+    assert (lse[~real] == torch.inf).all(), "exp(score - lse) must be 0 for a row that does not exist"
     inputs = (q, k, v, bias) if bias_grad and bias is not None else (q, k, v)
     grads = list(gradients(run, inputs, grad))
     if cu_q is not None and cu_k is not None:

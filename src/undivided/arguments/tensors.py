@@ -94,7 +94,7 @@ def is_captured() -> bool:
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The tensors' in-place counters, or None where one has none (inference tensors, tracing)."""
+    """The tensors' in-place counters, or None if one has none (inference tensors, tracing)."""
     if torch.compiler.is_compiling():
         return None
     try:

@@ -21,7 +21,7 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result
 
 Gradients = Sequence[Tensor | None]
-"""Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None where not needed."""
+"""Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None if not needed."""
 
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
@@ -50,7 +50,7 @@ _MASK_WORDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend can do, as data. The defaults allow nothing special: each ability is said.
+    """What a backend can do, as data. The defaults allow nothing special: each ability is declared.
 
     devices: device types. dtypes: of q, k, v.
     max_head_dim, head_dim_multiple: of both head sizes; None / 1 for any.
@@ -87,13 +87,13 @@ class Backend:
     def rank(self, problem: Problem, machine: Machine) -> float:
         """Where it stands in the order to try: lower is tried first. 100 is the reference.
 
-        A belief: where several were measured on such a problem, they trade their places by that
+        A default: backends that were measured on such a problem are ordered by their measured rates instead
             (`undivided.selection.measured`).
         """
         raise NotImplementedError
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Why this machine cannot run it at all, whatever the problem; None where it can."""
+        """Why this machine cannot run it at all, whatever the problem; None if it can."""
         return _missing_package(self.limits, machine)
 
     def needs_gpu(self, machine: Machine) -> bool:
@@ -115,7 +115,7 @@ class Backend:
         return limit_reasons(self.limits, problem, machine)
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Why it is not chosen unless asked for by name, although it could run; None where it is."""
+        """Why it is not chosen unless asked for by name, although it could run; None if it is."""
         return None
 
     def forward(self, call: Call, tensors: Tensors) -> Result:

@@ -68,7 +68,7 @@ def backends(machine: Machine | None = None) -> BackendTable:
 
 
 def _these() -> list[Machine]:
-    """This machine as the CPU's tensors see it, and as the GPU's do where there is one."""
+    """This machine for tensors on the CPU, and for tensors on its GPU if it has one."""
     return [Machine.this("cpu"), *([Machine.this("cuda")] if torch.cuda.is_available() else [])]
 
 

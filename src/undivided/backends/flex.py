@@ -1,7 +1,7 @@
 """`flex`: PyTorch's FlexAttention, compiled. It takes any mask: ranges, dense tensors and predicates alike.
 
 Memory: the mask goes in as a `BlockMask` counted from row ranges (O(S + tiles)), never as an S x S tensor, unless the
-mask is itself dense. It compiles for seconds for every new set of sizes, so it runs only where it is asked for by name.
+mask is itself dense. It compiles for seconds for every new set of sizes, so it runs only if it is requested by name.
 
 On the CPU, FlexAttention has no backward and cannot return the log-sum-exp (torch/_inductor/kernel/flex/flex_cpu.py);
 `Result.lse` is then NaN: nobody may read it, as `lse`, `sinks` and gradients are refused there.
@@ -301,7 +301,7 @@ def _broadcast(tensor: Tensor, *indices: Index) -> Tensor:
 
 
 def _score_mod(call: Call, tensors: Tensors, form: NormalForm) -> ScoreMod | None:
-    """Softcap, then ALiBi, then the bias; None where there is none of them."""
+    """Softcap, then ALiBi, then the bias; None if there is none of them."""
     softcap, slopes, bias = call.softcap, tensors.alibi_slopes, tensors.bias
     if softcap is None and slopes is None and bias is None:
         return None

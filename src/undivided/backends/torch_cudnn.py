@@ -24,7 +24,7 @@ from undivided.request.result import Result
 OPS = torch.ops.aten
 
 _TILE = 128
-"""The longest document is said rounded up to this: for one query cuDNN has kernels of their own, which were wrong
+"""The longest document is rounded up to this: for one query cuDNN has kernels of their own, which were wrong
 (`cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by
 it."""
 _OFFSETS = 1 << 30  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
@@ -81,7 +81,7 @@ class TorchCudnn(Backend):
             reasons.append(
                 "gradients for one query on compute capability 9.x (NaN where the log-sum-exp is "
                 "far below 0: cudnn-frontend "
-                "issue 1072; the cudnn backend asks with a padding mask)"
+                "issue 1072; the cudnn backend passes a padding mask)"
             )
         if problem.deterministic and "backward" in problem.features:
             reasons.append(

@@ -31,7 +31,7 @@ IN_ASCII = dict(zip("■·░▒▓█▁▂▃▄▅▆▇✓✗…", "#..:+#_.
 """ASCII replacements for characters that stdout cannot encode; all others become a question mark."""
 
 UNBOUNDED = 100_000
-"""Width of an output that is not a terminal, where nothing is wrapped."""
+"""Width of an output that is not a terminal, which is not wrapped."""
 
 
 def console() -> Console:

@@ -32,7 +32,7 @@ class Entry:
         example: the text of the error.
         cause: why it is raised.
         confirm: how to check that this is the cause.
-        repair: the fix.
+        fix: the fix.
         call: the undivided call that avoids the error; runs after `PRELUDE`.
         source: where the error is documented.
         near: a pattern that a text with stack frames must also contain, so that errors of other code do not match.
@@ -51,7 +51,7 @@ class Entry:
     example: str
     cause: str
     confirm: str
-    repair: str
+    fix: str
     call: str
     source: str
     near: str = ""
@@ -59,7 +59,7 @@ class Entry:
     reads: Reader | None = None
 
     def __post_init__(self) -> None:
-        for prose in ("title", "cause", "confirm", "repair", "source"):
+        for prose in ("title", "cause", "confirm", "fix", "source"):
             object.__setattr__(self, prose, " ".join(getattr(self, prose).split()))
         object.__setattr__(self, "call", inspect.cleandoc(self.call))
         object.__setattr__(self, "example", inspect.cleandoc(self.example))

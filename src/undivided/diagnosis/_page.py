@@ -38,7 +38,7 @@ def _contents() -> str:
 
 
 def _section(entry: Entry) -> str:
-    prose = {"Cause": entry.cause, "Confirm": entry.confirm, "Fix": entry.repair}
+    prose = {"Cause": entry.cause, "Confirm": entry.confirm, "Fix": entry.fix}
     return "\n\n".join(
         [
             f"### {entry.id}",

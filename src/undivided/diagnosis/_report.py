@@ -40,7 +40,7 @@ class Finding:
         """The texts of the error by heading, in reading order."""
         entry = self.entry
         here = {"here": " ".join(self.facts)} if self.facts else {}
-        return {"cause": entry.cause, **here, "confirm": entry.confirm, "fix": entry.repair}
+        return {"cause": entry.cause, **here, "confirm": entry.confirm, "fix": entry.fix}
 
     def to_dict(self) -> dict[str, Any]:
         """The texts of the entry, the facts and the snippet, for JSON."""

@@ -155,7 +155,7 @@ def allocation(match: re.Match[str], text: str) -> list[str]:
     longest = math.isqrt(int(count / 32))
     return [
         f"{match['size']} {match['unit']} holds float32 scores of 32 heads up to length {longest:,} "
-        "(4 * heads * Sq * Sk bytes a sequence)."
+        "(4 * heads * Sq * Sk bytes per sequence)."
     ]
 
 

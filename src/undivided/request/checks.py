@@ -1,6 +1,6 @@
 """The checks of attention's arguments, one concept a function. Masks check themselves (`Mask.check`).
 
-Each raises `InputError` naming the argument, its value, the limit, and a repair where one step is enough.
+Each raises `InputError` naming the argument, its value, the limit, and a fix where one step is enough.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def check_pages(
             "pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}"
         )
     if layout != "thd" and pages.shape[0] != batch:
-        raise InputError("pages", f"have one row a sequence of q ({batch})", list(pages.shape))
+        raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
     if k.shape[:3] != v.shape[:3]:
         raise InputError("v", f"have the pages, page size and heads of k {list(k.shape[:3])}", list(v.shape))
     if k.shape[3] != qk_dim:

@@ -317,7 +317,7 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     assert problem.page_size is not None
     sequences = (mask.document_sizes or (0,))[0]
     if sequences != pages.shape[0]:
-        raise InputError("pages", f"have one row a document of the mask ({sequences})", list(pages.shape))
+        raise InputError("pages", f"have one row per document of the mask ({sequences})", list(pages.shape))
     starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (
         pages.shape[1] * problem.page_size
     )

@@ -19,7 +19,7 @@ class Result(NamedTuple):
 
     out: in the caller's layout, [.., H, Dv], any strides; dtype of the inputs.
     lse: [B, H, Sq] natural logarithm of the sum of exp(score) over the allowed keys, fp32 (fp64 for fp64 inputs);
-        -inf for a row with no allowed key; sinks not included. `UNREAD` will do where `Problem.lse_is_read` is false.
+        -inf for a row with no allowed key; sinks not included. `UNREAD` is enough if `Problem.lse_is_read` is false.
     """
 
     out: Tensor
@@ -62,7 +62,7 @@ def merge(
         A row that no part could attend from gives out 0 and lse -inf.
 
     Raises:
-        InputError: no parts, shapes that do not agree, or a layout that must be said.
+        InputError: no parts, shapes that do not agree, or a layout that must be given.
 
     Source: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
@@ -176,7 +176,7 @@ def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
     if len(fitting) > 1:
         raise InputError(
             "layout",
-            f"be said, as {list(out.shape)} fits {' and '.join(fitting)}",
+            f"be given, as {list(out.shape)} fits {' and '.join(fitting)}",
             "None",
             hint=f"merge(outs, lses, layout={fitting[0]!r})",
         )

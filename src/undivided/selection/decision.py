@@ -2,8 +2,8 @@
 
 The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
 
-Candidates are tried in the caller's order, where there is one, then by rank. Where two or more that can run were
-measured on such a problem (`_measured`), these trade their places, the fastest first; the others keep theirs.
+Candidates are tried in the caller's order, if there is one, then by rank. If two or more that can run were measured
+on such a problem (`_measured`), these exchange their places, the fastest first; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from undivided.selection.policy import Policy
 class Verdict:
     """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not.
 
-    estimate: what it may take, by a benchmark; None where it cannot run, or was not measured on such a problem.
+    estimate: what it may take, by a benchmark; None if it cannot run, or was not measured on such a problem.
     """
 
     backend: Backend
@@ -39,7 +39,7 @@ class Verdict:
 
     @property
     def can_run(self) -> bool:
-        """Whether nothing stands against it."""
+        """Whether it has no reason to refuse."""
         return not self.reasons
 
 
@@ -52,10 +52,10 @@ class Decision:
     something was measured. `undivided.explain` makes one.
 
     Args:
-        problem: what was asked for: sizes, dtype, mask structure and features, without tensors.
-        machine: the machine it was asked for.
+        problem: sizes, dtype, mask structure and features, without tensors.
+        machine: the machine that it is for.
         policy: what the caller allows.
-        chosen: the backend that runs; None where none may.
+        chosen: the backend that runs; None if none may.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 8, 2, 16)
@@ -247,7 +247,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
 
 
 def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
-    """Backends in the order to try: the caller's order first where there is one, then by rank, then as measured."""
+    """Backends in the order to try: the caller's order first if there is one, then by rank, then as measured."""
     listed = policy.allowed or ()
 
     def turn(backend: Backend) -> int:
@@ -267,7 +267,7 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
 
 
 def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
-    """Everything that stands against this backend: what the caller said first, then what the backend says."""
+    """Every reason against this backend: those of the policy, then its own."""
     said = []
     asked = policy.forced is not None and is_called(backend, policy.forced)
     if policy.forced is not None and not asked:

@@ -95,7 +95,7 @@ class Estimate(NamedTuple):
 
 
 def architecture(device: str, machine: Machine) -> str | None:
-    """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None where it is not known.
+    """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None if it is not known.
 
     "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the
     other's.
@@ -205,14 +205,14 @@ def nearest(problem: Problem, machine: Machine) -> Entry | None:
 
 
 def _apart(at: Place, length: int, work: int) -> int | None:
-    """Powers of two between a place and a measured one; None where it is out of reach."""
+    """Powers of two between a place and a measured one; None if it is out of reach."""
     longer, more = abs(length - at.length), abs(work - at.work)
     reach = NEAR[0] if min(length, at.length) > SHORT.bit_length() else 0
     return longer + more if longer <= reach and more <= NEAR[1] else None
 
 
 def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
-    """What this problem may take with the backend of this name; None where it was not measured."""
+    """What this problem may take with the backend of this name; None if it was not measured."""
     rate = entry.rates.get(name) if entry is not None else None
     if entry is None or rate is None:
         return None
@@ -262,7 +262,7 @@ def in_force() -> Table:
 
 
 def read(path: Path) -> Table:
-    """The table in a file; an empty one where there is none.
+    """The table in a file; an empty one if there is none.
 
     Raises:
         InputError: it is something else.

@@ -22,7 +22,7 @@ _SWITCHES = (
 )
 _FAMILIES = {str(number): families for _, number, families, _ in _SWITCHES}
 _DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
-"""PyTorch's own, the second where it prefers cuDNN (Hopper and later); any other was asked for."""
+"""PyTorch's own, the second where it prefers cuDNN (Hopper and later); any other was requested."""
 
 
 def read() -> str:

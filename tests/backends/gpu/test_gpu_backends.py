@@ -1,4 +1,4 @@
-"""How the flash kernels of PyTorch and of the flash-attn packages are called, where there is no GPU.
+"""How the flash kernels of PyTorch and of the flash-attn packages are called, without a GPU.
 
 The adapters run against stand-ins (`fake_gpu_kernels`) that keep each kernel's conventions; what a real kernel computes
 is not tested here. PyTorch's efficient kernel and its cuDNN are in `test_torch_efficient.py` and `test_torch_cudnn.py`,

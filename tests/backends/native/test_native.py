@@ -391,7 +391,7 @@ def test_nan_of_a_document_stays_in_it(second: int, dtype: torch.dtype) -> None:
 
 @needs_library
 def test_many_keys_weigh_as_much_early_as_late() -> None:
-    # rescaling earlier sums by a 2^0 that is not exactly 1, once a tile, would let the first keys fade
+    # rescaling earlier sums by a 2^0 that is not exactly 1, once per tile, would let the first keys fade
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 8, n, 16) for n in (256, 8192, 8192))  # so many rows that the keys are not divided
     want, _ = oracle(q, k, v, torch.ones(1, 1, 256, 8192, dtype=torch.bool))

@@ -3,7 +3,7 @@
 cuDNN's left edge is exclusive: keys in ``(i + d - left_bound, i + d + right_bound]``, so a window's left side is passed
 as ``left + 1``. Packed documents are a batch of ragged rows: an offset (in elements) for each document's start, and its
 real length. Statistics of dense sequences are packed ``[B, H, S, 1]`` whatever the layout: below cuDNN 9.12 the forward
-writes them so and below 9.26 the backward reads them so, no matter which strides they are said to have.
+writes them so and below 9.26 the backward reads them so, whatever strides they are declared with.
 
 Source: cudnn-frontend, python/pygraph/sdpa.cpp for the arguments (1.23); scaled_dot_product_flash_attention.h for what
 each means and for the statistics (1.32, `post_validate_node` and the backward's `pre_validate_node`).

@@ -1,4 +1,4 @@
-"""cuDNN against a paged cache, one query a sequence: full pages by cuDNN, each sequence's last one here, merged.
+"""cuDNN against a paged cache, one query per sequence: full pages by cuDNN, each sequence's last one here, merged.
 
 cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and the last
 page of a cache holds whatever was there before. So cuDNN is given lengths that end with the last full page, and a table
@@ -32,7 +32,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     """Every reason why cuDNN cannot read this paged cache."""
     found = []
     if problem.q_len != 1:
-        found.append("paged keys with more than one query a sequence (its last page is computed apart)")
+        found.append("paged keys with more than one query per sequence (its last page is computed apart)")
     if beyond := problem.mask.kinds - {"lengths", "causal"}:
         found.append(f"paged keys with {', '.join(sorted(beyond))}")
     if problem.align == "top_left" and problem.mask.right is not None:
@@ -57,7 +57,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
 
 
 def forward(call: Call, tensors: Tensors) -> Result:
-    """Attention of one query a sequence; the log-sum-exp is over the keys, sinks are put in last."""
+    """Attention of one query per sequence; the log-sum-exp is over the keys, sinks are put in last."""
     problem = call.problem
     assert call.pages is not None and problem.page_size is not None
     part = next(part for part in call.mask.parts if isinstance(part, Lengths))

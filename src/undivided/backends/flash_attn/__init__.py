@@ -73,7 +73,7 @@ class FlashAttn(Backend):
         )
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """None where one version has none; otherwise each installed version's, or what there is to install."""
+        """None if one version has none; otherwise each installed version's, or what there is to install."""
         common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device != "cuda":
             return [f"device={problem.device} (runs on cuda)"]

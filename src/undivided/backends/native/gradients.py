@@ -1,8 +1,8 @@
 """The native kernel's backward: what its second record says, and the sums that the kernel leaves to us.
 
-The kernel writes dq, dk, dv, and one number a query row for sinks, slopes and a bias that all keys share (one a key for
-a bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after another:
-the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+The kernel writes dq, dk, dv, and one number per query row for sinks, slopes and a bias that all keys share (one per key
+for a bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after
+another: the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
 
 On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit
 (rows of V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it

@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     """One block before its softmax.
 
     score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
-    some_row: rows that have a key, [B|1, H|1, R, 1]; None where all have. allowed: the pairs, [B|1, H|1, R, K]; None
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None if all have. allowed: the pairs, [B|1, H|1, R, K]; None
         for all.
     """
 
@@ -129,7 +129,7 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) -> Tensor | None:
-    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None where every pair is. A bias of -inf counts as masked."""
+    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None if every pair is. A bias of -inf counts as masked."""
     allowed = None
     if not call.mask.is_full:
         normal = call.normal_form(tensors.q)

@@ -107,7 +107,7 @@ def document_ends(normal: NormalForm, batch: slice) -> list[int]:
 
 
 def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1], or None where all have one).
+    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1], or None if all have one).
 
     Outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying. q is [B, H, R, D],
     k and v are [B, N, K, D]. On the CPU, where looking costs nothing, what is used throughout is not copied.

@@ -44,7 +44,7 @@ def _version_reasons(version: Version, capability: Capability, oldest: Version) 
     if version < oldest:
         found.append(f"{have(version)} (min {format_version(oldest)})")
     if version[:3] in _BROKEN:
-        found.append(f"{have(version)} computes wrong attention ({_BROKEN[version[:3]]} repairs it)")
+        found.append(f"{have(version)} computes wrong attention ({_BROKEN[version[:3]]} fixes it)")
     if capability >= (10, 0) and version < (9, 7):
         found.append(f"{have(version)} on compute capability {dotted(capability)} (min 9.7)")
     elif capability >= (12, 0) and version < (9, 18, 1):
@@ -149,7 +149,7 @@ def _mask_reasons(problem: Problem, version: Version, capability: Capability) ->
     if not padded and problem.q_len > problem.kv_len:
         found.append("a sliding window with more queries than keys (max as many)")
     if version[:3] == (9, 14, 0) and mask.right != 0 and problem.kv_len > 1024:
-        found.append("a window that is not causal over more than 1024 keys (cuDNN 9.14.0; 9.14.1 repairs it)")
+        found.append("a window that is not causal over more than 1024 keys (cuDNN 9.14.0; 9.14.1 fixes it)")
     return found
 
 

@@ -62,7 +62,7 @@ def rank(name: str, machine: Machine) -> float:
 
 
 def no_gpu(machine: Machine) -> str | None:
-    """Why no CUDA kernel runs on this machine; None where one may."""
+    """Why no CUDA kernel runs on this machine; None if one may."""
     if machine.hip:
         return "an AMD GPU (these limits are NVIDIA's; the triton backend runs there)"
     if machine.compute_capability is None:

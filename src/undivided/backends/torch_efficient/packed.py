@@ -2,7 +2,7 @@
 
 The kernel takes [1, T, H, D] and int32 offsets of the documents, which follow one another without gaps. Its log-sum-exp
 is
-padded: one row a document, head and position, [N, H, L] with L the longest document rounded up to 32 rows. What lies
+padded: one row per document, head and position, [N, H, L] with L the longest document rounded up to 32 rows. What lies
 behind a document's last block of 32 is not written. Everything here is arithmetic on the device: nothing waits for a
 length.
 
@@ -73,7 +73,7 @@ class Packing(NamedTuple):
         return lse_TH.T.unsqueeze(0).contiguous()
 
     def scatter(self, lse_1HT: Tensor) -> Tensor:
-        """A log-sum-exp [1, H, T] as the kernel keeps it, [N, H, L]; +inf where there is no row."""
+        """A log-sum-exp [1, H, T] as the kernel keeps it, [N, H, L]; +inf for a row that does not exist."""
         _, heads, tokens = lse_1HT.shape
         document, position = self._places(tokens)
         # one document more than the kernel sees, for the tokens after the last

@@ -4,12 +4,12 @@ The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-l
 mask and nothing else. It is given what it is exact for:
 
 - no mask, or a top-left causal one: one call;
-- packed documents and padded batches: one call a sequence, cut out by strides, so that no padding is read or computed;
+- packed documents and padded batches: one call per sequence, cut out by strides: no padding is read or computed;
 - any other mask, bias or ALiBi: blocks of query rows, each against the keys its rows may attend to, with a mask of that
   block alone, so that memory stays O(S * block) and a window costs what it allows.
 
 It multiplies what it masks (0 * NaN = NaN), reports lse = 0 for rows without keys, and has no gradient for its mask or
-through its lse; the first two are repaired here, for the others it refuses.
+through its lse; the first two are fixed here, for the others it refuses.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class TorchFlash(Backend):
 
 
 def _one_call(call: Call, tensors: Tensors) -> bool | None:
-    """The causal flag where a single call without a mask is exact; None where it is not."""
+    """The causal flag where a single call without a mask is exact; None if it is not."""
     problem = call.problem
     if tensors.bias is not None or tensors.alibi_slopes is not None:
         return None

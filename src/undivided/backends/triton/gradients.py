@@ -38,7 +38,7 @@ class _Backward:
     def run(self) -> list[Tensor | None]:
         given, parts = self.inputs.given, list(self.inputs.parts())
         dq = torch.empty_like(given.q) if self.needs[0] or self.needs[5] else None
-        # where the rows come in several calls the sums of the keys are kept in fp32
+        # if the rows come in several calls, the sums of the keys are kept in fp32
         kind = torch.float32 if len(parts) > 1 else None
         dk = torch.zeros_like(given.k, dtype=kind) if self.needs[1] or self.needs[2] else None
         dv = torch.zeros_like(given.v, dtype=kind) if self.needs[1] or self.needs[2] else None

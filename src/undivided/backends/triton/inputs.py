@@ -59,7 +59,7 @@ def precision() -> str:
 
 
 def _descriptor(tensor: Tensor, rows: int) -> Any:
-    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None where addresses or steps are no multiples of 16
+    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None if addresses or steps are not multiples of 16
     bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -283,7 +283,7 @@ class Inputs:
 
     def described(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
         """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head,
-        which the copy engine reads whole, zeros beyond the last; None where these tiles do not ask for them, or it
+        which the copy engine reads whole, zeros beyond the last; None if these tiles do not ask for them, or it
         cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
         whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))

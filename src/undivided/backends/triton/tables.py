@@ -34,7 +34,7 @@ class Tables(NamedTuple):
 
 
 MOST_PLAIN = 64
-"""Tables of calls without a mask that are kept: a few lengths a layer kind, 32 bytes a block of rows each."""
+"""Tables of calls without a mask that are kept: a few lengths per kind of layer, 32 bytes per block of rows."""
 
 _plain: dict[object, Tables] = {}
 _known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()

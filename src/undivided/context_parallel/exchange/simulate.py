@@ -34,7 +34,7 @@ def simulate(
 
     Raises:
         InputError: world is neither a positive number nor a pair of positive numbers.
-        Exception: the first one that a rank raised; ranks that wait for that rank raise RankError.
+        Exception: the first exception of any rank; ranks that wait for that rank raise RankError.
 
     >>> import torch, undivided
     >>> from undivided import masks

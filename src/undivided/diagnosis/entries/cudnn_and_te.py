@@ -69,7 +69,7 @@ ENTRIES = (
             qkv_format) says otherwise. A batch-first input swaps the two: cuDNN may refuse the odd shape, other
             backends run it and mix the batch up.""",
         confirm="Swap the first two axes of the input (x.transpose(0, 1)): if the error goes, this was it.",
-        repair="""Pass attn_input_format="bshd" to TransformerLayer, qkv_format="bshd" to MultiheadAttention and
+        fix="""Pass attn_input_format="bshd" to TransformerLayer, qkv_format="bshd" to MultiheadAttention and
             DotProductAttention.""",
         call=_LAYOUT,
         source="NVIDIA/TransformerEngine#1350, NVIDIA/TransformerEngine#195",
@@ -88,7 +88,7 @@ ENTRIES = (
         confirm="""Print q.shape and compare it with the layout in force (qkv_format, attn_input_format); print length % 64
             and torch.backends.cudnn.version(). Then set CUDNN_LOGLEVEL_DBG=2 (before 9: CUDNN_LOGERR_DBG=1) and
             CUDNN_LOGDEST_DBG=stderr for cuDNN's words; try head size 128; try without gradients.""",
-        repair="""Name the layout of the tensors (qkv_format="bshd" or attn_input_format="bshd"). Pad the length to a
+        fix="""Name the layout of the tensors (qkv_format="bshd" or attn_input_format="bshd"). Pad the length to a
             multiple of 64, or upgrade cuDNN to 9.0 or later. To go on without cuDNN, in PyTorch:
             torch.backends.cuda.enable_cudnn_sdp(False). In TransformerEngine: NVTE_FUSED_ATTN=0 takes flash-attn or
             the unfused path.""",
@@ -107,7 +107,7 @@ ENTRIES = (
             missing NVRTC), or it read bad offsets: cu_seqlens of the wrong dtype or beyond the tokens.""",
         confirm="""CUDNN_LOGLEVEL_DBG=2 CUDNN_LOGDEST_DBG=stderr shows a Reason; "rtc->loadModule()" means libraries.
             Compare torch.backends.cudnn.version() with the cuDNN that the logs name. CUDA_LAUNCH_BLOCKING=1.""",
-        repair="""One cuDNN in the environment (pip's nvidia-cudnn, no other on LD_LIBRARY_PATH); check cu_seqlens;
+        fix="""One cuDNN in the environment (pip's nvidia-cudnn, no other on LD_LIBRARY_PATH); check cu_seqlens;
             NVTE_FUSED_ATTN=0 meanwhile.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1116, NVIDIA/TransformerEngine#1407, NVIDIA/Megatron-LM#1882",
@@ -127,7 +127,7 @@ ENTRIES = (
             NVTE_UNFUSED_ATTN to 0; flash-attn is missing or outside the accepted versions; head sizes 192/128 (MLA)
             or over 256 in training; context parallelism, which takes the unfused path away; float32.""",
         confirm='Run with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2: each "Disabling ..." line is a reason.',
-        repair="""Remove the first reason that you can: unset the NVTE_* variables, install a flash-attn in the accepted
+        fix="""Remove the first reason that you can: unset the NVTE_* variables, install a flash-attn in the accepted
             range, upgrade cuDNN, pad the length to a multiple of 64 (cuDNN 8) or v to the head size of q.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1321, NVIDIA/TransformerEngine#2285, NVIDIA/TransformerEngine#3006",
@@ -139,10 +139,10 @@ ENTRIES = (
         patterns=(r"Context parallelism is only implemented with Flash Attention(?: and Fused Attention| v1)?",),
         example="AssertionError: Context parallelism is only implemented with Flash Attention and Fused Attention!",
         cause="""Selection fell through to the unfused path, which has no context parallelism; why flash and fused
-            were refused is not said. A length that is no multiple of 64 under cuDNN 8, flash switched off
+            were refused is not stated. A length that is not a multiple of 64 under cuDNN 8, flash switched off
             (use_flash_attention, NVTE_FLASH_ATTN), a bias or an arbitrary mask are the usual reasons.""",
         confirm="NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reasons; print the sequence length modulo 64.",
-        repair="""Switch flash attention on and install flash-attn; pad the length to a multiple of 64 and of
+        fix="""Switch flash attention on and install flash-attn; pad the length to a multiple of 64 and of
             2 * ranks; cuDNN 9 takes any length.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine transformer_engine/pytorch/attention.py, NVIDIA/TransformerEngine#2541",
@@ -159,7 +159,7 @@ ENTRIES = (
         cause="""Packed sequences have lengths, and the mask type must say that they count. For thd, "padding" is what
             no_mask is for dense tensors, and "padding_causal" what causal is.""",
         confirm="attn_mask_type is causal or no_mask.",
-        repair='attn_mask_type="padding_causal" (or "padding"), with cu_seqlens_q and cu_seqlens_kv.',
+        fix='attn_mask_type="padding_causal" (or "padding"), with cu_seqlens_q and cu_seqlens_kv.',
         call=_PACKED,
         source="NVIDIA/TransformerEngine#1005, NVIDIA/TransformerEngine#1015, NVIDIA/TransformerEngine#1110",
     ),
@@ -172,7 +172,7 @@ ENTRIES = (
             formats, a last axis that is not contiguous, or rotary embeddings on two of the three break the guess; so
             does a tensor in [B, H, S, D].""",
         confirm="Print shape and stride of q, k, v; none may have stride 0 or a last stride other than 1.",
-        repair="Pass contiguous tensors in the format that qkv_format names; num_gqa_groups instead of expand.",
+        fix="Pass contiguous tensors in the format that qkv_format names; num_gqa_groups instead of expand.",
         call="""
             qkv = torch.randn(2, 16, 3, 8, 64)
             # views, any strides: nothing is guessed or copied
@@ -188,7 +188,7 @@ ENTRIES = (
         example="AssertionError: cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!",
         cause="cumsum of integers returns int64 unless dtype= is given; other libraries want int64.",
         confirm="Print cu_seqlens_q.dtype.",
-        repair="cu_seqlens.to(torch.int32).",
+        fix="cu_seqlens.to(torch.int32).",
         call=_PACKED,
         source="NVIDIA/TransformerEngine transformer_engine/pytorch/attention/dot_product_attention",
     ),
@@ -204,7 +204,7 @@ ENTRIES = (
         cause="""In sbhd and bshd, cu_seqlens are lengths of batch elements, batch + 1 of them. Documents packed in a
             batch of one are not that: flash ran it by accident, cuDNN asserts on the device.""",
         confirm="len(cu_seqlens) - 1 is not the batch size, or cu_seqlens[-1] is not the number of tokens.",
-        repair="""qkv_format="thd" with [T, H, D] tensors, the cu_seqlens as they are and attn_mask_type
+        fix="""qkv_format="thd" with [T, H, D] tensors, the cu_seqlens as they are and attn_mask_type
             "padding_causal".""",
         call=_PACKED,
         source="NVIDIA/TransformerEngine#1259",
@@ -218,7 +218,7 @@ ENTRIES = (
         cause="""InferenceParams holds max_batch_size * max_sequence_length tokens and no more. Sequences that ended
             keep their pages until a step omits their id.""",
         confirm="Count the sequences alive and their tokens against the two limits.",
-        repair="Leave finished sequences out of pre_step's dictionary; allocate for the longest, prompt and output.",
+        fix="Leave finished sequences out of pre_step's dictionary; allocate for the longest, prompt and output.",
         call="""
             # your pool, your table: as many pages as you like
             pool = torch.randn(64, 16, 2, 64)
@@ -245,7 +245,7 @@ ENTRIES = (
         example="AssertionError: Sequence length per GPU needs to be divisible by 2!",
         cause="Each rank owns two chunks, one from each end, so that causal work is balanced: 2 * ranks equal chunks.",
         confirm="Print sequence_length % (2 * context_parallel_size).",
-        repair="""Pad to a multiple of 2 * ranks (and of tensor parallel size times ranks). Packed: every sequence,
+        fix="""Pad to a multiple of 2 * ranks (and of tensor parallel size times ranks). Packed: every sequence,
             with cu_seqlens the real lengths and cu_seqlens_padded the padded ones.""",
         call=_MERGED,
         source="NVIDIA/TransformerEngine#1930, NVIDIA/Megatron-LM#1669, NVIDIA-NeMo/RL#3563",
@@ -258,7 +258,7 @@ ENTRIES = (
         example="AssertionError: DotProductAttention only supports CUDA tensors.",
         cause="There is no CPU path, so its models cannot be tested or debugged without a GPU.",
         confirm="q.is_cuda is False.",
-        repair="Move inputs and module to a GPU.",
+        fix="Move inputs and module to a GPU.",
         call=_LAYOUT,
         source="NVIDIA/TransformerEngine transformer_engine/pytorch/attention/dot_product_attention",
     ),
@@ -272,7 +272,7 @@ ENTRIES = (
         cause="""Each TransformerEngine release has a highest flash-attn version that it was tried with; a newer one
             is treated as not installed, or used with this warning, by version.""",
         confirm="NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says whether flash was disabled for it.",
-        repair="Install a version in the range, or a newer TransformerEngine.",
+        fix="Install a version in the range, or a newer TransformerEngine.",
         call="""
             print(
                 [
@@ -294,7 +294,7 @@ ENTRIES = (
         cause="""One condition of selection did not hold. "No backend supports the provided input" comes from cuDNN's
             gate, which gives no reason.""",
         confirm='The line "Selected backend" after it says what ran.',
-        repair="Look the named property up; for cuDNN's gate compare head size, mask, length and version with its table.",
+        fix="Look the named property up; for cuDNN's gate compare head size, mask, length and version with its table.",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1321, NVIDIA/TransformerEngine#2354",
         weight=WORDS,

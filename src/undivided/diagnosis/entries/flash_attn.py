@@ -17,7 +17,7 @@ _EXPLAIN = """
 _PACKED = """
     # 3 and 7 tokens, packed
     q, k, v = (torch.randn(10, 8, 64) for _ in range(3))
-    # int64 will do; checked before anything runs
+    # int64 is enough; checked before anything runs
     cu_seqlens = torch.tensor([0, 3, 10])
     out = undivided.attention(
         q,
@@ -37,7 +37,7 @@ ENTRIES = (
         cause="""The tensors are float32: no autocast, weights loaded without torch_dtype, or a norm or rotary
             embedding that returned float32 inside autocast.""",
         confirm="Print q.dtype just before the call.",
-        repair="""Run under torch.autocast("cuda", torch.bfloat16), load with torch_dtype="auto", cast q and k after
+        fix="""Run under torch.autocast("cuda", torch.bfloat16), load with torch_dtype="auto", cast q and k after
             the rotary embedding.""",
         call=_EXPLAIN.format(d=64, dtype="float32", gpu="a100"),
         source="Dao-AILab/flash-attention#622, QwenLM/Qwen3#406, unslothai/unsloth#827",
@@ -49,7 +49,7 @@ ENTRIES = (
         example="RuntimeError: FlashAttention forward only supports head dimension at most 256",
         cause="The model has a larger head size (512 in some global layers), or heads and head size were swapped.",
         confirm="Print q.shape: the last axis is the head size.",
-        repair="""attn_implementation="sdpa" or "eager" for these layers; check the reshape if the model's head size
+        fix="""attn_implementation="sdpa" or "eager" for these layers; check the reshape if the model's head size
             is smaller.""",
         call=_EXPLAIN.format(d=512, dtype="bfloat16", gpu="a100"),
         source="Dao-AILab/flash-attention#67, vllm-project/vllm#38887",
@@ -67,7 +67,7 @@ ENTRIES = (
         cause="""The kernel reads 16 bytes at a time. The Python functions pad for you; direct calls of the C++
             operators and builds made with FLASHATTENTION_DISABLE_UNEVEN_K do not.""",
         confirm="q.shape[-1] % 8 is not 0 (or % 32, where the message says 32).",
-        repair="Pad q, k and v with zeros to the next multiple, pass the old softmax_scale, cut the output.",
+        fix="Pad q, k and v with zeros to the next multiple, pass the old softmax_scale, cut the output.",
         call="""
             # any head size
             q, k, v = (torch.randn(2, 16, 8, 35) for _ in range(3))
@@ -83,7 +83,7 @@ ENTRIES = (
         example="RuntimeError: FlashAttention only supports Ampere GPUs or newer.",
         cause="V100 (7.0), T4 and RTX 20 (7.5) and older lack the instructions that version 2 uses.",
         confirm="torch.cuda.get_device_capability() is below (8, 0).",
-        repair="""attn_implementation="sdpa": its efficient kernel runs from 5.0 on. On these GPUs float16, not
+        fix="""attn_implementation="sdpa": its efficient kernel runs from 5.0 on. On these GPUs float16, not
             bfloat16.""",
         call=_EXPLAIN.format(d=64, dtype="float16", gpu="t4"),
         source="facebookresearch/locate-3d#22, if-ai/ComfyUI-IF_Trellis#40",
@@ -100,7 +100,7 @@ ENTRIES = (
             'CPU' backend.""",
         cause="The package has GPU kernels only; the model, or a part that was off-loaded, is on the CPU.",
         confirm="q.device is cpu.",
-        repair="""Move the model before the first call, or load it with attn_implementation="sdpa".""",
+        fix="""Move the model before the first call, or load it with attn_implementation="sdpa".""",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
             # the same call on any device
@@ -115,7 +115,7 @@ ENTRIES = (
         example="RuntimeError: cu_seqlens_q must have dtype int32",
         cause="cumsum of an int32 tensor returns int64 unless dtype= is given.",
         confirm="Print cu_seqlens.dtype.",
-        repair="lengths.cumsum(0, dtype=torch.int32), with a 0 in front: F.pad(..., (1, 0)).",
+        fix="lengths.cumsum(0, dtype=torch.int32), with a 0 in front: F.pad(..., (1, 0)).",
         call=_PACKED,
         source="huggingface/transformers modeling_qwen2_vl.py, Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp",
         reads=lambda match, text: [f"It is {match['name']}."],
@@ -128,7 +128,7 @@ ENTRIES = (
         cause="""The tensors are in [B, H, S, D] order, so that lengths are read as heads; or tensor parallelism
             split the query heads only.""",
         confirm="Print the shapes: flash-attn's order is [B, S, H, D], packed [T, H, D].",
-        repair="q.transpose(1, 2) before the call (and after it, on the output).",
+        fix="q.transpose(1, 2) before the call (and after it, on the output).",
         call="""
             q, k, v = (torch.randn(2, h, 16, 64) for h in (8, 2, 2))
             # no transposes: say the layout
@@ -146,7 +146,7 @@ ENTRIES = (
         cause="""k and v disagree in length or heads (a cache updated for one alone), their batch differs from q's, or
             d_v differs from d_qk, which version 2 does not take.""",
         confirm="Print the three shapes beside the one in the message.",
-        repair="Update both caches; pad v with zeros to the head size of q and cut the output.",
+        fix="Update both caches; pad v with zeros to the head size of q and cut the output.",
         call="""
             q, k, v = (torch.randn(2, 16, 8, d) for d in (192, 192, 128))
             # [2, 16, 8, 128]
@@ -168,7 +168,7 @@ ENTRIES = (
             the frame shown may be another.""",
         confirm="""Run with CUDA_LAUNCH_BLOCKING=1. Check cu_seqlens[0] == 0, cu_seqlens[-1] == len(q),
             cu_seqlens.diff().max() <= max_seqlen, q.numel() < 2**31.""",
-        repair="Correct the offsets; split the batch where tensors are too large, or use version 3.",
+        fix="Correct the offsets; split the batch where tensors are too large, or use version 3.",
         call=_PACKED,
         source="Dao-AILab/flash-attention#1311, Dao-AILab/flash-attention#1773, Dao-AILab/flash-attention#2214",
         weight=PRECISE,
@@ -181,7 +181,7 @@ ENTRIES = (
             _ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE""",
         cause="Its extension links to the C++ of one PyTorch version, CUDA version and ABI; PyTorch was changed since.",
         confirm="print(torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()) against the wheel's name.",
-        repair="""pip uninstall flash-attn, then the wheel whose name has this torch, CUDA, Python and cxx11abi; or
+        fix="""pip uninstall flash-attn, then the wheel whose name has this torch, CUDA, Python and cxx11abi; or
             build: pip install flash-attn --no-build-isolation --no-cache-dir.""",
         call="""
             # a failed import is a reason, not a crash
@@ -198,7 +198,7 @@ ENTRIES = (
         example="RuntimeError: Paged KV cache block size must be divisible by 256",
         cause="Version 2 of the published package reads whole tiles from a page (128 on ROCm); 16 is vLLM's own build.",
         confirm="Print k_cache.shape[1].",
-        repair="Pages of 256 tokens, flash-attn 3 (any size), or vLLM's vllm-flash-attn.",
+        fix="Pages of 256 tokens, flash-attn 3 (any size), or vLLM's vllm-flash-attn.",
         call="""
             # pages of 16 tokens
             pool = torch.randn(8, 16, 2, 64)
@@ -223,7 +223,7 @@ ENTRIES = (
         example="RuntimeError: FlashAttention backward for head dim > 192 requires A100/A800 or H100/H800",
         cause="Its tiles need more shared memory than RTX cards, A10 and A40 have.",
         confirm="It runs under torch.no_grad(); the head size is over the limit.",
-        repair="""attn_implementation="sdpa" for training, or a newer flash-attn (2.5.5 lifted it where dropout is 0).""",
+        fix="""attn_implementation="sdpa" for training, or a newer flash-attn (2.5.5 lifted it where dropout is 0).""",
         call=_EXPLAIN.format(d=256, dtype="bfloat16", gpu="rtx4090"),
         source="Dao-AILab/flash-attention#277, Dao-AILab/flash-attention#328",
         reads=lambda match, text: [f"The limit here is {match['limit']}.", *_values.head_size(match, text)],

@@ -37,7 +37,7 @@ ENTRIES = (
             requires_grad to False or use another device.""",
         cause="Its CPU kernel is for inference; any input that requires a gradient is refused.",
         confirm="q.requires_grad is True (parameters before it make it so).",
-        repair="Wrap inference in torch.no_grad(), or train with another function.",
+        fix="Wrap inference in torch.no_grad(), or train with another function.",
         call=_PREDICATE,
         source="pytorch/pytorch#148752, huggingface/transformers#40352",
     ),
@@ -52,8 +52,8 @@ ENTRIES = (
             and `return_lse` is not supported yet.""",
         cause="""The CPU template writes the output only. Models with attention sinks ask for the log-sum-exp, so
             they fail with attn_implementation="flex_attention" on a CPU.""",
-        confirm="return_lse=True, return_aux=AuxRequest(...), or a gradient is asked for.",
-        repair="Run it uncompiled (it stores the scores), or use another implementation on the CPU.",
+        confirm="return_lse=True, return_aux=AuxRequest(...), or a gradient is requested.",
+        fix="Run it uncompiled (it stores the scores), or use another implementation on the CPU.",
         call="""
             q, k, v = (torch.randn(1, 8, 40, 64) for _ in range(3))
             out, lse = undivided.attention(
@@ -72,7 +72,7 @@ ENTRIES = (
             setting enable_gqa=True for GQA.""",
         cause="Grouped-query attention has to be asked for.",
         confirm="The message has both numbers.",
-        repair="flex_attention(..., enable_gqa=True), where Hkv divides Hq.",
+        fix="flex_attention(..., enable_gqa=True), where Hkv divides Hq.",
         call="""
             q, k, v = (torch.randn(2, h, 16, 64) for h in (8, 2, 2))
             out = undivided.attention(q, k, v, layout="bhsd")
@@ -91,7 +91,7 @@ ENTRIES = (
         example="NotImplementedError: NYI: query, key, and value must be 4D tensors",
         cause="Packed [T, H, D] and unbatched tensors are not accepted.",
         confirm="q.dim() is not 4.",
-        repair="q[None].transpose(1, 2) for packed tensors, with a document mask as the block mask.",
+        fix="q[None].transpose(1, 2) for packed tensors, with a document mask as the block mask.",
         call=_PACKED,
         source="pytorch/pytorch torch/nn/attention/flex_attention.py",
     ),
@@ -104,9 +104,9 @@ ENTRIES = (
         ),
         example="""ValueError: NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and
             Ev=72.""",
-        cause="Triton blocks are powers of 2 and older versions did not pad them; decoding was repaired last.",
+        cause="Triton blocks are powers of 2 and older versions did not pad them; decoding was fixed last.",
         confirm="The head size is 72, 80, 96 or such.",
-        repair="A newer PyTorch, or pad q, k and v with zeros to the next power of 2 and pass the old scale.",
+        fix="A newer PyTorch, or pad q, k and v with zeros to the next power of 2 and pass the old scale.",
         call=_PREDICATE,
         source="unslothai/unsloth#4036, meta-pytorch/attention-gym#127, pytorch/pytorch#133321",
         reads=lambda match, text: (
@@ -124,7 +124,7 @@ ENTRIES = (
         example="""ValueError: Expect query and key/value to have the same embedding dimension but got E=16 and E=8.""",
         cause="q and k were split into heads differently, or q carries a rotary part that k lacks.",
         confirm="Compare q.shape[-1] and k.shape[-1].",
-        repair="Concatenate the rotary part to both; only v may have a size of its own.",
+        fix="Concatenate the rotary part to both; only v may have a size of its own.",
         call="""
             q, k, v = (torch.randn(1, 8, 16, d) for d in (48, 48, 32))
             out = undivided.attention(q, k, v, layout="bhsd")
@@ -143,7 +143,7 @@ ENTRIES = (
             kv_len=256.""",
         cause="A block mask belongs to one pair of lengths; with a cache or varying batches they change each step.",
         confirm="The message has both.",
-        repair="Make it anew for each pair of lengths, or make one large mask and use block_mask._adjust.",
+        fix="Make it anew for each pair of lengths, or make one large mask and use block_mask._adjust.",
         call="""
             # no length in it: serves any
             mask = masks.window(64, 0, align="bottom_right")
@@ -165,7 +165,7 @@ ENTRIES = (
             FlexAttention for CPU device. Found input tensors are `torch.float64`.""",
         cause="The CPU template wants x86 with AVX2, Linux or Windows, and no float64.",
         confirm="Print q.dtype, platform.machine() and torch.backends.cpu.get_cpu_capability().",
-        repair="Cast to float32, or call flex_attention uncompiled.",
+        fix="Cast to float32, or call flex_attention uncompiled.",
         call="""
             q, k, v = (
                 torch.randn(1, 8, 16, 64, dtype=torch.float64) for _ in range(3)
@@ -181,7 +181,7 @@ ENTRIES = (
         example="UserWarning: flex_attention called without torch.compile() - this will use an unfused implementation",
         cause="Outside of torch.compile it is a plain implementation: right, slow, O(S^2) memory.",
         confirm="The call is not inside torch.compile.",
-        repair="flex_attention = torch.compile(flex_attention), once, at module level.",
+        fix="flex_attention = torch.compile(flex_attention), once, at module level.",
         call=_PREDICATE,
         source="pytorch/pytorch torch/nn/attention/flex_attention.py",
         weight=WORDS,
@@ -193,7 +193,7 @@ ENTRIES = (
         example="NotImplementedError: flex_attention does not support NestedTensor inputs",
         cause="Support for jagged inputs was taken out.",
         confirm="q.is_nested is True.",
-        repair="Pad, or use the packed values: x.values() with a document mask from x.offsets().",
+        fix="Pad, or use the packed values: x.values() with a document mask from x.offsets().",
         call=_PACKED,
         source="pytorch/pytorch#138993",
     ),
@@ -209,7 +209,7 @@ ENTRIES = (
         cause="""On CPUs a nested tensor can take the math path alone, and that has neither causal masks nor explicit
             ones for it. The fused GPU kernels do causal jagged attention.""",
         confirm="It works with is_causal=False.",
-        repair="Pad to a dense batch with a mask, or loop over q.unbind().",
+        fix="Pad to a dense batch with a mask, or loop over q.unbind().",
         call=_PACKED,
         source="pytorch/pytorch#156660, pytorch/pytorch#138993",
     ),
@@ -220,7 +220,7 @@ ENTRIES = (
         example="RuntimeError: scaled_dot_product_attention: If inputs are nested tensors they must be contiguous",
         cause="Strided nested tensors come out of transpose(1, 2) non-contiguous, which this layout cannot use.",
         confirm="The tensors were made without layout=torch.jagged.",
-        repair="torch.nested.nested_tensor(..., layout=torch.jagged), or .contiguous() after the transpose.",
+        fix="torch.nested.nested_tensor(..., layout=torch.jagged), or .contiguous() after the transpose.",
         call=_PACKED,
         source="pytorch/pytorch#136270",
     ),

@@ -25,7 +25,7 @@ ENTRIES = (
             names them. "xFormers wasn't build with CUDA support" means a wheel for another PyTorch; "too new" a GPU
             that the wheel does not know.""",
         confirm="Read the reasons; python -m xformers.info lists what the wheel has.",
-        repair="""Remove the reason of one operator (device, dtype, head size, bias type), reinstall xformers for this
+        fix="""Remove the reason of one operator (device, dtype, head size, bias type), reinstall xformers for this
             PyTorch, or switch to SDPA.""",
         call=_ANY_DEVICE,
         source="facebookresearch/xformers#1143, unslothai/unsloth#400",
@@ -43,7 +43,7 @@ ENTRIES = (
         cause="""The argument, or the model's own config, asks for it, and the package is missing, too old, or the
             device has no CUDA.""",
         confirm="""python -c "import flash_attn" prints the real error; look for _attn_implementation in the config.""",
-        repair="""attn_implementation="sdpa" (it needs no package), or install flash-attn for this PyTorch: pip install
+        fix="""attn_implementation="sdpa" (it needs no package), or install flash-attn for this PyTorch: pip install
             flash-attn --no-build-isolation.""",
         call=_ANY_DEVICE,
         source="huggingface/transformers src/transformers/modeling_utils.py",
@@ -58,9 +58,9 @@ ENTRIES = (
         ),
         example="""ValueError: InternVLChatModel does not support an attention implementation through
             torch.nn.functional.scaled_dot_product_attention yet.""",
-        cause="The class (often remote code) does not declare _supports_sdpa, and sdpa was asked for, or became default.",
+        cause="The class (often remote code) does not declare _supports_sdpa, and sdpa was requested, or became default.",
         confirm="The class named has no _supports_sdpa = True.",
-        repair="""attn_implementation="eager"; or set _supports_sdpa on the class if its code calls SDPA itself.""",
+        fix="""attn_implementation="eager"; or set _supports_sdpa on the class if its code calls SDPA itself.""",
         call=_ANY_DEVICE,
         source="huggingface/transformers#28005",
         reads=lambda match, text: [f"The class is {match['model']}."],
@@ -73,7 +73,7 @@ ENTRIES = (
             support where the model is hosted, on its model hub page""",
         cause="The class does not declare support for it; encoder-decoder and remote models often do not.",
         confirm="The class named has no _supports_flash_attn (or _supports_flash_attn_2).",
-        repair="""attn_implementation="sdpa" or "eager"; for composite models set it for the part that has it.""",
+        fix="""attn_implementation="sdpa" or "eager"; for composite models set it for the part that has it.""",
         call=_ANY_DEVICE,
         source="huggingface/transformers src/transformers/modeling_utils.py",
         reads=lambda match, text: [f"The class is {match['model']}."],
@@ -90,7 +90,7 @@ ENTRIES = (
             Qwen3ForCausalLM is torch.float32.""",
         cause="The model was loaded without torch_dtype, so that its weights are float32.",
         confirm="print(model.dtype).",
-        repair="""from_pretrained(..., torch_dtype="auto"), or train under autocast; with FSDP mixed precision the warning
+        fix="""from_pretrained(..., torch_dtype="auto"), or train under autocast; with FSDP mixed precision the warning
             can be ignored.""",
         call="""
             # float32 runs too; half precision is your choice
@@ -110,7 +110,7 @@ ENTRIES = (
         example="`sdpa` attention does not support `output_attentions=True` or `head_mask`.",
         cause="Fused kernels never hold the weights; out.attentions is then empty or the model falls back.",
         confirm="output_attentions=True is in the call or the config.",
-        repair="""attn_implementation="eager" for the runs that need the weights.""",
+        fix="""attn_implementation="eager" for the runs that need the weights.""",
         call="""
             q, k, v = (torch.randn(1, 16, 2, 64) for _ in range(3))
             eye = torch.eye(16).view(1, 16, 1, 16).expand(1, 16, 2, 16)
@@ -131,7 +131,7 @@ ENTRIES = (
         cause="""New tokens are appended at the end of the batch, so that padding in the middle would be attended to or
             positions shift.""",
         confirm="tokenizer.padding_side is right.",
-        repair="""tokenizer.padding_side = "left" before tokenizing.""",
+        fix="""tokenizer.padding_side = "left" before tokenizing.""",
         call="""
             # one new token each
             q = torch.randn(2, 1, 8, 64)

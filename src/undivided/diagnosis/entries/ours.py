@@ -26,7 +26,7 @@ ENTRIES = (
         cause="""The reference backend runs everything, so a backend=, a use_backends(...) or UNDIVIDED_BACKENDS (or an
             NVTE_* variable) has excluded it. Each line under the message is one backend with the reasons why it was refused.""",
         confirm="error.decision.reasons holds the same by name; undivided doctor shows the variables that are set.",
-        repair="Leave backend= out, or put a backend that can run it last in the list.",
+        fix="Leave backend= out, or put a backend that can run it last in the list.",
         call="""
             q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
             with undivided.use_backends("flash", "reference"):
@@ -48,7 +48,7 @@ ENTRIES = (
               HINT: these shapes would fit layout='bhsd'""",
         cause="""The message names the argument, the rule and the value; nothing was computed or changed.""",
         confirm="error.argument and error.hint hold the two parts.",
-        repair="Do what the HINT says.",
+        fix="Do what the HINT says.",
         call="""
             q, k, v = (torch.randn(1, 8, 4, 16) for _ in range(3))
             try:

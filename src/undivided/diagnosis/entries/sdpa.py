@@ -16,7 +16,7 @@ ENTRIES = (
             are warnings, printed before the error.""",
         confirm="""Read the warnings "... kernel not used because:" above the error, or run the same call with no
             sdpa_kernel: if that works, the restriction is the cause.""",
-        repair="""Allow one more kernel (sdpa_kernel([FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH])), or remove what the
+        fix="""Allow one more kernel (sdpa_kernel([FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH])), or remove what the
             warning names: pass is_causal instead of a mask, cast to bfloat16, set dropout_p to 0.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
@@ -44,7 +44,7 @@ ENTRIES = (
             efficient and cuDNN attention are for GPUs only. With nested tensors it also means that all refused.""",
         confirm="""Print torch.backends.cuda.flash_sdp_enabled(), mem_efficient_sdp_enabled(), math_sdp_enabled(), and
             look for sdpa_kernel around the call. The switches say what is wanted, not what is available.""",
-        repair="Allow MATH too, or choose the list of kernels by q.device.type.",
+        fix="Allow MATH too, or choose the list of kernels by q.device.type.",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
             # picks what the device has
@@ -66,7 +66,7 @@ ENTRIES = (
             with a broadcasting message that names neither heads nor arguments. The same text comes from tensors in
             [B, S, H, D] order and from a mask of three dimensions.""",
         confirm="Print q.shape, k.shape, v.shape and mask.shape: axis 1 is the head axis of [B, H, S, D].",
-        repair="""Pass enable_gqa=True (PyTorch 2.5 and later) where the key heads divide the query heads; transpose
+        fix="""Pass enable_gqa=True (PyTorch 2.5 and later) where the key heads divide the query heads; transpose
             [B, S, H, D] tensors; give a 3-D mask its head axis with mask[:, None].""",
         call="""
             q = torch.randn(2, 8, 16, 64)
@@ -90,7 +90,7 @@ ENTRIES = (
         cause="""The mask is added to scores of shape [B, H, Sq, Sk] by broadcasting. A padding mask [B, Sk] lines up
             with the wrong axes, and with a cache Sk is longer than Sq.""",
         confirm="Compare mask.shape with (B, H, q.shape[-2], k.shape[-2]).",
-        repair="""Give a padding mask its axes, mask[:, None, None, :], and build a causal mask for the cached
+        fix="""Give a padding mask its axes, mask[:, None, None, :], and build a causal mask for the cached
             length, not for the new tokens.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
@@ -112,7 +112,7 @@ ENTRIES = (
         cause="""PyTorch documents the two as exclusive, but checks it only in some kernels: the CPU flash kernel
             intersects them silently, the math kernel raises. So it appears when the device or dtype changes.""",
         confirm="Both arguments are in the call; it works with either left out.",
-        repair="Pass one mask that is both, is_causal=False.",
+        fix="Pass one mask that is both, is_causal=False.",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
             out = undivided.attention(
@@ -138,7 +138,7 @@ ENTRIES = (
         cause="""An integer mask (a tokenizer's attention_mask is int64), or a float mask that stayed float64 or
             float32 while the model runs in half precision.""",
         confirm="Print mask.dtype and q.dtype.",
-        repair="""mask.bool() for 0/1 masks, where True must mean attend (nn.MultiheadAttention's key_padding_mask
+        fix="""mask.bool() for 0/1 masks, where True must mean attend (nn.MultiheadAttention's key_padding_mask
             means the opposite); mask.to(q.dtype) for masks that are added.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
@@ -164,7 +164,7 @@ ENTRIES = (
         cause="""Something between the projections and the attention computed in float32: rotary embeddings, a norm
             over q and k, or a cache that was allocated in another dtype.""",
         confirm="Print q.dtype, k.dtype, v.dtype just before the call.",
-        repair="Cast back after the rotary embedding (q.to(v.dtype)), allocate the cache in the model's dtype.",
+        fix="Cast back after the rotary embedding (q.to(v.dtype)), allocate the cache in the model's dtype.",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
             # casts all three, as SDPA does
@@ -184,7 +184,7 @@ ENTRIES = (
             cuda:0 key.device: cpu and value.device: cpu instead.""",
         cause="A cache, a mask or part of the model stayed on the CPU (or on meta, where weights were not loaded).",
         confirm="Print q.device, k.device, v.device.",
-        repair="Move what is behind: cache and buffers with model.to(device); load the weights of meta tensors.",
+        fix="Move what is behind: cache and buffers with model.to(device); load the weights of meta tensors.",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
             out = undivided.attention(
@@ -201,10 +201,10 @@ ENTRIES = (
         cause="""Groups must be equal. Mostly the tensors are in [B, S, H, D] order, so that lengths are read as
             heads, or tensor parallelism split the query heads and not the key heads.""",
         confirm="Print q.shape and k.shape; axis 1 is the head axis.",
-        repair="Transpose to [B, H, S, D], or repeat or shard the key heads so that they divide.",
+        fix="Transpose to [B, H, S, D], or repeat or shard the key heads so that they divide.",
         call="""
             q, k, v = (torch.randn(2, 16, h, 64) for h in (12, 4, 4))
-            # the layout is said, lengths are not read as heads
+            # the layout is given, lengths are not read as heads
             out = undivided.attention(q, k, v, layout="bshd")
             """,
         source="pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils.h",
@@ -220,7 +220,7 @@ ENTRIES = (
         cause="""q @ k^T needs one head size for both. Often q or k was reshaped with the other's number of heads, or
             the key still has its rotary half.""",
         confirm="Print q.shape[-1] and k.shape[-1]; v may differ, k may not.",
-        repair="Reshape with hidden // heads of that tensor: k.view(B, S, kv_heads, head_dim).",
+        fix="Reshape with hidden // heads of that tensor: k.view(B, S, kv_heads, head_dim).",
         call="""
             # d_qk and d_v may differ
             q, k, v = (torch.randn(2, 16, 8, d) for d in (192, 192, 128))
@@ -243,7 +243,7 @@ ENTRIES = (
         cause="""These warnings come with sdpa_kernel(...) alone. Without it the fall to the math kernel, which
             stores the whole score matrix, is silent.""",
         confirm="torch._fused_sdp_choice(q, k, v, ...) returns 0 where the math kernel would run.",
-        repair="""Remove what is named: is_causal=True instead of a causal mask, no padding mask (pack instead),
+        fix="""Remove what is named: is_causal=True instead of a causal mask, no padding mask (pack instead),
             half precision, four dimensions, a last stride of 1, dropout 0, equal head sizes.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))

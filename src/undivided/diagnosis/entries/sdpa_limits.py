@@ -18,7 +18,7 @@ ENTRIES = (
         cause="""Fused kernels have a first derivative only. Gradient penalties, meta-learning, Hessians and forces
             from energies need the derivative of the backward.""",
         confirm="create_graph=True (or torch.func.hessian) stands somewhere above the attention.",
-        repair="Run that part under sdpa_kernel(SDPBackend.MATH), at O(S^2) memory.",
+        fix="Run that part under sdpa_kernel(SDPBackend.MATH), at O(S^2) memory.",
         call="""
             q = torch.randn(1, 16, 4, 32, requires_grad=True)
             out = undivided.attention(q, q, q, layout="bshd", mask=masks.causal())
@@ -37,7 +37,7 @@ ENTRIES = (
             does not support it because it has not been implemented yet.""",
         cause="Fused kernels have no forward-mode rule.",
         confirm="torch.func.jvp, jacfwd, hessian or forward_ad.dual_level is above the call.",
-        repair="Run it under sdpa_kernel(SDPBackend.MATH).",
+        fix="Run it under sdpa_kernel(SDPBackend.MATH).",
         call="""
             q = torch.randn(1, 16, 4, 32)
             out, tangent = torch.func.jvp(
@@ -55,7 +55,7 @@ ENTRIES = (
         cause="""The build (Windows wheels of 2.2 to 2.4 above all, some ROCm builds, custom ones) leaves it out.
             Installing the flash-attn package does not change that: SDPA has a kernel of its own.""",
         confirm="torch.backends.cuda.is_flash_attention_available() is False.",
-        repair="""A warning: the efficient kernel runs instead, results are right. A newer PyTorch wheel has it; on
+        fix="""A warning: the efficient kernel runs instead, results are right. A newer PyTorch wheel has it; on
             a GPU before Ampere no build does.""",
         call="""
             # what is there, and why not the others
@@ -72,7 +72,7 @@ ENTRIES = (
             backend.""",
         cause="varlen_attn calls the CUDA flash kernel directly; there is none for other devices.",
         confirm="The tensors are on the device that the message names.",
-        repair="Run it on a GPU, or one call a sequence on the CPU.",
+        fix="Run it on a GPU, or one call per sequence on the CPU.",
         call="""
             # 3 and 7 tokens, packed
             q, k, v = (torch.randn(10, 8, 64) for _ in range(3))
@@ -98,7 +98,7 @@ ENTRIES = (
             scores of 4 * B * H * Sq * Sk bytes, and several copies in training.""",
         confirm="""The size asked for grows with the square of the length. torch._fused_sdp_choice(...) == 0 means
             the math kernel.""",
-        repair="""Make a fused kernel possible (is_causal=True instead of a mask, bfloat16, attn_implementation="sdpa"
+        fix="""Make a fused kernel possible (is_causal=True instead of a mask, bfloat16, attn_implementation="sdpa"
             instead of "eager"); repeat the key heads where grouped-query with a mask is the reason.""",
         call="""
             q, k, v = (torch.randn(1, 512, h, 64) for h in (8, 2, 2))
@@ -121,7 +121,7 @@ ENTRIES = (
             a multiple of 4.""",
         cause="The cutlass kernel reads a bias in vectors of 4 or 8, so its row stride must be a multiple of that.",
         confirm="The key length is not a multiple of 8, or the bias is a slice or an expand of another tensor.",
-        repair="Allocate a wider bias and slice it: torch.zeros(B, H, Sq, ceil8(Sk))[..., :Sk].",
+        fix="Allocate a wider bias and slice it: torch.zeros(B, H, Sq, ceil8(Sk))[..., :Sk].",
         call="""
             q, k, v = (torch.randn(2, 8, 43, 64) for _ in range(3))
             # any strides
@@ -142,7 +142,7 @@ ENTRIES = (
         cause="""attn_mask must be [Sq, Sk] or [B * heads, Sq, Sk]; key_padding_mask [B, Sk]. With batch_first=False,
             the default, the first axis of the input is the sequence.""",
         confirm="Print the shapes, and module.batch_first.",
-        repair="Say batch_first=True if inputs are [B, S, E]; repeat a per-batch mask heads times.",
+        fix="Say batch_first=True if inputs are [B, S, E]; repeat a per-batch mask heads times.",
         call="""
             q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
             out = undivided.attention(
@@ -158,7 +158,7 @@ ENTRIES = (
         example="AssertionError: was expecting embedding dimension of 16, but got 8",
         cause="The input is transposed, still split into heads, or key and value have sizes of their own.",
         confirm="Print query.shape; its last axis must be embed_dim.",
-        repair="Pass [B, S, embed_dim] with batch_first=True; kdim= and vdim= for other key and value sizes.",
+        fix="Pass [B, S, embed_dim] with batch_first=True; kdim= and vdim= for other key and value sizes.",
         call="""
             # split into heads
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
@@ -174,7 +174,7 @@ ENTRIES = (
         example="RuntimeError: Need attn_mask if specifying the is_causal hint.",
         cause="Unlike scaled_dot_product_attention, the module wants the causal mask as well.",
         confirm="The call has is_causal=True and no attn_mask.",
-        repair="Pass attn_mask=nn.Transformer.generate_square_subsequent_mask(S) with it.",
+        fix="Pass attn_mask=nn.Transformer.generate_square_subsequent_mask(S) with it.",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
             out = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
@@ -188,7 +188,7 @@ ENTRIES = (
         example="NotImplementedError: \"mul_cpu_reduced_float\" not implemented for 'Float8_e4m3fn'",
         cause="PyTorch's attention computes in 16 bits and more; fp8 is a storage type there.",
         confirm="Print q.dtype.",
-        repair="Cast (and scale) before the call: q.to(torch.bfloat16).",
+        fix="Cast (and scale) before the call: q.to(torch.bfloat16).",
         call="""
             q, k, v = (
                 torch.randn(2, 16, 8, 64).to(torch.float8_e4m3fn) for _ in range(3)

@@ -18,7 +18,7 @@ ENTRIES = (
             GPU kernels and hand-written attention do not, nor does nn.MultiheadAttention. A NaN already in a masked
             key or value is another way: 0 * NaN is NaN.""",
         confirm="(~mask).all(-1).any() is True, or torch.isnan(k).any() where padding was never written.",
-        repair="""Let padding rows attend to themselves and drop their output; zero the unused cache; use
+        fix="""Let padding rows attend to themselves and drop their output; zero the unused cache; use
             torch.finfo(dtype).min in place of -inf.""",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
@@ -45,7 +45,7 @@ ENTRIES = (
             TransformerEngine, Undivided), or as the number of keys, (i - w, i] (cuDNN, transformers' sliding_window,
             xFormers). The same number means one key more or less.""",
         confirm="Compare with a tiny window (2 or 3) on distinct values: a long one hides it.",
-        repair="flash-attn's window_size for sliding_window=w tokens is (w - 1, 0); cuDNN's bound is left + 1.",
+        fix="flash-attn's window_size for sliding_window=w tokens is (w - 1, 0); cuDNN's bound is left + 1.",
         call="""
             # 4 keys: the query's own and 3 before it
             print(masks.window(3, 0))
@@ -68,7 +68,7 @@ ENTRIES = (
             flash-attn since 2.1 lets the last query see every key (bottom-right), which decoding and chunked prefill
             mean. Neither raises.""",
         confirm="With one query and n keys, the output equals v[0]: only the first key was seen.",
-        repair="""torch.nn.attention.bias.causal_lower_right(L, S) as attn_mask; is_causal=False for a single query.""",
+        fix="""torch.nn.attention.bias.causal_lower_right(L, S) as attn_mask; is_causal=False for a single query.""",
         call="""
             q, k, v = (torch.randn(1, n, 8, 64) for n in (4, 20, 20))
             # required where the lengths differ
@@ -89,7 +89,7 @@ ENTRIES = (
         cause="""A packed batch run as one dense causal sequence: each document sees all before it. Nothing fails; the
             loss is only a little off.""",
         confirm="Change a token of the first document: the output of the second must not change.",
-        repair="cu_seqlens and the packed (thd, varlen) form of the library; position ids that restart.",
+        fix="cu_seqlens and the packed (thd, varlen) form of the library; position ids that restart.",
         call="""
             # 3 and 7 tokens
             q, k, v = (torch.randn(10, 8, 64) for _ in range(3))
@@ -116,7 +116,7 @@ ENTRIES = (
         cause="""Without AMX, PyTorch hands half types to a matrix library that widens them first; with one query there
             is too little work for its threads. 3-D inputs, dropout and different head sizes take the math path.""",
         confirm="Time float32 beside it; look for avx512_bf16 and amx in /proc/cpuinfo.",
-        repair="float32 on such CPUs, four dimensions, dropout 0.",
+        fix="float32 on such CPUs, four dimensions, dropout 0.",
         call="""
             q, k, v = (
                 torch.randn(1, 64, 8, 64, dtype=torch.bfloat16) for _ in range(3)
@@ -138,7 +138,7 @@ ENTRIES = (
         cause="""Selection found a reason against every fused kernel and took the plain one without saying so. The
             enable_*_sdp switches report a wish, not what ran.""",
         confirm="A profile shows softmax and bmm (or addmm) in place of one attention kernel.",
-        repair="sdpa_kernel([...fused ones...]) makes it an error with reasons, for a test.",
+        fix="sdpa_kernel([...fused ones...]) makes it an error with reasons, for a test.",
         call="""
             q, k, v = (torch.randn(2, 16, h, 64) for h in (8, 2, 2))
             decision = undivided.explain(
@@ -157,10 +157,10 @@ ENTRIES = (
             r"(?:differ\w*|inconsistent|mismatch|wrong).{0,160}(?:context[ -]parallel\w*|\bcp[_ =])",
         ),
         example="results are inconsistent compared to when context parallelism is disabled (length 7, cp=2)",
-        cause="""Real lengths that are no multiple of 2 * ranks are rounded down (7 becomes 6), or tokens were cut into
+        cause="""Real lengths that are not a multiple of 2 * ranks are rounded down (7 becomes 6), or tokens were cut into
             contiguous shares where the library expects one chunk from each end; partial outputs in bf16 add to it.""",
         confirm="Compare on a length that is a multiple of 2 * ranks, in float32.",
-        repair="""Pad each sequence to the multiple and give real and padded offsets; use the library's own function to
+        fix="""Pad each sequence to the multiple and give real and padded offsets; use the library's own function to
             cut the batch.""",
         call="""
             # ranks with 4 and 3 keys: nothing is rounded

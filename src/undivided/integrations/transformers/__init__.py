@@ -1,6 +1,6 @@
 """Hugging Face Transformers on Undivided: ``register()``, then ``attn_implementation="undivided"``.
 
-A model calls two functions by that name: one for a mask, once per kind of layer and forward pass, and one for the
+A model calls two functions by that name: one for the mask, once per kind of layer and forward pass, and one for the
 attention, in every layer. Ours passes a `Mask` from the first to the second, so that causal masks, windows, chunks,
 padding, packed documents and cached lengths keep their structure, and no S x S tensor is created.
 

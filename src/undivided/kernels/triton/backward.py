@@ -9,8 +9,8 @@ gradient of the output and ``delta = sum(g * out)``:
 where rate is the derivative of the softcap. Three passes, each deterministic: rows write dq and what ALiBi needs, keys
 write dk and dv (every head of the group in turn), pairs write the gradient of a bias.
 
-Memory traffic: the pass over rows reads a key tile once a block of rows, the pass over keys reads q and g once a key
-    tile.
+Memory traffic: the pass over rows reads a key tile once per block of rows, the pass over keys reads q and g once per key
+tile.
 """
 
 # The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.

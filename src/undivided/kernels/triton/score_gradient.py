@@ -58,7 +58,7 @@ def score_gradient(
 @triton.jit
 def load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
     """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights
-    0. Factor and gradient are read where there are any."""
+    0. Factor and gradient are read if there are any."""
     natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
     base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     d = tl.load(delta + offsets, mask=ok_m, other=0.0)

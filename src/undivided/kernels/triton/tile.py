@@ -69,7 +69,7 @@ def described_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
-    """The keys of each row, [start, stop) twice; the second is empty where there is one range."""
+    """The keys of each row, [start, stop) twice; the second is empty if there is one range."""
     nothing = rows * 0
     if COLUMNS == 0:
         return nothing, nothing, nothing, nothing
@@ -116,7 +116,7 @@ def row_features(
     DROPOUT: tl.constexpr,
 ):
     """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M], h one head or each row's own; 0
-    where there is no such feature."""
+    if there is no such feature."""
     slope, at_m, i_m, b_m = 0.0, 0, 0, 0
     if ALIBI:
         at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q

@@ -73,10 +73,10 @@ def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
             if case == "none":
                 raise
             continue
-        asked = repr({name: value for name, value in inputs.items() if not _is_noise(value)})
-        if asked in seen:  # a model that takes no mask, no positions
+        case_key = repr({name: value for name, value in inputs.items() if not _is_noise(value)})
+        if case_key in seen:  # a model that takes no mask, no positions
             continue
-        seen.append(asked)
+        seen.append(case_key)
         try:
             ours = ours or build(model_type, "undivided", variant)
             found[case] = _outcome(eager, ours, inputs, case, expected)
