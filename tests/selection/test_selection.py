@@ -124,8 +124,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 # One row per problem, one column per machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn,
-# A flash_attn, C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose; so does
-# a measurement: of these machines only `amx` was measured (benchmarks/*-ranks-*-amx.json).
+# A flash_attn, C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose;
+# so does a measurement: of these machines only `amx` was measured (benchmarks/*-ranks-*-amx.json).
 NAMES = {
     "R": "reference",
     "F": "torch_flash",
