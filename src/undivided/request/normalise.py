@@ -73,7 +73,14 @@ def normalise(
     if layout not in LAYOUTS:
         check_layout(layout)
     if needs is None:
-        needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
+        needs = _NO_GRADIENTS
+        if torch.is_grad_enabled():
+            try:
+                needs = _NEEDS[q.requires_grad, k.requires_grad, v.requires_grad]
+            except (AttributeError, KeyError):  # not tensors: the checks to come say so
+                needs = _NO_GRADIENTS
+            if not (bias is sinks is slopes is None):
+                needs = (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
     if scale is not None:
         scale = checked_scale(scale)
     facts = device, needs, scale is not None and scale <= 0
@@ -152,17 +159,6 @@ def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
 def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     size = q.itemsize
     return span(q) * size, span(k) * size, span(v) * size, size
-
-
-def _needs(tensors: Tensors) -> tuple[bool, ...]:
-    q, k, v, bias, sinks, slopes = tensors
-    try:
-        first = (q.requires_grad, k.requires_grad, v.requires_grad)
-    except AttributeError:  # not tensors: the checks to come say so
-        return _NO_GRADIENTS
-    if bias is sinks is slopes is None:
-        return _NEEDS[first]
-    return (*first, *(getattr(tensor, "requires_grad", False) for tensor in (bias, sinks, slopes)))
 
 
 def _specialised(problem: Problem) -> Problem:

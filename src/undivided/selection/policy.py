@@ -194,10 +194,13 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
     """The policy of this call; `switches` are PyTorch's own (`_sdp_switches`) where the call is under them."""
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise InputError("deterministic", "be True, False or None", repr(deterministic))
-    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+    if deterministic is None and torch._C._get_deterministic_algorithms():
         deterministic = True
     block = _block.get()
-    key = (backend, deterministic, _process if block is None else block.switch, environment(), switches)
+    switch, values = _process if block is None else block.switch, environment()
+    if backend is None and deterministic is None and not values and not switches:  # as in most calls
+        return _plain_policy(switch)
+    key = (backend, deterministic, switch, values, switches)
     try:
         found = _policies.get(key)
     except TypeError:  # a list, say: the check below tells which argument it was
@@ -209,7 +212,17 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
     return found
 
 
+def _plain_policy(switch: _Switch) -> Policy:
+    """The policy of a call that requests nothing, in an environment without variables of ours."""
+    global _last_plain
+    last = _last_plain
+    if last is None or last[0] is not switch:
+        last = _last_plain = switch, _read_policy(None, None, switch)
+    return last[1]
+
+
 _policies: dict[object, Policy] = {}
+_last_plain: tuple[_Switch, Policy] | None = None
 _MOST_POLICIES = 256
 
 
