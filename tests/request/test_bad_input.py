@@ -19,8 +19,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, Machine, explain, masks, merge, use_backends
-from undivided.request import foreign as _foreign
 from undivided.backends import names_and_families
+from undivided.request import foreign as _foreign
 
 BACKENDS = ", ".join(sorted(names_and_families()))
 
@@ -828,7 +828,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "pages-list": (lambda: paged(pages=[[0]]), "pages must be a torch.Tensor, got list", None),
     "pages-rows": (
         lambda: paged(pages=torch.zeros(3, 3, dtype=torch.int32)),
-        "pages must have one row a sequence of q (2), got [3, 3]",
+        "pages must have one row per sequence of q (2), got [3, 3]",
         None,
     ),
     "pages-no-mask": (
@@ -894,7 +894,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         lambda: undivided.attention(
             P, t(6, 4, 2, 8), t(6, 4, 2, 8), layout="thd", pages=TABLE, mask=masks.documents([0, 3, 6, 9], [0, 2, 4, 6])
         ),
-        "pages must have one row a document of the mask (3), got [2, 3]",
+        "pages must have one row per document of the mask (3), got [2, 3]",
         None,
     ),
     "pages-thd-too-long": (
@@ -985,7 +985,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "merge-none": (lambda: merge(None, None), "outs must be a sequence of tensors, got NoneType", None),
     "merge-ambiguous": (
         lambda: merge([t(2, 4, 4, 8)], [t(2, 4, 4)]),
-        "layout must be said, as [2, 4, 4, 8] fits bshd and bhsd, got None",
+        "layout must be given, because [2, 4, 4, 8] fits bshd and bhsd, got None",
         "merge(outs, lses, layout='bshd')",
     ),
     "merge-fits-none": (

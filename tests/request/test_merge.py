@@ -160,7 +160,8 @@ def test_a_layout_that_the_shapes_do_not_tell_must_be_said() -> None:
     with pytest.raises(InputError) as caught:
         undivided.merge([out], [lse])
     assert str(caught.value) == (
-        "layout must be said, as [2, 4, 4, 8] fits bshd and bhsd, got None\n  HINT: merge(outs, lses, layout='bshd')"
+        "layout must be given, because [2, 4, 4, 8] fits bshd and bhsd, got None\n"
+        "  HINT: merge(outs, lses, layout='bshd')"
     )
     for layout in ("bshd", "bhsd"):
         undivided.merge([out], [lse], layout=layout)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a request needs of a backend, without its tensors: all that selection looks at.
+"""The problem that a request poses to a backend, without its tensors: all that selection reads of a request.
 
 Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size (Dk, Dv).
 """
@@ -15,23 +15,23 @@ from undivided.masks import Structure
 
 
 class Problem(NamedTuple):
-    """What is asked, without tensors. Built once, validated once, never changed.
+    """One attention problem, without tensors. Immutable; validated when it is built.
 
-    device: "cpu", "cuda", ... where it is to run.
+    device: "cpu", "cuda", ...: the device that it runs on.
     dtype: of q, k, v and the result.
     layout: of q, k, v and the result.
     batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
         documents.
     mask: the mask's structure; mask.kinds names its parts.
-    align: "both" where top-left and bottom-right agree, "top_left", "bottom_right", or None where it does not matter.
-    features: what the problem needs of a backend beyond plain attention; see `FEATURES`.
+    align: "top_left", "bottom_right", "both" if the two are the same, or None if the mask does not depend on it.
+    features: the features that the problem needs beyond plain attention; see `FEATURES`.
     bias: which axes of the bias are broadcast, as "bhqk" with 1 for a broadcast axis, e.g. "1h1k"; None without a bias.
-    documents: (number, longest query, longest key length) of packed documents; lengths are None where only the device
-        knows.
+    documents: (number, longest query, longest key length) of packed documents; a length is None if its value is only
+        on the device.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must repeat bit for bit.
-    bias_dtype: of the bias, which need not be that of q; None without one.
-    usual_slopes: the ALiBi slopes are known to be the usual ones (see `_slopes`).
+    bias_dtype: dtype of the bias, which may differ from that of q; None without a bias.
+    usual_slopes: the ALiBi slopes are known to be the usual ones (see `undivided.request.slopes`).
     """
 
     device: str
@@ -92,10 +92,10 @@ FEATURES: dict[str, str] = {
     "value_dim": "a value head size other than the query's",
     "lse": "the log-sum-exp returned",
     "lse_grad": "the gradient through the log-sum-exp",
-    "partial": "the gradient of a part of the keys, from the whole's output and log-sum-exp",
+    "partial": "the gradient of a part of the keys, from the output and log-sum-exp of all keys",
     "some_heads": "dropout for heads that do not start at the first",
     "paged": "paged keys and values",
     "flipped": "a scale of 0 or below",
     "strided": "a last axis whose stride is not 1",
 }
-"""Every feature a problem may need, in words."""
+"""Description of every feature, by name."""
