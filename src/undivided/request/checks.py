@@ -189,7 +189,7 @@ def check_pages(
 
 
 def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> None:
-    """InputError unless each page number in use is in the pool (on the CPU only)."""
+    """InputError unless the pool has each page in use (CPU only)."""
     if pages.numel() == 0:
         return
     if readable(pages):  # mostly every entry is valid: two operations instead of the dozen below
@@ -216,7 +216,7 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
 
 
 def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
-    """Checks the kinds of the optional inputs and the shape of sinks; other shapes depend on the lengths or the mask."""
+    """InputError unless the kinds of the optional inputs and the shape of sinks are valid; other checks come later."""
     for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is None:
             continue
