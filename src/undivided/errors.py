@@ -1,13 +1,13 @@
 """The exceptions of the library, as a tree.
 
     ValueError
-      InputError          the caller got something wrong: argument, value, limit, hint. It is of PyTorch's type as well
-                          if scaled_dot_product_attention raises it (mostly RuntimeError), and a TypeError
-                          as well for an unknown keyword
+      InputError          an argument is wrong; the message has argument, value, limit and hint. From
+                          scaled_dot_product_attention it is also of the type that PyTorch raises (mostly RuntimeError),
+                          for an unknown keyword it is also a TypeError
     RuntimeError
-      NoBackendError      no backend may run the problem; carries the Decision with every reason
+      NoBackendError      no allowed backend can run the problem; has the Decision with every reason
 
-Nothing else leaves the library for bad input, and nothing is half done when one of these is raised.
+For wrong input the library raises no other exception, and it changes nothing before it raises one of these.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["InputError", "NoBackendError"]
 
 
 class Refusal(Protocol):
-    """What a `NoBackendError` carries: an `undivided.Decision`, by the part of it that says why."""
+    """The part of an `undivided.Decision` that a `NoBackendError` needs."""
 
     @property
     def reasons(self) -> Mapping[str, tuple[str, ...]]:
-        """Every reason of each backend, by its name."""
+        """The reasons of every backend, by backend name."""
 
 
 class InputError(ValueError):
@@ -78,15 +78,15 @@ def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: An
 
 @functools.cache
 def _input_error_and(kind: Any) -> Any:
-    """The class of errors that are an InputError and a `kind`."""
+    """A class that derives from InputError and from `kind`."""
     return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
 
 
 class NoBackendError(RuntimeError):
-    """No backend may run the problem. ``.decision`` holds every backend's reasons; the text prints them.
+    """No allowed backend can run the problem. ``.decision`` has every backend's reasons; the message prints them.
 
     Args:
-        decision: the `Decision` that chose none.
+        decision: the `Decision`, in which no backend is chosen.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 4, 2, 8)

@@ -26,7 +26,7 @@ __all__ = ["attention", "explain", "scaled_dot_product_attention"]
 
 
 class ContextParallelLike(Protocol):
-    """What `attention` needs of an `undivided.ContextParallel`: nothing here knows process groups."""
+    """The part of `undivided.ContextParallel` that `attention` calls; this module does not import process groups."""
 
     def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
         """The result for this rank's tokens."""
@@ -111,19 +111,21 @@ def attention(
 
     Args:
         q: [B, Sq, H, Dk] in "bshd", [Sq, B, H, Dk] in "sbhd", [B, H, Sq, Dk] in "bhsd", [Tq, H, Dk] in "thd";
-            float16, bfloat16, float32 or float64. Any strides; a unit last one is read in place.
-        k: as q with N heads; N divides H, and key head ``h // (H / N)`` serves query head h. Never expanded.
+            float16, bfloat16, float32 or float64. Any strides; if the last one is 1, no copy is made.
+        k: as q with N heads; N divides H, and query head h attends to key head ``h // (H / N)``. Never expanded.
         v: as k, with head size Dv.
-        layout: the order of the axes; always said, never guessed.
-        mask: which pairs may attend (`undivided.masks`); None is every pair. "thd" needs ``masks.documents``.
+        layout: the order of the axes; required, never inferred.
+        mask: which queries attend to which keys (`undivided.masks`); None allows every pair. "thd" requires
+            ``masks.documents``.
         bias: added to the scores; broadcastable to [B, H, Sq, Sk] ([H, Tq, Tk] in thd); -inf counts as masked.
-        scale: of the scores; 1/sqrt(Dk) if None.
-        softcap: ``c * tanh(score / c)`` where given.
-        alibi_slopes: [H] or [sequences, H]; adds ``-slope * |i + d - j|`` with the mask's alignment d.
-        sinks: [H] logits that take part in the softmax's denominator only.
-        dropout_p: probability of dropping a weight. The pattern is a function of seed and positions alone.
+        scale: factor of the scores; 1/sqrt(Dk) if None.
+        softcap: if c is given, each score becomes ``c * tanh(score / c)``.
+        alibi_slopes: [H] or [sequences, H]; adds ``-slope * |i + d - j|``, where d is the offset of the mask's
+            alignment.
+        sinks: [H] logits that are added to the denominator of the softmax only.
+        dropout_p: probability of dropping a weight. The pattern depends on the seed and the positions only.
         dropout_seed: an int or a 0-d int64 tensor; None draws one from torch's generator.
-        backend: a backend or family that must run, or the call raises; None lets selection choose.
+        backend: the backend or family that must run; the call raises if it cannot. None lets selection choose.
         deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
             UNDIVIDED_DETERMINISTIC.
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32,
@@ -137,9 +139,9 @@ def attention(
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For a keyword that it
-            does not have, such as another library's, the error is a TypeError as well.
-        NoBackendError: no allowed backend can run it; the message lists every backend's reasons.
+        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For an unknown keyword,
+            such as one of another library, the error is also a TypeError.
+        NoBackendError: no allowed backend can run the call; the message lists every backend's reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
 
@@ -153,9 +155,9 @@ def attention(
     """
     if unknown:
         error = _unknown("attention", unknown, _ARGUMENTS)
-        if torch.compiler.is_compiling():  # which cannot make a class
+        if torch.compiler.is_compiling():  # torch.compile cannot create a class
             raise error
-        raise error.as_also(TypeError)  # which Python raises for an unknown keyword
+        raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
     if autograd.any_autocast():
         q, k, v = autograd.autocast(q, k, v)
     options = made(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
@@ -190,10 +192,11 @@ def explain(
     machine: Machine | None = None,
     **unknown: Any,
 ) -> Decision:
-    """Which backend `attention` would run for these arguments, and why not the others. Runs nothing.
+    """The `Decision` for these arguments: which backend `attention` would run, and why not the others. Runs nothing.
 
     Args:
-        machine: the machine to ask about; this one if None. A described machine's device replaces the tensors' own.
+        machine: the machine to decide for; this one if None. The device of a described machine replaces that of the
+            tensors.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
         q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
             deterministic, return_lse, pages: as for `attention`; tensors on the meta device are enough.
@@ -240,12 +243,12 @@ def _unknown(function: str, given: Mapping[str, object], known: Collection[str])
 
 
 def _this(q: Tensor, device: str | None) -> Machine:
-    """The machine that q is on; `device` where that is the meta device."""
+    """The machine that q is on; that of `device` if q is on the meta device."""
     return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
 def _checked(context_parallel: object) -> ContextParallelLike:
-    """A ContextParallel, recognised by an attribute of its own, or InputError."""
+    """The argument, if it has the attributes of a ContextParallel; otherwise InputError."""
     if not hasattr(context_parallel, "traffic"):
         raise InputError(
             "context_parallel",

@@ -1,6 +1,6 @@
-"""What the hardware and the installed libraries are: probed once, or described.
+"""The hardware and the installed libraries: probed once, or described.
 
-Selection reads a `Machine` and nothing else about the world, so it can be asked about a machine one is not on:
+Selection reads a `Machine` and nothing else of the system, so it can decide for any described machine:
 ``undivided.explain(q, k, v, layout="bshd", machine=Machine(device="cuda", compute_capability=(8, 0)))``.
 """
 
@@ -46,11 +46,11 @@ KNOWN_GPUS: dict[str, tuple[int, int]] = {
     "b300": (10, 3),
     "rtx5090": (12, 0),
 }
-"""Compute capability by name (NVIDIA's CUDA GPU list), for describing a machine in a word."""
+"""Compute capability by GPU name (source: NVIDIA's CUDA GPU list)."""
 
 
 def parse_version(text: str, argument: str = "version") -> Version:
-    """``"8.9.7"`` -> ``(8, 9, 7)``; what follows the leading numbers (``+cu126``, ``.post1``) does not count."""
+    """``"8.9.7"`` -> ``(8, 9, 7)``; text after the leading numbers (``+cu126``, ``.post1``) is ignored."""
     match = re.match(r"\d+(\.\d+)*", text) if isinstance(text, str) else None
     if match is None:
         raise InputError(argument, "be a version such as '9.1.0'", repr(text))
@@ -64,7 +64,7 @@ def format_version(version: Version) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, as far as choosing a backend needs it.
+    """The properties of a machine that selection of a backend depends on.
 
     Args:
         device: "cpu" or "cuda"; None if the tensors say.
@@ -73,12 +73,12 @@ class Machine:
         cudnn: cuDNN's version, e.g. "8.9.7".
         packages: versions of installed packages by import name, e.g. {"flash_attn": "2.8.4"}.
             Known: flash_attn, flash_attn_3, flash_attn_4, cudnn_frontend, triton.
-        torch: PyTorch's version; this one's if not said.
+        torch: PyTorch's version; by default that of the running PyTorch.
         isa: the CPU's instruction set as PyTorch names it ("AVX2", "AVX512", "DEFAULT", ...).
-        hip: an AMD GPU (ROCm) behind torch's "cuda" device.
-        flash_impl: what ``torch.nn.attention.activate_flash_attention_impl`` has put in the place of PyTorch's own
+        hip: True if torch's "cuda" device is an AMD GPU (ROCm).
+        flash_impl: the implementation by which ``torch.nn.attention.activate_flash_attention_impl`` replaced PyTorch's
             flash kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
-        probed: True where `Machine.this` filled it in.
+        probed: True if `Machine.this` made it.
 
     >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
     >>> a100.version("flash_attn")
@@ -156,7 +156,7 @@ class Machine:
 
     @staticmethod
     def named(name: str, cudnn: str | None = None, packages: Mapping[str, str] | None = None) -> Machine:
-        """A machine with a GPU known by name, or "cpu".
+        """A machine with a GPU of `KNOWN_GPUS`, or "cpu".
 
         Args:
             name: such as "a100" or "h100", str; case, blanks and dashes do not matter.
@@ -218,7 +218,7 @@ def _installed(names: tuple[str, ...]) -> str | None:
 def active_flash_impl() -> str | None:
     """The implementation that was activated for PyTorch's flash operators on CUDA; None for PyTorch's own.
 
-    Asked at every call: it may change while the program runs. Source: torch/nn/attention/_registry.py (2.13).
+    Read at every call, because it may change while the program runs. Source: torch/nn/attention/_registry.py (2.13).
     """
     current = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None)
     return None if current is None else current()

@@ -1,6 +1,7 @@
-"""PyTorch's scaled_dot_product_attention on our flow: the same arguments and results, any rank, any broadcasting.
+"""PyTorch's scaled_dot_product_attention on our backends: the same arguments and results, any rank, any broadcasting.
 
-Its tensors become views in layout "bhsd", its mask a `masks.Mask` or a bias, and PyTorch's switches part of the policy.
+The tensors become views in layout "bhsd", the mask becomes a `masks.Mask` or a bias, and PyTorch's switches become part
+of the policy.
 
 Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value head size.
 """
@@ -43,31 +44,32 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
 
-    ``softmax(scale * query @ key^T + attn_mask) @ value``. The same on every backend: a row without an allowed key is
-    0, what a boolean mask hides never reaches a result, and of a mask together with is_causal both apply.
+    ``softmax(scale * query @ key^T + attn_mask) @ value``. Every backend follows the same rules: a row with no
+    allowed key is 0, values that a boolean mask hides do not affect a result, and attn_mask and is_causal may be
+    combined.
 
     Args:
         query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
         key: [..., H, S, E]; axes before S broadcast against query's and value's.
         value: [..., H, S, Ev].
         attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's
-            dtype or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and its like are taken as
-            structure.
-        dropout_p: probability of dropping a weight; applied whenever it is above 0, for there is no training flag.
-        is_causal: query i attends to keys 0 to i (top-left), also where L and S differ; attn_mask, if given, applies
+            dtype or float32, differentiable. ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``
+            are recognised as causal masks.
+        dropout_p: probability of dropping a weight; applied whenever it is above 0, because there is no training flag.
+        is_causal: query i attends to keys 0 to i (top-left), also if L and S differ; attn_mask, if given, applies
             too.
-        scale: of the scores; 1/sqrt(E) if None.
+        scale: factor of the scores; 1/sqrt(E) if None.
         enable_gqa: key and value may have fewer heads; their number divides query's.
 
     Returns:
         [..., H, L, Ev] in query's dtype.
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is of the type
-            that PyTorch raises as well (RuntimeError, TypeError, ...) and carries PyTorch's message.
+        InputError: an argument is wrong; the message names it, its value, the limit and a fix. The error is also of
+            the type that PyTorch raises (RuntimeError, TypeError, ...) and contains PyTorch's message.
         NoBackendError: PyTorch's switches (``torch.nn.attention.sdpa_kernel``, ``torch.backends.cuda.enable_*_sdp``),
-            which are honoured, or `undivided.use_backends` leave no backend that can run it; the message lists every
-            backend's reasons.
+            or `undivided.use_backends` leave no backend that can run the call; the message lists every backend's
+            reasons.
 
     Source: PyTorch's documentation of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -153,7 +155,7 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
 
 
 def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """The shape of the result, once everything about the three tensors has been checked."""
+    """The shape of the result; InputError if one of the three tensors is wrong."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         check_tensor(name, tensor)
@@ -218,12 +220,14 @@ def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
 def _folded(
     query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors as [B, H, S, D]: views, unless leading axes lie so in memory that no stride can join them."""
+    """The tensors as [B, H, S, D]: views, unless the strides of the leading axes cannot be merged."""
     batch = shape[:-3]
     heads = shape[-3] if len(shape) > 2 else 1
     tensors = [t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value)]
     kv_heads = tensors[1].shape[-3]
-    if kv_heads != tensors[2].shape[-3]:  # served from different heads: the only case in which they are expanded
+    if (
+        kv_heads != tensors[2].shape[-3]
+    ):  # key and value have different numbers of heads: the only case that expands them
         tensors[1:] = [t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]]
         kv_heads = heads
     q, k, v = (_fold(t, batch, n) for t, n in zip(tensors, (heads, kv_heads, kv_heads), strict=True))
@@ -240,7 +244,7 @@ def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
 
 
 def _scores_of_zero(tensor: Tensor) -> Tensor:
-    """A tensor of head size 0 with one column of zeros: every score is 0, and kernels need a column."""
+    """A tensor of head size 0, padded with one column of zeros: every score is 0, and kernels need a column."""
     return torch.nn.functional.pad(tensor, (0, 1))
 
 
@@ -257,13 +261,15 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Ten
 def _mask_or_bias(
     attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """A boolean mask as `masks.dense`, numbers as a bias, as views with four axes of size 1 or full; is_causal
-    joined."""
+    """(mask, bias): a boolean attn_mask as `masks.dense`, combined with is_causal; any other as a bias. Views with four
+    axes, each of full size or 1."""
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":
         if is_causal:
-            raise InputError("attn_mask", "be without is_causal=True, being a causal mask itself", "both")
+            raise InputError(
+                "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
+            )
         return _causal_bias(attn_mask, query.shape[-2], kv_len), None
     check_tensor("attn_mask", attn_mask)
     if attn_mask.device != query.device:
@@ -279,7 +285,7 @@ def _mask_or_bias(
             "attn_mask",
             "be None if is_causal=True and flash kernels are switched off",
             "both",
-            hint="allow SDPBackend.FLASH_ATTENTION as well, or join the causal part to attn_mask",
+            hint="allow SDPBackend.FLASH_ATTENTION as well, or include the causal part in attn_mask",
         )
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = _CAUSAL if is_causal else None
@@ -292,7 +298,7 @@ def _mask_or_bias(
 
 
 def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
-    """[B|1, H|1, L|1, S|1]; more leading axes than one are joined, by a view unless only some of them broadcast."""
+    """[B|1, H|1, L|1, S|1]: several leading axes are merged, as a view unless only some of them are broadcast."""
     rank = max(len(batch), 1) + 3
     if mask.dim() < rank:
         mask = mask[(None,) * (rank - mask.dim())]
@@ -305,7 +311,7 @@ def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
 
 
 def _as_added(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask of numbers, in the dtypes that PyTorch takes; autocast casts it as it does query."""
+    """A mask that is added, in a dtype that PyTorch accepts; under autocast it is cast like query."""
     if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask
     if mask.dtype not in (torch.float32, query.dtype):
@@ -316,7 +322,7 @@ def _as_added(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _causal_bias(bias: Any, q_len: int, kv_len: int) -> Mask:
-    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``: structure, never a dense mask."""
+    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right`` as a mask with structure, never dense."""
     if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
         got = f"a causal bias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys"
         raise InputError("attn_mask", f"be for {q_len} queries and {kv_len} keys", got)

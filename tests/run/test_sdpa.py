@@ -585,7 +585,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "causal-bias-and-causal": (
         (Q, K, K, causal_upper_left(3, 5)),
         {"is_causal": True},
-        "attn_mask must be without is_causal=True, being a causal mask itself, got both",
+        "attn_mask must not be combined with is_causal=True, because it is a causal mask itself, got both",
     ),
     "mask-shape": (
         (Q, K, K, torch.ones(3, 4, dtype=torch.bool)),

@@ -309,7 +309,7 @@ class TestFiles:
     @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
     def test_a_rate_that_is_no_rate_is_refused(self, users: Path, rate: float) -> None:
         _measured.write(users, table(cudnn=rate))
-        with pytest.raises(InputError, match="no positive number"):
+        with pytest.raises(InputError, match="is not a positive number"):
             _measured.read(users)
 
     def test_the_packages_table_is_right_and_its_reports_are_kept(self) -> None:

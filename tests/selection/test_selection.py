@@ -227,7 +227,7 @@ def test_an_explicit_request_never_falls_back(backend: str) -> None:
     assert str(decision).endswith(
         f"HINT: an explicit backend={backend!r} never falls back; leave it out to let selection choose"
     )
-    assert decision.reasons["reference"] == (f"not asked for: backend={backend!r}",)
+    assert decision.reasons["reference"] == (f"not requested: backend={backend!r}",)
 
 
 def test_a_failed_request_leaves_nothing_behind() -> None:
@@ -300,7 +300,7 @@ def test_a_decision_prints_as_a_table() -> None:
         "  machine: cpu, AVX512, torch 2.13.0",
     ]
     assert "  torch_flash      no support for softcap" in lines
-    assert "  reference        not asked for: backend='torch_flash'" in lines
+    assert "  reference        not requested: backend='torch_flash'" in lines
     chosen = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])).splitlines()
     assert chosen[0] == "native runs"
     assert "  native           chosen (flash); default rank: not measured on avx512" in chosen

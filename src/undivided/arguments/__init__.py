@@ -1,1 +1,1 @@
-"""Tensors, integers and layouts as callers give them, and the errors if they are wrong."""
+"""Checks of tensors, integers and layouts from callers."""

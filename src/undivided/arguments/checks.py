@@ -1,4 +1,4 @@
-"""Tensors, integers and vectors of integers as users give them, and the errors where they do not."""
+"""Checks of tensors, integers and vectors of integers from callers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """InputError unless its storage is there, and as large as sizes and strides say."""
+    """InputError unless it has a storage that is as large as sizes and strides require."""
     try:
         if missing_memory(tensor) is None:
             return
-    except (NotImplementedError, RuntimeError):  # raised for a storage that is not there
+    except (NotImplementedError, RuntimeError):  # raised if there is no storage
         pass
-    if has_dispatch(tensor) or torch._is_functional_tensor(tensor):  # its class answers for its values
+    if has_dispatch(tensor) or torch._is_functional_tensor(tensor):  # its class is responsible for its values
         return
     if not torch._C._has_storage(tensor):
         if torch._C._functorch.peek_interpreter_stack() is None:
@@ -103,13 +103,13 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
 
 
 def check_int_dtype(argument: str, tensor: Tensor) -> None:
-    """InputError where it does not hold integers."""
+    """InputError unless its dtype is an integer dtype."""
     if tensor.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         raise InputError(argument, "have an integer dtype", tensor.dtype, f"{argument}.to(torch.int32)")
 
 
 def check_at_least(argument: str, value: int | Tensor | None, least: int) -> None:
-    """InputError where the smallest of ``value`` is below ``least``; reads a tensor."""
+    """InputError if the smallest of ``value`` is below ``least``; reads the values of a tensor."""
     if value is None:
         return
     smallest = value if isinstance(value, int) else int(value.min()) if value.numel() else least
@@ -118,7 +118,7 @@ def check_at_least(argument: str, value: int | Tensor | None, least: int) -> Non
 
 
 def check_offsets(argument: str, offsets: Tensor) -> None:
-    """InputError unless the cumulative lengths start at 0 and never decrease; reads them."""
+    """InputError unless the cumulative lengths start at 0 and never decrease; reads their values."""
     hint = "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]"
     if int(offsets[0]) != 0:
         raise InputError(argument, "start at 0", int(offsets[0]), hint)

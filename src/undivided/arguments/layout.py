@@ -1,11 +1,11 @@
-"""Layout names, and the strided views between them. Nothing here copies: a layout is only strides.
+"""Layout names, and the views between layouts. Nothing here copies: layouts differ in strides only.
 
 Legend: B batch, S sequence, H heads, D head size, T total tokens of all packed documents.
 
     bshd  [B, S, H, D]   the canonical order inside the library
     sbhd  [S, B, H, D]   TransformerEngine's and Megatron's default
     bhsd  [B, H, S, D]   torch.nn.functional.scaled_dot_product_attention
-    thd   [T, H, D]      packed documents: a batch of one, with a document mask
+    thd   [T, H, D]      packed documents: a batch of 1 with a document mask
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What may be known of tensors without reading them: where their values are, who watches, and whether they have
-changed."""
+"""Properties of tensors that need no read of their values: storage, dispatch, tracing, and in-place versions."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ _TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
 def has_dispatch(value: object) -> bool:
-    """Whether it is a tensor of a class with ``__torch_dispatch__``: its values need not be where its pointer
-    points."""
+    """Whether it is a tensor of a class with ``__torch_dispatch__``: its data pointer may not lead to its values."""
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def is_observed(q: object, k: object, v: object, mask: object = None, *others: object) -> bool:
-    """Whether somebody must see the call as one operator: a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP
-    counters), ``torch.jit.trace``, or the class of a tensor. torch.func sees plain operations instead.
+    """Whether the call must be dispatched as one operator: for a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP
+    counters), ``torch.jit.trace``, or the class of a tensor. torch.func gets plain operations instead.
 
     `mask` is a `Mask`, None, or what a caller passed by mistake; `others` are tensors, numbers or None.
     """
@@ -33,22 +31,23 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
         return True
     if mask is not None and getattr(mask, "parts", None) and mask.has_dispatch:  # type: ignore[attr-defined]
         return True
-    for other in others:  # noqa: SIM110  a generator costs more than all before it
+    for other in others:  # noqa: SIM110  a generator costs more than everything above
         if other is not None and has_dispatch(other):
             return True
     return False
 
 
 def span(tensor: Tensor) -> int:
-    """Elements from its first to its last in memory, both counted; 0 if it has none."""
+    """Number of elements from the first to the last in memory, inclusive; 0 if it is empty."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
-    """(bytes that it needs, bytes of its storage) if the storage is too small: it was resized after the tensor was
-    made, as FSDP does with parameters that are sharded again. None if it is large enough.
+    """(bytes needed, bytes of the storage) if the storage is too small; None if it is large enough.
+
+    A storage can be resized after the tensor was created, as FSDP does with parameters that are sharded again.
     """
     size, have = tensor.element_size(), tensor.untyped_storage().nbytes()
     begin = tensor.storage_offset()
@@ -59,7 +58,7 @@ def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def values_are_traced() -> bool:
-    """Whether a mode is active under which a value of a tensor is a fake or a proxy, or would become a constant."""
+    """Whether a mode is active under which values of tensors are fakes or proxies, or would become constants."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
@@ -69,16 +68,15 @@ def functional_mode() -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be looked at: plain CPU tensors, outside of torch.compile and of modes that trace or
-    fake."""
+    """Whether the values may be read: plain CPU tensors, outside of torch.compile and tracing or fake modes."""
     if torch.compiler.is_compiling() or (_modes() and values_are_traced()):
         return False
     return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, a TorchDispatchMode, torch.func or a CUDA graph looks on: what is made now means nothing
-    to the next call."""
+    """Whether torch.compile, a TorchDispatchMode, torch.func or CUDA graph capture is active: nothing may be
+    cached then."""
     return (
         torch.compiler.is_compiling()
         or _modes() > 0
@@ -88,8 +86,7 @@ def is_traced() -> bool:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: nothing is computed until it is replayed, and then in memory of its
-    own."""
+    """Whether a CUDA graph is being captured: kernels run only at replay, in memory of the graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -99,5 +96,5 @@ def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
         return None
     try:
         return tuple([t._version for t in tensors])
-    except RuntimeError:  # raised by inference tensors; asking each first would cost every call
+    except RuntimeError:  # raised by inference tensors; a check of each would cost every call
         return None

@@ -1,7 +1,7 @@
-"""A request: what the caller wrote, what it needs of a backend, and what a backend returns.
+"""A request: the arguments of the caller, the problem that they pose to a backend, and the result of a backend.
 
-request    the tensors and options       problem    what selection sees of them
-checks     of every argument             normalise  request -> call
-call       what a backend is called with result     what it returns, and how parts are merged
-slopes     the usual ALiBi slopes           foreign    hints for keywords of other libraries
+request    the tensors and options       problem    what selection reads of them
+checks     the checks of every argument  normalise  request -> call
+call       the argument of a backend     result       what a backend returns, and how parts are merged
+slopes     the usual ALiBi slopes        foreign     hints for keywords of other libraries
 """

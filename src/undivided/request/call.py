@@ -1,4 +1,4 @@
-"""What a backend is called with: the problem, and the options that were checked and completed."""
+"""The argument of a backend: the problem, and the options after checks and with defaults filled in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from undivided.request.problem import Problem
 
 
 class CheckedMask:
-    """A mask that was checked against a problem, and its normal form; remembered until a tensor of the mask changes."""
+    """A mask that was checked for a problem, and its normal form; cached until a tensor of the mask changes."""
 
     __slots__ = ("form", "key", "mask", "pages", "problem")
 
@@ -21,17 +21,18 @@ class CheckedMask:
         self.mask, self.problem = mask, problem
         self.form: NormalForm | None = None
         self.key = key
-        """What it is remembered by, held so that nothing else gets its id."""
+        """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, int, int] | None = None
-        """The block table that was checked last, its in-place version, and the pool's pages."""
+        """The block table that was checked last, its in-place version, and the number of pages of the pool."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One attention call, without the tensors that may have gradients: autograd keeps it until the backward.
+    """One attention call, without the tensors that may have gradients; autograd keeps it until the backward.
 
-    problem: what selection decided on. mask: with the lengths of pages, if there are any. scale: 1/sqrt(Dk) if the
-    request had none. dropout_seed: drawn if the request had none. pages: the block table of k and v, or None.
+    problem: the problem that selection decided on. mask: includes the lengths of a paged cache, if there is one.
+    scale: 1/sqrt(Dk) if the request had none. dropout_seed: drawn if the request had none. pages: the
+    block table of k and v, or None.
     needs: which of `Tensors` need a gradient.
     """
 
@@ -44,7 +45,7 @@ class Call:
     pages: Tensor | None = None
     needs: tuple[bool, ...] = (False,) * 6
     checked_mask: CheckedMask | None = field(default=None, repr=False)
-    """Where repeated calls find the mask's normal form."""
+    """Caches the mask's normal form for repeated calls."""
 
     def normal_form(self, like: Tensor) -> NormalForm:
         """The mask's row ranges and positions for these sizes on the device of `like`, built at the first use."""
@@ -57,6 +58,6 @@ class Call:
         return checked.form
 
     def with_problem(self, problem: Problem, **changes: Any) -> Call:
-        """The same call of another problem."""
+        """A copy of the call with another problem, and other changed fields."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return Call(**{**fields, "problem": problem, **changes})

@@ -1,4 +1,4 @@
-"""The checks of attention's arguments, one concept a function. Masks check themselves (`Mask.check`).
+"""The checks of attention's arguments, one function per concept. Masks are checked by `Mask.check`.
 
 Each raises `InputError` naming the argument, its value, the limit, and a fix where one step is enough.
 """
@@ -35,7 +35,7 @@ def check_layout(layout: object) -> None:
 
 
 def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
-    """InputError unless softcap, dropout_p and return_lse are what `attention` takes."""
+    """InputError unless softcap, dropout_p and return_lse are valid."""
     if softcap is not None and (not _is_finite(softcap) or softcap <= 0):  # type: ignore[operator]
         raise InputError("softcap", "be a positive number or None", repr(softcap))
     if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:  # type: ignore[operator]
@@ -45,7 +45,7 @@ def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> Non
 
 
 def _is_finite(value: object) -> bool:
-    """Whether it is a real number that a float can hold (an int can be larger)."""
+    """Whether it is a real number that a float can represent (an int can be too large)."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -62,7 +62,7 @@ def checked_scale(scale: float) -> float:
 
 
 def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
-    """InputError unless q, k and v have the axes of the layout; pools of pages have four."""
+    """InputError unless q, k and v have the axes of the layout; pools of pages have four axes."""
     ranks = {"q": _layout.rank(layout)} | dict.fromkeys(("k", "v"), _layout.rank(layout) if pages is None else 4)
     axes = {"q": ", ".join(layout)} | dict.fromkeys(("k", "v"), ", ".join(layout))
     if pages is not None:
@@ -132,7 +132,7 @@ def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None
 def _heads_hint(heads: int, kv_heads: int) -> str:
     if kv_heads > heads:
         return "k has more heads than q: were q and k given in the other order?"
-    if heads > 1024:  # a list of divisors would take long to make and to read
+    if heads > 1024:  # a list of divisors would be too long
         return f"grouped-query attention needs a number of key heads that divides the query heads ({heads})"
     *fewer, most = (str(n) for n in range(1, heads + 1) if heads % n == 0)
     divisors = f"{', '.join(fewer)} or {most}" if fewer else most
@@ -142,8 +142,8 @@ def _heads_hint(heads: int, kv_heads: int) -> str:
 
 
 def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
-    """The only other layout that these shapes fit, if it makes the sequence longer: heads and batches are mostly
-    shorter."""
+    """A hint for the only other layout that these shapes fit, if the sequence is longer in it: it mostly is the longest
+    axis."""
     here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
     fitting = []
     for other in LAYOUTS:
@@ -159,7 +159,7 @@ def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
 def check_pages(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor, gradients: bool
 ) -> tuple[int, int, int]:
-    """(kv_len, kv_heads, page_size) of a paged cache."""
+    """(kv_len, kv_heads, page_size) of a paged cache, or InputError."""
     if gradients:
         raise InputError(
             "pages",
@@ -189,10 +189,10 @@ def check_pages(
 
 
 def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> None:
-    """On the CPU: every page that holds a real key is one of the pool's. Entries beyond the lengths may be anything."""
+    """InputError unless the pool has each page in use (CPU only)."""
     if pages.numel() == 0:
         return
-    if readable(pages):  # mostly every entry is: two operations, where looking at the lengths takes a dozen
+    if readable(pages):  # mostly every entry is valid: two operations instead of the dozen below
         lowest, highest = pages.aminmax()
         if lowest >= 0 and highest < pool:
             return
@@ -216,7 +216,7 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
 
 
 def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
-    """Kinds of the optional inputs, and the shape of sinks; the others' shapes depend on the lengths or the mask."""
+    """InputError unless the kinds of the optional inputs and the shape of sinks are valid; other checks come later."""
     for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is None:
             continue
@@ -252,17 +252,17 @@ def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
 
 
 def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
-    """The dropout seed; None draws one from torch's generator, so that checkpoint recomputation repeats it."""
+    """The dropout seed. None draws one from torch's generator, so that checkpoint recomputation draws the same."""
     if seed is None:
         return torch.empty((), dtype=torch.int64, device=device).random_()
     check_seed(seed, device)
     if isinstance(seed, Tensor):
-        return seed.clone()  # the caller may count it up in place before the backward
+        return seed.clone()  # the caller may increment it in place before the backward
     return int(seed)
 
 
 def check_seed(seed: object, device: torch.device) -> None:
-    """InputError unless it is a seed, or None."""
+    """InputError unless it is a valid seed or None."""
     if seed is None:
         return
     if isinstance(seed, Tensor):
@@ -277,7 +277,7 @@ def check_seed(seed: object, device: torch.device) -> None:
 
 
 def checked_mask(mask: object) -> Mask:
-    """The mask, every pair if None; InputError for anything that is not a mask."""
+    """The mask; all pairs if None; InputError if it is not a mask."""
     if mask is None:
         return masks.FULL
     if isinstance(mask, Mask):

@@ -1,4 +1,4 @@
-"""Hints for arguments that are written as another library writes them, or are not quite what `attention` takes."""
+"""Hints for keywords of other libraries, misspelt keywords, and wrong masks."""
 
 from __future__ import annotations
 
@@ -51,12 +51,11 @@ _WRITTEN = {
     "tensor_format": "layout=",
     "input_layout": "layout=",
 }
-"""Keywords of PyTorch's SDPA and FlexAttention, flash-attn, TransformerEngine, xFormers and Hugging Face, and what to
-write."""
+"""Hints for keywords of PyTorch's SDPA and FlexAttention, flash-attn, TransformerEngine, xFormers and Hugging Face."""
 
 
 def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
-    """What to write for the first of these keywords; None if nothing is near it.
+    """A hint for the first of these keywords; None if it is not similar to any known one.
 
     >>> keyword_hint(["softmax_scale"], ["scale"]), keyword_hint(["softcapp"], ["scale", "softcap"])
     ('scale=', 'softcap=')
@@ -67,7 +66,7 @@ def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
 
 
 def mask_hint(mask: object) -> str | None:
-    """How to write what was given for a mask; None if that is not known."""
+    """A hint for a wrong mask argument; None if there is none."""
     name = mask if isinstance(mask, str) else getattr(mask, "__name__", "")
     if name in _constructors() and (isinstance(mask, str) or getattr(masks, name) is mask):
         call = f"mask=masks.{name}({'' if name == 'causal' else '...'})"

@@ -1,7 +1,7 @@
-"""Request -> Call: the one place where arguments are checked.
+"""Request -> Call: the only place where arguments are checked.
 
-What the shapes, dtypes and devices of a request mean is worked out once and found again by `_signature`; what a mask
-means for these sizes is remembered by the mask. A repeated call is two dictionary look-ups.
+The problem of a request is computed once per `_signature` (shapes, dtypes, devices, options) and cached; the mask
+caches its own part. A repeated call takes two dictionary look-ups.
 """
 
 from __future__ import annotations
@@ -50,22 +50,21 @@ class Known(NamedTuple):
 
 Facts = tuple[str | None, tuple[bool, ...], bool]
 """What a problem depends on besides tensors and options: the device that replaces that of the tensors, which tensors
-need a gradient, and whether the scale is 0 or below (kernels that scale after they have masked with -inf get that
-wrong)."""
+need a gradient, and whether the scale is 0 or below (wrong in kernels that scale after masking with -inf)."""
 
 
 def normalise(
     request: Request, device: str | None = None, needs: tuple[bool, ...] | None = None
 ) -> tuple[Call, Tensors]:
-    """The checked call, and the request's tensors with a bias of four axes.
+    """(call, tensors): the checked call, and the request's tensors with a bias of four axes.
 
     Args:
-        request: as the caller wrote it.
-        device: replaces the device of the tensors, for machines that are described.
-        needs: which of the tensors need a gradient, if they do not say so themselves (inside a compiled graph).
+        request: the arguments of the caller.
+        device: replaces the device of the tensors, for machines that are only described.
+        needs: which of the tensors need a gradient; None reads requires_grad, which a compiled graph does not have.
 
     Raises:
-        InputError: naming the argument that is wrong.
+        InputError: an argument is wrong.
     """
     tensors, options = request.tensors, request.options
     q, k, v, bias, sinks, slopes = tensors
@@ -114,10 +113,10 @@ def normalise(
                 check_memory(name, tensor)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        # `known` stands for its key, whose hash would cost five times as much: the mask holds it, so its id is its own
+        # the id of `known` is the key: hashing the signature costs five times as much; the mask keeps `known` alive
         checked = checked_mask(mask).remembered(id(known), _with_mask, known, mask, q.device, slopes, pages)
         mask, problem = checked.mask, checked.problem
-        if "dense" in problem.mask.kinds:  # kernels read it, and other masks only what was worked out from them
+        if "dense" in problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
             for tensor in mask.take("dense")[0]:
                 check_memory("mask", tensor)
         if pages is not None:
@@ -134,7 +133,7 @@ def normalise(
 
 
 def check_kinds_and_sizes(request: Request) -> None:
-    """InputError for what is wrong in kinds and sizes: a fake tensor has no run time at which it would be found."""
+    """InputError if a kind or size is wrong; for fake tensors, whose call never reaches the checks at run time."""
     tensors, options = request.tensors, request.options
     check_layout(options.layout)
     if options.scale is not None:
@@ -147,7 +146,7 @@ def check_kinds_and_sizes(request: Request) -> None:
 
 
 def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
-    """Once for all layers of a model that read the same block table."""
+    """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
     known = checked.pages
     if known is not None and version is not None and known[0] is pages and known[1:] == (version[0], pool):
@@ -162,7 +161,7 @@ def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
 
 
 def _specialised(problem: Problem) -> Problem:
-    """With the sizes that symbolic ones stand for: plain operations are traced for these."""
+    """The problem with concrete sizes in place of symbolic ones."""
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
 
@@ -174,7 +173,7 @@ _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, 
 
 
 def _signature(request: Request, facts: Facts) -> object:
-    """Everything that `describe` looks at, so that a repeated call is a dictionary look-up."""
+    """Everything that `describe` reads, as a dictionary key."""
     q, k, v, bias, sinks, slopes = request.tensors
     layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
     try:
@@ -186,7 +185,7 @@ def _signature(request: Request, facts: Facts) -> object:
             q.dtype,
             k.dtype,
             v.dtype,
-            q.is_cpu or q.device,  # a bool is compared at a third of the price of a device
+            q.is_cpu or q.device,  # comparing a bool costs a third of comparing a device
             k.is_cpu or k.device,
             v.is_cpu or v.device,
             q.stride(),
@@ -197,7 +196,7 @@ def _signature(request: Request, facts: Facts) -> object:
         )
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
             return key
-        if softcap is not None or dropout_p != 0:  # now, for the key keeps only whether they are there
+        if softcap is not None or dropout_p != 0:  # checked here, because the key has only whether they are given
             check_scalars(softcap, dropout_p, return_lse)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)
@@ -215,8 +214,7 @@ def _check_tensors(request: Request) -> None:
 
 
 def describe(request: Request, facts: Facts) -> Problem:
-    """The problem of a request, all of it checked but the mask, which comes later, and scale and seed, which are
-    values."""
+    """The problem of a request. Checks everything except the mask (checked later) and scale and seed (values)."""
     q, k, v, bias, sinks, slopes = request.tensors
     layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
     device, needs, _ = facts
@@ -279,7 +277,7 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
 def _with_mask(
     known: Known, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
-    """Check the mask against the sizes and put its structure into the problem."""
+    """The mask after its checks, and the problem with the mask's structure."""
     problem = known.problem
     mask = mask or masks.FULL
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
@@ -300,7 +298,7 @@ def _with_mask(
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
-    """With pages the mask carries the lengths; in thd each sequence's keys start at its own first page."""
+    """The mask for a paged cache: it must have the lengths; in thd each sequence's keys start at its first page."""
     if not mask.kinds & {"lengths", "documents"}:
         raise InputError(
             "mask",

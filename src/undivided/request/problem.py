@@ -1,4 +1,4 @@
-"""What a request needs of a backend, without its tensors: all that selection looks at.
+"""The problem that a request poses to a backend, without its tensors: all that selection reads of a request.
 
 Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size (Dk, Dv).
 """
@@ -17,7 +17,7 @@ from undivided.masks import Structure
 class Problem(NamedTuple):
     """The request without its tensors. Built once, validated once, never changed.
 
-    device: "cpu", "cuda", ... where it is to run.
+    device: "cpu", "cuda", ...: the device that it runs on.
     dtype: of q, k, v and the result.
     layout: of q, k, v and the result.
     batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
@@ -30,8 +30,8 @@ class Problem(NamedTuple):
         knows.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must repeat bit for bit.
-    bias_dtype: of the bias, which need not be that of q; None without one.
-    usual_slopes: the ALiBi slopes are known to be the usual ones (see `_slopes`).
+    bias_dtype: dtype of the bias, which may differ from that of q; None without a bias.
+    usual_slopes: the ALiBi slopes are known to be the usual ones (see `undivided.request.slopes`).
     """
 
     device: str
@@ -98,4 +98,4 @@ FEATURES: dict[str, str] = {
     "flipped": "a scale of 0 or below",
     "strided": "a last axis whose stride is not 1",
 }
-"""Every feature a problem may need, in words."""
+"""Description of every feature, by name."""

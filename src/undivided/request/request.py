@@ -1,7 +1,6 @@
-"""What a caller of `attention` wrote, as values: the tensors that may have gradients, and the options.
+"""The arguments of `attention` as values: the tensors that may have gradients, and the options.
 
-Nothing is checked here, and nothing here knows of kernels. `undivided.request.normalise` checks a request and turns it
-into a `Call`.
+Nothing is checked here. `undivided.request.normalise` checks a request and makes a `Call` of it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from undivided.arguments.layout import Layout
 from undivided.masks import Mask
 
 made = tuple.__new__
-"""``made(Tensors, (...))`` is ``Tensors(...)`` at half the price: for what every small call makes."""
+"""``made(Tensors, (...))`` is ``Tensors(...)`` at half the cost, for the tuples that every call makes."""
 
 
 class Tensors(NamedTuple):
@@ -39,7 +38,7 @@ class Tensors(NamedTuple):
         return _layout.heads_first(q, layout), _layout.heads_first(k, layout), _layout.heads_first(v, layout)
 
     def without_pages(self, pages: Tensor | None, layout: Layout) -> Tensors:
-        """The same with k and v in `layout`: copies of the pages of every sequence, in order."""
+        """The tensors with k and v in `layout`: copies of the pages of every sequence, in order."""
         if pages is None:
             return self
         k, v = (_layout.restore(_gathered(pool, pages, layout), layout) for pool in (self.k, self.v))
@@ -66,7 +65,7 @@ class Options(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One call of `attention` as it was written.
+    """The arguments of one call of `attention`.
 
     >>> import torch
     >>> q = torch.randn(1, 4, 2, 8)

@@ -1,4 +1,4 @@
-"""Results of attention, and the one place where partial results are merged."""
+"""Results of attention, and the functions that merge partial results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Result(NamedTuple):
     lse: Tensor
 
     def canonical(self, layout: Layout) -> Result:
-        """The same with out, which is in `layout`, seen as [B, Sq, H, Dv]."""
+        """The result with out viewed as [B, Sq, H, Dv]; out is given in `layout`."""
         return self if layout == "bshd" else Result(_layout.canonical(self.out, layout), self.lse)
 
     def in_layout(self, layout: Layout) -> Result:
-        """The same with out, which is [B, Sq, H, Dv], seen in `layout`."""
+        """The result with out viewed in `layout`; out is given as [B, Sq, H, Dv]."""
         return self if layout == "bshd" else Result(_layout.restore(self.out, layout), self.lse)
 
 
 UNREAD = torch.full((), torch.nan)
-"""Stands for a log-sum-exp that nobody reads."""
+"""Placeholder for a log-sum-exp that is not read."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +46,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge(
     outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None, *, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Combine attention over disjoint sets of keys into attention over their union.
+    """(out, lse) of attention over the union of disjoint sets of keys, from the results for each set.
 
     ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) * out_i``, then, with sinks,
     ``out * sigmoid(lse - sink)``: parts are computed without sinks, and merge applies them once.
@@ -55,11 +55,11 @@ def merge(
         outs: partial outputs, all of one shape: [B, Sq, H, D] in any layout, or [T, H, D].
         lses: their log-sum-exps, [B, H, Sq] ([H, T] for thd), fp32 or fp64.
         sinks: [H], or None.
-        layout: of the outputs; needed only where the shapes fit more than one layout.
+        layout: layout of the outputs; required only if the shapes fit more than one layout.
 
     Returns:
         (out, lse): out with the dtype and layout of the parts, lse over all keys, sinks not included.
-        A row that no part could attend from gives out 0 and lse -inf.
+        A row with no allowed key in any part has out 0 and lse -inf.
 
     Raises:
         InputError: no parts, shapes that do not agree, or a layout that must be given.
@@ -91,7 +91,7 @@ def merge(
     weights = weights if layout != "thd" else weights.unsqueeze(1)  # [parts, B, H, S]
     combined = torch.zeros((), dtype=dtype, device=lse.device)
     for part, weight in zip(outs, weights, strict=True):
-        # a part without keys has weight 0 and output 0 by contract; where() keeps garbage out should it not be
+        # a part without keys has weight 0; where() drops its output even if that is NaN
         part_BHSD = _layout.heads_first(part, layout).to(dtype)
         combined = combined + torch.where(weight.unsqueeze(-1) > 0, part_BHSD * weight.unsqueeze(-1), 0.0)
     out_BSHD = combined.transpose(1, 2).to(outs[0].dtype)
@@ -99,10 +99,9 @@ def merge(
 
 
 def merge_into(total: Result, part: Result) -> None:
-    """`merge` of two, in place: ``total`` (in the precision of the softmax) becomes attention over the keys of both.
+    """`merge` of two parts in place: ``total`` (in the precision of the softmax) becomes the result for all keys.
 
-    Takes little memory besides, where `merge` takes several outputs: an eighth of one, where the part is of a half
-    type.
+    It needs less memory than `merge`: an eighth of one output if the part has a half-precision dtype.
 
     >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
     >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
@@ -120,9 +119,9 @@ def merge_into(total: Result, part: Result) -> None:
 
 
 def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks multiply an output by: ``exp(lse) / (exp(lse) + exp(sink))``; lse is [.., H, S], sinks [H].
+    """The factor by which sinks scale an output: ``exp(lse) / (exp(lse) + exp(sink))``; lse is [.., H, S], sinks [H].
 
-    A row with no key (lse = -inf) keeps its 0 output, and its factor is 0 with zero gradients.
+    For a row with no key (lse = -inf) the output stays 0; the factor is 0, with zero gradients.
     """
     empty = lse == -torch.inf
     factor = torch.sigmoid(lse.masked_fill(empty, 0.0) - sinks.to(lse.dtype).unsqueeze(-1))
@@ -160,7 +159,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
-    """The layout as given, or the only one that the shapes fit."""
+    """The given layout, or the only one that the shapes fit; otherwise InputError."""
     if layout is not None and layout not in LAYOUTS:
         raise InputError("layout", f"be one of {', '.join(map(repr, LAYOUTS))}, or None", repr(layout))
     fitting = [name for name in LAYOUTS if _fits(out, lse, name)]

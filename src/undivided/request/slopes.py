@@ -1,7 +1,7 @@
 """ALiBi's usual slopes, and whether a tensor is known to hold them.
 
-cuDNN computes them itself and takes no others. Whether a tensor holds them cannot be read without waiting for its
-device, so it is known of those that were made here and not written to since.
+cuDNN computes the slopes itself and supports no others. Reading a tensor would wait for its device, so only tensors
+that were made here and not modified since are known to hold them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from undivided.arguments.checks import as_integer
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
 _made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
-"""The slopes of a number of heads on a device, and the in-place version that they were made with."""
+"""(number of heads, device) -> the slopes, and the in-place version that they were made with."""
 
 
 _own: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
@@ -27,12 +27,12 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
 
     For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise the slopes of the power of two below n,
-    followed by every other slope of twice that power. cuDNN takes no other slopes: it runs with a tensor of this
-    function until somebody writes to it. A copy is not recognised; other backends take any slopes.
+    followed by every other slope of twice that power. cuDNN supports no other slopes: it can run with a tensor
+    of this function as long as the tensor is not modified. A copy is not recognised; other backends take any slopes.
 
     Args:
         heads: number of query heads, at least 1.
-        device: where the tensor is made.
+        device: the device of the tensor.
 
     Returns:
         The slopes, float32 [heads].
@@ -54,10 +54,7 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi's slopes, fp32 [heads]: powers of 2^(-8/n), n the power of two at or below; odd powers of 2^(-4/n) beyond
-    n.
-
-    The same tensor at every call, for as long as nobody writes to it.
+    """ALiBi's slopes, fp32 [heads], as in `alibi_slopes`: the same tensor at every call, unless it was modified.
 
     Source: Press et al. 2022 (arXiv:2108.12409).
 
@@ -69,7 +66,7 @@ def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     key = (heads, torch.empty(0, device=device).device)
     known = _made.get(key)
     if known is None or versions((known[0],)) != known[1]:
-        with torch.inference_mode(False):  # an inference tensor would not say whether it was written to
+        with torch.inference_mode(False):  # an inference tensor has no version counter
             slopes = _computed(heads, device)
         known = _made[key] = slopes, versions((slopes,))
     return known[0]
@@ -83,7 +80,7 @@ def _computed(heads: int, device: torch.device | str) -> Tensor:
 
 
 def are_usual(slopes: Tensor) -> bool:
-    """Whether the slopes are known to be the usual ones: False for the same numbers from elsewhere.
+    """Whether the slopes are known to be the usual ones: False for equal numbers that were not made here.
 
     >>> slopes = usual_slopes(8)
     >>> are_usual(slopes), are_usual(slopes.detach()), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
@@ -98,6 +95,6 @@ def are_usual(slopes: Tensor) -> bool:
         return False
     if made is slopes:
         return True
-    # a view or a detached one shares memory and version; `_made` keeps the memory from being used again
+    # a view or detached tensor shares memory and version; `_made` keeps the memory from being reused
     same = slopes.dtype == made.dtype and slopes.stride() == made.stride() and slopes.device.type != "meta"
     return same and slopes.data_ptr() == made.data_ptr()

@@ -30,7 +30,7 @@ from undivided.run.batches import over_hidden_batch, vmap_rule
 
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any device: a third of the price of asking for one device, and the answer is mostly no."""
+"""Whether autocast is on for any device: a third of the cost of the query for one device, and mostly False."""
 
 
 def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor, Tensor]:
@@ -48,20 +48,20 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
         return _returned(result, call.problem) if "lse" in features else result.out
     inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
-        inputs = inputs[:3]  # every argument of an autograd.Function costs, also one that is None
+        inputs = inputs[:3]  # every argument of an autograd.Function costs time, even None
         if "lse" not in features and (out_BHSD := backend.recorded(call, tensors)) is not None:
             return _derivable_twice(out_BHSD, backend, call)
     return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _returned(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse) as the caller gets them: lse is [H, T] in thd."""
+    """(out, lse) in the shapes for the caller: lse is [H, T] in thd."""
     return result.out, result.lse.squeeze(0) if problem.packed else result.lse
 
 
 def _derivable_twice(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
-    """What PyTorch recorded, in the caller's layout. Its kernel's gradients have no derivative of their own: where one
-    may be requested, those of `_AttentionBackward` take their place."""
+    """The output that PyTorch recorded, in the caller's layout. The gradients of its kernel have no derivative: if one
+    may be needed, the gradients of `_AttentionBackward` replace them."""
     assert out_BHSD.grad_fn is not None
     out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, call))
     return _layout.from_heads_first(out_BHSD, call.problem.layout).contiguous()
@@ -70,7 +70,7 @@ def _derivable_twice(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
 def _exchange_gradients(
     backend: Backend, call: Call, grads: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """Called after the node's backward; reads what it saved, so that nothing is held beside that."""
+    """Called after the node's backward; reads the tensors that the node saved, so that none are kept twice."""
     if not torch.is_grad_enabled() or (grad := grad_outputs[0]) is None:
         return None
     node = torch._C._current_autograd_node()
@@ -82,7 +82,7 @@ def _exchange_gradients(
 
 
 def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
-    """Run a backend's forward with autocast off, for its arithmetic has its own rules."""
+    """Run a backend's forward with autocast off, because backends choose their own precision."""
     q = tensors.q
     if q.is_meta:
         problem = call.problem
@@ -110,7 +110,7 @@ def backward(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, cast as it casts the arguments of scaled_dot_product_attention: all but float64, to its dtype."""
+    """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype."""
     if not any_autocast() or not isinstance(q, Tensor) or q.is_meta:
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
@@ -162,18 +162,17 @@ class _Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without its questions about torch.func, which `run` has answered: they cost as much as the
-rest."""
+"""`_Attention.apply` without its checks for torch.func, which `run` has made: they cost as much as the rest."""
 
 
 def state(call: Call) -> object:
-    """Differs once what autograd does not save has been changed in place."""
+    """In-place versions of the tensors that autograd does not save: mask and pages."""
     mask, pages = call.mask, call.pages
     return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
 
 
 def check_unchanged(call: Call, before: object) -> None:
-    """RuntimeError if what autograd does not save was changed in place since `before`, a `state`."""
+    """RuntimeError if the mask or the pages were changed in place since `before`, a `state`."""
     if state(call) != before:
         raise RuntimeError(
             "the mask's tensors (lengths, cu_seqlens, what a predicate captures) or the pages were changed in place "
@@ -190,12 +189,12 @@ def gradients(
     grad_lse: Tensor | None,
     *inputs: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs, from out, lse and their gradients as the caller has them."""
+    """Gradients of the inputs, from out, lse and their gradients in the caller's shapes."""
     for name, grad in (("grad_out", grad_out), ("grad_lse", grad_lse)):
         if grad is not None:
             check_tensor(name, grad)
     if is_observed(grad_out, grad_lse, None):
-        backend = reference.BACKEND  # in plain operations, that a mode can see and a wrapped gradient can pass
+        backend = reference.BACKEND  # plain operations, for dispatch modes and wrapped gradients
     if call.problem.packed:
         lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
     tensors = Tensors._make(inputs)
@@ -203,7 +202,7 @@ def gradients(
 
 
 def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
-    """`gradients`, as an operation with a derivative and a batching rule where either may be asked for."""
+    """`gradients`, as an operation with a derivative and a batching rule if either may be needed."""
     if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return _AttentionBackward.apply
     return gradients
@@ -243,7 +242,7 @@ class _DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        """Nothing to keep: where a third derivative may follow, `_recorded_double_backward` runs."""
+        """Saves nothing: if a third derivative may follow, `_recorded_double_backward` runs instead."""
 
     @staticmethod
     def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
@@ -251,8 +250,8 @@ class _DoubleBackward(torch.autograd.Function):
 
 
 def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The backward's derivatives, for (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out and grad_lse, and
-    the gradients of the backward's own results."""
+    """The derivatives of the backward with respect to (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out,
+    grad_lse, and the gradients of the backward's results."""
     assert tensors[0] is not None
     derive = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
     with torch.autocast(tensors[0].device.type, enabled=False):
@@ -260,8 +259,8 @@ def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, 
 
 
 def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """For (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors` are what `_AttentionBackward`
-    saves and the gradients of what it returns."""
+    """Derivatives for (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors`: as in
+    `_double_backward`."""
     (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
     if grad_lse is not None and call.problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
@@ -275,8 +274,8 @@ def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None
 
 
 def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same as operations that autograd records, where a third derivative may follow: O(S^2) memory."""
-    # views, so that one tensor given as q, k and v is three variables here
+    """The same as operations that autograd records, for a third derivative: O(S^2) memory."""
+    # views, so that one tensor given as q, k and v counts as three inputs
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
     grad_gradients = tensors[8:]
     result = reference.composite(call, Tensors._make(inputs))

@@ -2,7 +2,7 @@
 
 PyTorch has two kinds of batch. `torch.vmap` and torch.func call the `vmap` method of an autograd.Function. The older
 kind, of ``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.functional.jacobian(vectorize=True)`` and
-``gradcheck(check_batched_grad=True)``, calls no method: its tensors arrive in the backward and hide their batch axis.
+``gradcheck(check_batched_grad=True)``, calls no method: the backward gets tensors whose batch axis is hidden.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Call = Callable[..., Sequence[Tensor | None]]
 
 _is_hidden = torch._C._functorch.is_legacy_batchedtensor
 _LEVELS = 64
-"""PyTorch's own limit on how deep its older batches nest."""
+"""PyTorch's limit on the nesting of batches of the older kind."""
 
 
 def over_hidden_batch(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """`call` of the arguments; once per element, if tensors among them are batches of the older kind.
+    """The results of `call`; it runs once per element if some of the arguments are batches of the older kind.
 
     Args:
         call: takes the arguments, and returns tensors or None.
-        arguments: tensors of any shape, and anything else, which every element gets as it is.
+        arguments: tensors of any shape, and other values, which are passed on unchanged.
 
     Returns:
-        What `call` returns, batched again.
+        The results of `call`, with the batch axis hidden again.
     """
     batched = [isinstance(a, Tensor) and _is_hidden(a) for a in arguments]
     if not any(batched):
@@ -64,14 +64,13 @@ def one_by_one(call: Call, size: int, axes: Sequence[Any], arguments: Sequence[A
 def vmap_rule(
     function: type[torch.autograd.Function], info: Any, axes: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-    """What the `vmap` method of `function` returns: its results for each element, and their batch axes."""
+    """The return value of a `vmap` method of `function`: its results for each element, and their batch axes."""
     found = one_by_one(function.apply, info.batch_size, axes, arguments)
     return found, tuple(None if t is None else 0 for t in found)
 
 
 def _level(tensor: Tensor) -> int:
-    """The level of a batch of the older kind: found by trying, for the backward may run on a thread that knows no
-    level."""
+    """The level of a batch of the older kind. Each is tried, because the thread of the backward may not know it."""
     for level in range(1, _LEVELS + 1):
         if not _is_hidden(torch._remove_batch_dim(tensor, level, 1, 0)):
             return level

@@ -1,17 +1,16 @@
-"""`attention` as one opaque operator and its backward: under torch.compile, and wherever else somebody must see the
-call.
+"""`attention` as one opaque operator and its backward, for torch.compile, dispatch modes and tensor subclasses.
 
     undivided::attention            (tensors, the mask's tensors, a spec) -> (out, lse)
     undivided::attention_backward   the same, with out, lse and their gradients -> gradients
 
-An eager call goes past PyTorch's dispatcher, straight to a kernel that reads memory. It is the operator instead under a
+An eager call bypasses PyTorch's dispatcher and runs a kernel that reads memory. The operator is used under a
 TorchDispatchMode (fake tensors, make_fx, AOT and torch.export, selective checkpointing, FLOP counters), under
-``torch.jit.trace``, and for tensors whose class has ``__torch_dispatch__``: these see one operator, as of PyTorch's own
-attention, and fake tensors get shapes.
+``torch.jit.trace``, and for tensors whose class has ``__torch_dispatch__``: they intercept one operator, as with
+PyTorch's own attention, and fake tensors get shapes.
 
-The graph holds the operator; validation and selection run inside it, at run time, on the real tensors. So new lengths
-do not recompile, a change of policy is seen, and a wrong argument raises the same `InputError` as in eager mode. What
-is static (layout, the mask's structure, which inputs need gradients) travels in the spec, a constant string.
+The graph contains the operator; validation and selection run inside it, at run time, on the real tensors. So new
+lengths do not recompile, a change of policy takes effect, and a wrong argument raises the same `InputError` as in eager
+mode. The static part (layout, the mask's structure, which inputs need gradients) is a constant string, the spec.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _library.define(
 
 
 class _Spec(NamedTuple):
-    """What is static in a call. `needs` has a letter y or n for each differentiable input."""
+    """The static part of a call. `needs` has a letter y or n for each differentiable input."""
 
     layout: str
     mask: str
@@ -59,7 +58,7 @@ class _Spec(NamedTuple):
     deterministic: str
     return_lse: str
     switches: str = "-"
-    """PyTorch's switches when the graph was traced, or "-" for a call that is not under them."""
+    """PyTorch's switches when the graph was traced, or "-" for a call that does not depend on them."""
 
     @staticmethod
     def read(text: str) -> _Spec:
@@ -71,7 +70,7 @@ class _Spec(NamedTuple):
 
 
 def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, Tensor]:
-    """The request as one call of the operator."""
+    """The result of the request, from one call of the operator."""
     tensors, options = request.tensors, request.options
     # under torch.jit.trace sizes are tensors
     if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
@@ -99,10 +98,10 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
 
 
 def _seed(options: Options, device: torch.device) -> Tensor | None:
-    """The seed as the operator takes it; None without dropout."""
+    """The seed as a tensor for the operator; None without dropout."""
     seed = options.dropout_seed
     if isinstance(seed, int) and not 0 <= seed < 2**63:
-        check_seed(seed, device)  # raises: the tensor that it becomes is not looked at
+        check_seed(seed, device)  # raises; the tensor made of it would not be checked
     if not options.dropout_p:
         return None
     if isinstance(seed, Tensor):
@@ -112,7 +111,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
 
 
 def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The operator; InputError where the tensors' classes and the modes do not take it."""
+    """The result of the operator; InputError if the classes of the tensors or the active modes do not support it."""
     register_if_counting()
     try:
         out, lse = torch.ops.undivided.attention(*call)
@@ -142,7 +141,7 @@ def _prepared(
     softcap: float | None,
     dropout_p: float,
 ) -> tuple[Backend, Call, Tensors]:
-    """The operator's arguments as a request that is checked and decided, on the real tensors of this call."""
+    """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
     spec = _Spec.read(spec_text)
     mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
     options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)
@@ -162,7 +161,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         backend, call, tensors = _prepared(*arguments)
         problem = call.problem
         out, lse = autograd.forward(backend, call, tensors)
-        if not problem.lse_is_read:  # its shape has been promised all the same
+        if not problem.lse_is_read:  # the fake implementation returns this shape in any case
             shape = problem.batch, problem.heads, problem.q_len
             lse = tensors.q.new_zeros(shape, dtype=lse_dtype(problem.dtype))
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
@@ -172,7 +171,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _run_backward(*arguments: Any) -> list[Tensor]:
     *given, out, lse, grad_out, grad_lse = arguments
     with torch.no_grad():
-        # selected anew: out and lse mean the same whichever backend made them
+        # selected again: out and lse have the same meaning for every backend
         backend, call, tensors = _prepared(*given)
         found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
     return [_like(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
@@ -235,7 +234,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Through the reference, in plain operations: what looks on sees these."""
+    """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
     saved: Sequence[Any] = ctx.saved_tensors
     inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]

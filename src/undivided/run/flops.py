@@ -1,5 +1,4 @@
-"""What PyTorch's FlopCounterMode counts for the operator: products of all pairs, whatever the mask, as for its own
-attention.
+"""Formulas for PyTorch's FlopCounterMode: the products of all pairs, whatever the mask, as for PyTorch's attention.
 
 Source: the formulas of scaled_dot_product_attention in torch/utils/flop_counter.py (2.13): two products forward, five
     backward.
@@ -21,9 +20,9 @@ Shape = Sequence[int]
 
 
 def register_if_counting() -> None:
-    """Register the formulas once somebody has imported the counter: importing it ourselves would cost every program.
+    """Register the formulas if the counter has been imported; importing it here would cost every program.
 
-    A counter copies the formulas when it is made; one that was made before ours were registered gets them here.
+    A counter copies the formulas when it is created; one that was created before the registration gets them here.
     """
     if "torch.utils.flop_counter" not in sys.modules:
         return
@@ -50,12 +49,12 @@ def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
 
 
 def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    """The scores anew, and the gradients of weights, values, queries and keys."""
+    """FLOPs of recomputing the scores, and of the gradients of weights, values, queries and keys."""
     return 2 * _pairs(q, k, rest) * (3 * q[-1] + 2 * v[-1])
 
 
 def _pairs(q: Shape, k: Shape, rest: Sequence[Any]) -> int:
-    """Of a query and a key, in all heads. rest: the operator's arguments from the bias on."""
+    """Number of pairs of a query and a key, in all heads. rest: the operator's arguments from the bias on."""
     pages, spec = rest[5], rest[6]
     layout = spec.partition("|")[0]
     batch, q_len, heads, _ = _layout.sizes(torch.Size(q), layout)

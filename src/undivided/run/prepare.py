@@ -1,4 +1,4 @@
-"""Request -> Call and its Decision: what every entry point does before it runs anything."""
+"""Request -> Call and its Decision: the first step of every entry point."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from undivided.selection.policy import Policy
 
 
 def prepare(request: Request, allowed: Policy, needs: tuple[bool, ...] | None = None) -> tuple[Decision, Call, Tensors]:
-    """Check the request and choose a backend of the machine that its tensors are on.
+    """(decision, call, tensors) of a request on the machine that its tensors are on.
 
     Args:
-        request: as the caller wrote it.
+        request: the arguments of the caller.
         allowed: the backends that the caller allows.
-        needs: which of the tensors need a gradient, if they do not say so themselves (inside a compiled graph).
+        needs: which of the tensors need a gradient; None reads requires_grad, which a compiled graph does not have.
 
     Returns:
         The decision, the call for its backend, and the call's tensors.
 
     Raises:
-        InputError: naming the argument that is wrong.
+        InputError: an argument is wrong.
         NoBackendError: no allowed backend can run it.
     """
     call, tensors = normalise(request, needs=needs)
@@ -38,8 +38,8 @@ def explained(request: Request, machine: Machine, allowed: Policy, device: str |
 
     Args:
         request, allowed: as for `prepare`; the tensors may be on the meta device.
-        machine: where it would run.
-        device: replaces that of the tensors; None keeps it.
+        machine: the machine to decide for.
+        device: replaces the device of the tensors; None keeps it.
     """
     call, _ = normalise(request, device=device)
     return decide(call.problem, machine, allowed)

@@ -27,7 +27,7 @@ from undivided.selection.policy import Policy
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one backend. No reasons: it could run; `note` then says why it was not the one, if it was not.
+    """The result of selection for one backend. Without reasons it can run; `note` then tells why it was not chosen.
 
     estimate: what it may take, by a benchmark; None if it cannot run, or was not measured on such a problem.
     """
@@ -45,11 +45,11 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The chosen backend, and for every other one its list of reasons.
+    """The chosen backend, and the reasons against every other.
 
     ``decision.backend`` is the one that runs, ``decision.reasons`` maps every other name to its reasons,
-    ``str(decision)`` is the table. ``decision.verdicts`` has all of it in the order tried, and estimates of time where
-    something was measured. `undivided.explain` makes one.
+    ``str(decision)`` is the table. ``decision.verdicts`` has all backends in the order in which they were tried, with
+    estimates of time if they were measured. `undivided.explain` returns one.
 
     Args:
         problem: sizes, dtype, mask structure and features, without tensors.
@@ -61,7 +61,7 @@ class Decision:
     >>> q = torch.randn(1, 8, 2, 16)
     >>> decision = undivided.explain(q, q, q, layout="bshd", backend="reference")
     >>> decision.backend.name, decision.reasons["reference"], decision.reasons["torch_flash"][0]
-    ('reference', (), "not asked for: backend='reference'")
+    ('reference', (), "not requested: backend='reference'")
     """
 
     problem: Problem
@@ -87,7 +87,7 @@ class Decision:
 
     @property
     def reasons(self) -> dict[str, tuple[str, ...]]:
-        """Reasons by backend name. The chosen one has none; one that lost only by rank has the note that says so."""
+        """Reasons by backend name. The chosen one has none; one that could run has a note with its rank."""
         return {v.backend.name: v.reasons or ((v.note,) if v.note else ()) for v in self.verdicts}
 
     def standing(self, verdict: Verdict) -> str:
@@ -139,12 +139,12 @@ class Decision:
 
 
 def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
-    """Choose. Repeated problems are a dictionary look-up.
+    """The Decision for a problem. A repeated problem takes a dictionary look-up.
 
     Raises:
-        NoBackendError: nothing may run it; the error carries the Decision.
+        NoBackendError: no allowed backend can run it; the error has the Decision.
     """
-    key = (id(problem), id(policy), id(machine))  # hashing what they hold would cost as much as the rest
+    key = (id(problem), id(policy), id(machine))  # hashing their contents would cost as much as the rest
     known = _decisions.get(key)
     if known is None:
         known = problem, policy, machine, _select_by_class(problem, machine, policy)
@@ -164,9 +164,9 @@ def last_decision() -> Decision | None:
     """The Decision of the last call of this thread: which backend ran, and why not the others.
 
     Set by every call that selects: `attention`, `scaled_dot_product_attention`, the layers, the caches, and compiled
-    graphs when they run. A call that raises for want of a backend leaves it as it was; `explain` does too. Under
-    context parallelism it is that of the rank's last piece of work. Under torch.func and forward-mode differentiation
-    the reference's operations run, whatever was decided.
+    graphs when they run. `explain`, and a call that raises `NoBackendError`, do not change it. Under context
+    parallelism it is the Decision for the last piece of work of the rank. Under torch.func and forward-mode
+    differentiation the reference's operations run, whatever was decided.
 
     Returns:
         The `Decision`; None before the thread's first call.
@@ -181,7 +181,7 @@ def last_decision() -> Decision | None:
 
 
 def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
-    """The Decision for exactly this problem, also where no backend can run it. Nothing is cached, nothing raised."""
+    """The Decision for exactly this problem, also if no backend can run it. Caches nothing and raises nothing."""
     if policy.deterministic and not problem.deterministic:
         problem = problem._replace(deterministic=True)
     for backend in _in_order(problem, machine, policy):
@@ -191,10 +191,10 @@ def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
 
 
 def selection_key(problem: Problem) -> Problem:
-    """The problem with its lengths replaced by what a backend may look at in them, so that decoding shares decisions.
+    """The problem with its lengths reduced to what a backend may read of them, so that decoding shares decisions.
 
-    Kept of a length: whether it is 0 to 16, its divisibility by 8 to 64, between which powers of two it lies; and how
-    query and key length compare. `Backend.reasons` promises to look at nothing else.
+    These are: the value up to 16, the divisibility by 8 to 64, the powers of two around it, and which of query and key
+    length is larger. `Backend.reasons` must read nothing else.
     """
     q_len, kv_len = _length_class(problem.q_len), _length_class(problem.kv_len)
     order = (problem.q_len > problem.kv_len) - (problem.q_len < problem.kv_len)
@@ -202,7 +202,7 @@ def selection_key(problem: Problem) -> Problem:
     if documents is not None:
         count, max_q, max_kv = documents
         documents = (_length_class(count), _maybe_class(max_q), _maybe_class(max_kv))
-    # a class is a length that stands for its like; the comparison of the two rides along in the unused sign of kv_len
+    # a class is an int that represents similar lengths; the comparison of the two is added to the class of q_len
     return problem._replace(q_len=q_len * 4 + order, kv_len=kv_len, documents=documents)
 
 
@@ -218,7 +218,7 @@ def _maybe_class(length: int | None) -> int | None:
 
 
 _decisions: dict[object, tuple[Problem, Policy, Machine, Decision]] = {}
-"""By the ids of problem, policy and machine, which are held here so that nothing else gets them."""
+"""By the ids of problem, policy and machine, which are kept alive here so that their ids stay unique."""
 _by_class: dict[object, Decision] = {}
 _MOST_DECISIONS = 4096
 
@@ -271,7 +271,7 @@ def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Po
     said = []
     asked = policy.forced is not None and is_called(backend, policy.forced)
     if policy.forced is not None and not asked:
-        said.append(f"not asked for: backend={policy.forced!r}")
+        said.append(f"not requested: backend={policy.forced!r}")
     if policy.allowed is not None and not any(is_called(backend, word) for word in policy.allowed):
         said.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
     said += [f"switched off by {who}" for word, who in policy.disabled if is_called(backend, word)]

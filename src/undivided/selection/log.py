@@ -1,7 +1,7 @@
 """The logger "undivided", and the handler behind UNDIVIDED_LOG: one record for each new Decision.
 
 A record has level INFO and the Decision as its attribute ``decision``. Its text is one line, or the whole table if
-DEBUG is enabled. Decisions are remembered: a repeated problem makes no second record.
+DEBUG is enabled. Decisions are cached, so a repeated problem makes no second record.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ logger = logging.getLogger("undivided")
 
 
 class _StandardError(logging.Handler):
-    """Prints to what `sys.stderr` is at that moment."""
+    """Prints to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"undivided: {self.format(record)}", file=sys.stderr)
@@ -23,8 +23,7 @@ _shortcut = _StandardError()
 
 
 def log(decision: object, summary: str, shortcut: str) -> None:
-    """Log a new Decision; `shortcut` is UNDIVIDED_LOG: "info" and "debug" print it whatever the logger's own level
-    is."""
+    """Log a new Decision; `shortcut` is UNDIVIDED_LOG: "info" and "debug" print it whatever the logger's level."""
     is_enabled = logger.isEnabledFor(logging.INFO)
     if not is_enabled and not shortcut:
         return
@@ -33,5 +32,5 @@ def log(decision: object, summary: str, shortcut: str) -> None:
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, extra={"decision": decision})
     if is_enabled:
         logger.handle(record)
-    if shortcut:  # not attached to the logger, whose level would have to change and be put back
+    if shortcut:  # not attached to the logger, because its level would have to be changed and restored
         _shortcut.handle(record)

@@ -1,12 +1,11 @@
-"""What backends were measured at, and the estimates by which selection orders them.
+"""Measured rates of backends, and the estimates by which selection orders the backends.
 
-A table holds, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on
-pairs, or bytes read in decoding. Figures are compared with those of their own run only, so each entry has one run. The
-package's table is ``measured.json``, made from reports in ``benchmarks/``; a user's own comes before it, from
-UNDIVIDED_RANKS or a file in the cache folder. Both are read once, when first something is selected; `undivided ranks`
-writes them.
+A table has, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on
+pairs per second, or bytes read per second in decoding. Only rates of the same run are compared, so each entry has one
+run. The package's table is ``measured.json``, made from reports in ``benchmarks/``; a user's table (UNDIVIDED_RANKS, or
+a file in the cache folder) comes before it. Both are read once, at the first selection; `undivided ranks` writes them.
 
-Only what selection may look at counts: lengths are rounded up to powers of two (see `_selection.selection_key`).
+Lengths are rounded up to powers of two, because selection reads no more of them (see `decision.selection_key`).
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from undivided.request.problem import Problem
 
 SCHEMA = 1
 NEAR = (1, 2)
-"""Powers of two that a measured problem may differ from the one asked about, in key length and in work: the suites step
-both by four, so that everything between is covered."""
+"""By how many powers of two a measured problem may differ in key length and in work. The suites step both by four, so
+that everything between is covered."""
 SHORT = 16
-"""Up to so many keys only the same number counts, rounded up: with twice as many another kernel may be the fastest
-(measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
+"""Up to this number of keys, only an entry with the same rounded number applies: with twice as many keys another kernel
+may be the fastest (measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
 TIE = 0.05
-"""Rates so close are equal: a run repeats to a few hundredths."""
+"""Rates within this fraction are equal: repeated runs differ by a few percent."""
 
 _GRADIENTS = 2.5
-"""A backward multiplies five times where a forward does twice."""
+"""A backward has five matrix products, a forward two."""
 _SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())
-"""Features that leave the kind of a problem as it is."""
+"""Features that do not change the kind of a problem."""
 
 
 class Run(NamedTuple):
-    """Where figures come from: when, on what, by which commit and torch, and the report they were read from."""
+    """The run that rates are from: date, machine, commit, torch version, and report."""
 
     when: str
     machine: str
@@ -53,9 +52,9 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a problem stands in a table.
+    """The place of a problem in a table.
 
-    kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, head size up to, masks and features.
+    kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, largest head size, masks and features.
     length, work: bits of the key length, rounded up to a power of two, and of the work.
     """
 
@@ -65,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Rates by backend, all of one run."""
+    """Rates by backend, all from one run."""
 
     run: Run
     rates: Mapping[str, float]
@@ -76,10 +75,10 @@ Table = Mapping[str, Mapping[tuple[int, int], Entry]]
 
 
 class Estimate(NamedTuple):
-    """What a problem may take with a backend: its work over the rate that was measured nearest to it.
+    """The estimated time of a problem with a backend: its work, divided by the rate of the nearest measured problem.
 
-    seconds: forward, and backward where gradients are wanted. rate: a second. unit: of the work, "FLOP" or "B". run:
-        whose.
+    seconds: forward, and backward if there are gradients. rate: work per second. unit: of the work, "FLOP" or "B". run:
+        the run that the rate is from.
     """
 
     seconds: float
@@ -91,14 +90,13 @@ class Estimate(NamedTuple):
         return f"est. {_span(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
 
 
-# Where a problem stands
+# The place of a problem
 
 
 def architecture(device: str, machine: Machine) -> str | None:
     """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None if it is not known.
 
-    "sm90+FA3" where another implementation stands in the place of PyTorch's own flash: figures of one are not the
-    other's.
+    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, which has rates of its own.
 
     >>> architecture("cuda", Machine.named("h200"))
     'sm90'
@@ -112,7 +110,7 @@ def architecture(device: str, machine: Machine) -> str | None:
 
 
 def place(problem: Problem, machine: Machine) -> Place | None:
-    """Where this problem stands; None on an architecture that has no name."""
+    """The place of this problem; None on an architecture that has no name."""
     on = architecture(problem.device, machine)
     if on is None:
         return None
@@ -138,24 +136,24 @@ def _pass(problem: Problem) -> str:
 
 
 def _structure(problem: Problem) -> str:
-    """``full``, ``causal+gqa``: masks and features, in the order of the alphabet."""
+    """``full``, ``causal+gqa``: masks and features, in alphabetical order."""
     words = problem.mask.kinds | (problem.features - _SAME)
     if _pass(problem) == "decode" and problem.align != "top_left":
-        words -= {"causal"}  # a last query sees every key
+        words -= {"causal"}  # the last query attends to every key
     if problem.deterministic:
         words |= {"deterministic"}
     return "+".join(sorted(words)) or "full"
 
 
 def _longest(problem: Problem) -> tuple[int, int]:
-    """The longest sequence of queries and of keys; all tokens where only a GPU knows."""
+    """The longest sequence of queries and of keys; the number of tokens if the lengths are only on a GPU."""
     _, longest_q, longest_kv = problem.documents or (0, None, None)
     return longest_q or problem.q_len, longest_kv or problem.kv_len
 
 
 def work(problem: Problem) -> float:
-    """Operations of the pairs of its band, or bytes of keys and values in decoding. What depends on values counts
-    whole.
+    """Operations of the pairs in its band, or bytes of keys and values in decoding. Lengths that depend on
+    values of tensors count in full.
 
     >>> import torch, undivided
     >>> q = torch.empty(1, 4, 2, 8, device="meta")
@@ -174,7 +172,7 @@ def work(problem: Problem) -> float:
 
 
 def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
-    """Pairs of the band of one sequence and head."""
+    """Number of pairs in the band of one sequence and head."""
     left, right = problem.mask.left, problem.mask.right
     shift = kv_len - q_len if problem.align == "bottom_right" else 0
     above = 0 if left is None else _keys_before(shift - left, q_len, kv_len)
@@ -182,17 +180,17 @@ def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
 
 
 def _keys_before(first: int, q_len: int, kv_len: int) -> int:
-    """Keys before ``row + first``, summed over the rows."""
+    """Number of keys before ``row + first``, summed over the rows."""
     some = min(max(-first, 0), q_len)
     whole = min(max(kv_len - first, some), q_len)
     return (whole - some) * (some + whole - 1) // 2 + (whole - some) * first + (q_len - whole) * kv_len
 
 
-# What was measured
+# Measurements
 
 
 def nearest(problem: Problem, machine: Machine) -> Entry | None:
-    """Of the measured problems of this kind and within `NEAR` the nearest in key length and work."""
+    """The entry of the nearest measured problem of this kind, within `NEAR` in key length and work, or None."""
     at = place(problem, machine)
     if at is None:
         return None
@@ -220,7 +218,7 @@ def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | Non
 
 
 def fastest_first(names: Sequence[str], rates: Mapping[str, float]) -> Iterator[str]:
-    """The fastest first; of those within `TIE` of the fastest that is left, the first as given.
+    """The names, fastest first; of those within `TIE` of the fastest remaining one, the first in the given order.
 
     >>> list(fastest_first(["a", "b", "c"], {"a": 10.0, "b": 20.0, "c": 20.5}))
     ['b', 'c', 'a']
@@ -238,14 +236,14 @@ OURS = Path(__file__).with_name("measured.json")
 
 
 def users_path() -> Path:
-    """Where a user's own table lies: UNDIVIDED_RANKS, or a file in the cache folder."""
+    """The path of the user's table: UNDIVIDED_RANKS, or a file in the cache folder."""
     return users_file("UNDIVIDED_RANKS", "ranks.json")
 
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """The user's table, then the package's. A user's file that cannot be understood, or that
-    UNDIVIDED_RANKS names and does not exist, is left out with a warning."""
+    """The user's table, then the package's. A user's file that cannot be parsed, or that UNDIVIDED_RANKS
+    names and does not exist, is left out with a warning."""
     ours, path = read(OURS), users_path()
     try:
         if os.environ.get("UNDIVIDED_RANKS") and not path.exists():
@@ -265,7 +263,7 @@ def read(path: Path) -> Table:
     """The table in a file; an empty one if there is none.
 
     Raises:
-        InputError: it is something else.
+        InputError: the file is not a table.
     """
     try:
         return _parsed(json.loads(path.read_text(encoding="utf-8")))
@@ -286,13 +284,13 @@ def _parsed(found: Mapping[str, Any]) -> Table:
             length, size = map(int, at.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}
             if not all(0 < rate < math.inf for rate in rates.values()):
-                raise ValueError(f"a rate that is no positive number in {kind} {at}")
+                raise ValueError(f"a rate that is not a positive number in {kind} {at}")
             table.setdefault(kind, {})[length, size] = Entry(runs[run], rates)
     return table
 
 
 def write(path: Path, table: Table) -> None:
-    """Put a table into a file, a line an entry."""
+    """Write a table to a file, with one line per entry."""
     runs = sorted({entry.run for places in table.values() for entry in places.values()})
     names = {run: f"{number}" for number, run in enumerate(runs)}
     kinds = []
@@ -311,7 +309,7 @@ def write(path: Path, table: Table) -> None:
 
 
 def merged(old: Table, new: Table) -> Table:
-    """Both; where both have an entry, the new one."""
+    """The entries of both tables; if both have an entry, the new one."""
     return {kind: {**old.get(kind, {}), **new.get(kind, {})} for kind in {**old, **new}}
 
 

@@ -1,7 +1,6 @@
 """Which backends the caller allows: argument > context manager > `set_backends` > environment.
 
-All of it is read at the call, not at import. Reading costs well under a microsecond, so that a call pays nothing for
-it.
+All of them are read at every call, not at import. Reading takes well under a microsecond.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from undivided.selection import switches as _sdp_switches
 
 
 class Policy(NamedTuple):
-    """What the caller allows.
+    """The backends that the caller allows, and other settings.
 
     forced: the backend or family that must run, or None. An explicit request never falls back.
     allowed: names or families, in the order to try them, or None for all in the default order.
-    disabled: (name or family, who said so) pairs that must not run.
+    allowed_by: the setting that `allowed` is from.
+    disabled: (name or family, the setting) pairs that must not run.
     deterministic: results must repeat bit for bit.
     log: "" (nothing), "info" (each new Decision) or "debug" (and its reasons).
     """
@@ -37,7 +37,7 @@ class Policy(NamedTuple):
 
 
 class _Switch(NamedTuple):
-    """What `set_backends` and the blocks of `use_backends` around a call allow together."""
+    """What `set_backends` and the enclosing `use_backends` blocks allow together."""
 
     allowed: tuple[str, ...] | None = None
     allowed_by: str = ""
@@ -45,7 +45,7 @@ class _Switch(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The setting of the innermost ``with`` of this context, and the block around it."""
+    """The setting of the innermost ``with`` block of this context, and the enclosing block."""
 
     switch: _Switch
     outer: _Block | None
@@ -63,8 +63,8 @@ def _current_switch() -> _Switch:
 def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
-    It replaces what an earlier call set; with no arguments every backend is allowed again. A `use_backends` block
-    narrows it further.
+    It replaces the setting of an earlier call; with no arguments every backend is allowed again. A `use_backends` block
+    restricts it further.
 
     Args:
         names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
@@ -72,7 +72,7 @@ def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
         disable: backends or families that must not run, str.
 
     Raises:
-        InputError: a name that no backend or family has. Nothing is changed then.
+        InputError: a name that no backend or family has. The setting is then unchanged.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 8, 2, 16)
@@ -99,7 +99,7 @@ class use_backends:
             for all.
 
     Returns:
-        A context manager, which may be entered any number of times.
+        A context manager that can be entered any number of times.
 
     Raises:
         InputError: a name that no backend or family has.
@@ -117,7 +117,7 @@ class use_backends:
 
     @classmethod
     def disable(cls, *names: str) -> use_backends:
-        """Forbid these backends or families in a ``with`` block, on top of what is set around it.
+        """Forbid these backends or families in a ``with`` block, in addition to the setting around it.
 
         Args:
             names: as for `use_backends`.
@@ -164,8 +164,8 @@ def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     return tuple(names)
 
 
-# The variables, as the process' environment stores them. os.environ.get encodes and decodes on every call (1 us each,
-# and nine of them are read); its inner dictionary is looked up instead, with the plain way as the fallback.
+# os.environ.get encodes and decodes at every call (1 us each, for nine variables). The encoded names are looked up in
+# its inner dictionary instead; os.environ.get is the fallback.
 _VARIABLES = (
     "UNDIVIDED_BACKENDS",
     "UNDIVIDED_DETERMINISTIC",
@@ -184,14 +184,14 @@ Environment = tuple[object, ...]
 
 
 def environment() -> Environment:
-    """The raw values of the variables that matter, to be compared and hashed."""
+    """The raw values of the variables that are read, for a dictionary key."""
     if _inner is not None:
         return () if _inner.keys().isdisjoint(_ENCODED) else tuple(map(_inner.get, _ENCODED))
     return tuple(map(os.environ.get, _VARIABLES))
 
 
 def policy(backend: str | None = None, deterministic: bool | None = None, switches: str = "") -> Policy:
-    """The policy of this call; `switches` are PyTorch's own (`_sdp_switches`) where the call is under them."""
+    """The policy of this call; `switches` are PyTorch's (see `switches.read`), for calls that depend on them."""
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise InputError("deterministic", "be True, False or None", repr(deterministic))
     if deterministic is None and torch._C._get_deterministic_algorithms():
@@ -203,7 +203,7 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
     key = (backend, deterministic, switch, values, switches)
     try:
         found = _policies.get(key)
-    except TypeError:  # a list, say: the check below tells which argument it was
+    except TypeError:  # such as a list; the check below names the argument
         found = None
     if found is None:
         if len(_policies) >= _MOST_POLICIES:

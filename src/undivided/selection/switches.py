@@ -1,11 +1,11 @@
-"""PyTorch's own switches for scaled_dot_product_attention, as limits on our families.
+"""PyTorch's switches for scaled_dot_product_attention, as limits on the families of backends.
 
     torch.backends.cuda.enable_flash_sdp, enable_mem_efficient_sdp, enable_cudnn_sdp, enable_math_sdp
     torch.nn.attention.sdpa_kernel([...], set_priority=False)
 
-They name PyTorch's kernels; each stands for the families of the same kind here. Their state travels as a short string,
-so that it can be a key and a constant of a compiled graph: a letter for each switch that is off, and after a colon the
-order that set_priority gave. "" is PyTorch's default.
+Each switch is for one of PyTorch's kernels and applies to the families of the same kind here. Their state is a short
+string, which can be a dictionary key and a constant of a compiled graph: a letter for each switch that is off, and
+after a colon the order that set_priority gave. "" is PyTorch's default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
 
 
 def read() -> str:
-    """The switches as they are now. Inside torch.compile: as they are while it traces."""
+    """The current state of the switches; inside torch.compile, the state during tracing."""
     on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
     order = torch._C._get_sdp_priority_order()
     if all(on) and order in _DEFAULT_ORDERS:
@@ -39,7 +39,7 @@ read._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_cons
 
 
 def combine(traced: str, now: str) -> str:
-    """A graph keeps what was off around the call when it was traced; what is off when it runs comes on top."""
+    """The state for a compiled graph: off is what was off when it was traced or is off when it runs."""
     if traced == now or not now:
         return traced
     (off, _, order), (off_now, _, order_now) = traced.partition(":"), now.partition(":")
@@ -47,7 +47,7 @@ def combine(traced: str, now: str) -> str:
 
 
 def disabled(state: str) -> tuple[tuple[str, str], ...]:
-    """(family, who said so) of every family that is off."""
+    """(family, the setting) for every family that is off."""
     off = state.partition(":")[0]
     return tuple(
         (family, f"sdpa_kernel or torch.backends.cuda.enable_{switch}_sdp(False)")
@@ -58,5 +58,5 @@ def disabled(state: str) -> tuple[tuple[str, str], ...]:
 
 
 def order(state: str) -> tuple[str, ...]:
-    """The families in the order that set_priority asked for, or () where nobody did."""
+    """The families in the order that set_priority gave, or () if it was not used."""
     return tuple(family for number in state.partition(":")[2] for family in _FAMILIES.get(number, ()))

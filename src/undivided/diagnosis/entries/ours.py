@@ -21,7 +21,7 @@ ENTRIES = (
         example="""undivided.errors.NoBackendError: no backend can run this problem
               problem: q 1x4x8x16 (BxSxHxD), kv 1x4x8x16; float32 bshd on cpu; mask every pair
               cudnn            device=cpu (runs on cuda)
-              reference        not asked for: backend='cudnn'
+              reference        not requested: backend='cudnn'
               HINT: an explicit backend='cudnn' never falls back; leave it out to let selection choose""",
         cause="""The reference backend runs everything, so a backend=, a use_backends(...) or UNDIVIDED_BACKENDS (or an
             NVTE_* variable) has excluded it. Each line under the message is one backend with the reasons why it was refused.""",
