@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "docs" / "index.md",
     *sorted((ROOT / "docs").glob("learn/*.md")),
     *sorted((ROOT / "docs").glob("how-to/*.md")),
 ]
