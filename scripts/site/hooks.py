@@ -74,7 +74,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to the site instead of the repository; the flow as a picture, because Mermaid would be loaded from a CDN."""
+    """Links to the site instead of the repository; the flow as a picture: Mermaid would come from a CDN."""
     here = page.file.src_uri
     folder = posixpath.dirname(_in_repository(here))
 
@@ -104,7 +104,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     def inline(match: re.Match[str]) -> str:
         svg = (ROOT / "docs" / "pictures" / f"{match[2]}.svg").read_text(encoding="utf-8")
         svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<style id=\"theme\">.*?</style>", "", svg, flags=re.DOTALL)
-        svg = svg.replace("<svg ", f'<svg class="picture" role="img" aria-label="{match[1]}" ', 1)
-        return svg.strip()
+        svg = svg.replace("<svg ", f'<svg role="img" aria-label="{match[1]}" ', 1)
+        # narrow screens scroll a picture instead of making its text too small; a focus lets the keyboard scroll it
+        return f'<div class="picture" role="group" aria-label="{match[1]}" tabindex="0">{svg.strip()}</div>'
 
     return IMAGE.sub(inline, html)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from undivided.backends import all_backends
-from undivided.backends._base import _MASK_WORDS, ALL_MASKS
+import torch
+
+from undivided.backends import all_backends, flash_attn
+from undivided.backends._base import _MASK_WORDS, ALL_MASKS, Limits
+from undivided.backends.torch_flash.cuda import LIMITS as CUDA_FLASH
 from undivided.request.problem import FEATURES
 
 
@@ -14,39 +17,50 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _columns() -> list[tuple[str, Limits]]:
+    """A name and its limits; a backend with separate limits per device or version has several columns."""
+    columns = []
+    for backend in all_backends():
+        if backend.name == "torch_flash":
+            columns += [("`torch_flash`, CPU", backend.limits), ("`torch_flash`, CUDA", CUDA_FLASH)]
+        elif backend.name == "flash_attn":
+            versions = ((2, flash_attn._2), (3, flash_attn._3), (4, flash_attn._4))
+            columns += [(f"`flash_attn`, version {number}", version.limits) for number, version in versions]
+        else:
+            columns.append((f"`{backend.name}`", backend.limits))
+    return columns
+
+
 def backends(_: str) -> str:
     """docs/reference/backends.md."""
-    every = all_backends()
-    names = [f"`{backend.name}`" for backend in every]
+    names, every = zip(*_columns(), strict=True)
     mark = lambda has: "yes" if has else "-"  # noqa: E731
     dtypes = ("float16", "bfloat16", "float32", "float64")
-    limits = [
-        ["devices", *(", ".join(sorted(b.limits.devices)) for b in every)],
-        *([name, *(mark(any(str(d) == f"torch.{name}" for d in b.limits.dtypes)) for b in every)] for name in dtypes),
-        ["largest head size", *(str(b.limits.max_head_dim or "any") for b in every)],
-        ["head size a multiple of", *(str(b.limits.head_dim_multiple) for b in every)],
-        ["compute capability from", *(_capability(b.limits.compute_capability[0]) for b in every)],
-        ["packages", *(", ".join(f"`{name}`" for name, _, _ in b.limits.packages) or "-" for b in every)],
+    rows = [
+        ["devices", *(", ".join(sorted(limits.devices)) for limits in every)],
+        *([name, *(mark(getattr(torch, name) in limits.dtypes) for limits in every)] for name in dtypes),
+        ["largest head size", *(str(limits.max_head_dim or "any") for limits in every)],
+        ["head size a multiple of", *(str(limits.head_dim_multiple) for limits in every)],
+        ["compute capability from", *(_capability(limits.compute_capability[0]) for limits in every)],
+        ["packages", *(", ".join(f"`{name}`" for name, _, _ in limits.packages) or "-" for limits in every)],
     ]
-    masks = [
-        [_MASK_WORDS[kind], *(mark(kind in b.limits.masks) for b in every)]
-        for kind in sorted(ALL_MASKS, key=_MASK_WORDS.get)
-    ]
+    kinds = sorted(ALL_MASKS, key=lambda kind: _MASK_WORDS[kind])
+    masks = [[_MASK_WORDS[kind], *(mark(kind in limits.masks) for limits in every)] for kind in kinds]
     alignments = [
-        [f"{align.replace('_', '-')} if the two differ", *(mark(align in b.limits.alignments) for b in every)]
+        [f"{align.replace('_', '-')} if the two differ", *(mark(align in limits.alignments) for limits in every)]
         for align in ("top_left", "bottom_right")
     ]
-    features = [[words, *(mark(name in b.limits.features) for b in every)] for name, words in FEATURES.items()]
+    features = [[words, *(mark(name in limits.features) for limits in every)] for name, words in FEATURES.items()]
     return f"""# Features by backend
 
 What each backend declares. A feature that a backend does not declare is refused with a reason, never approximated.
 "yes" is necessary, not sufficient: a backend also has rules about combinations, versions and sizes, and
 `undivided.explain` answers for one exact problem. [Selection](../learn/selection.md#the-backends) says what each
-backend is. No GPU backend has run on a GPU yet.
+backend is; `flex` has no gradients on a CPU. No GPU backend has run on a GPU yet.
 
 ## Limits
 
-{_table(["", *names], limits)}
+{_table(["", *names], rows)}
 
 ## Masks that run natively
 

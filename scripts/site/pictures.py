@@ -10,6 +10,7 @@ from svg import COLOURS, Picture
 import undivided
 from undivided import masks
 from undivided.context_parallel import Placement
+from undivided.context_parallel.sharding import row_pairs
 
 CELL = 15
 
@@ -50,7 +51,7 @@ def flow() -> Picture:
         if x < 630:
             picture.line(x + 124, 81, x + 152, 81, arrow=True)
     picture.line(381, 124, 381, 168, arrow=True)
-    picture.rect(300, 172, 162, 58, "empty", stroke="c", rx=8)
+    picture.rect(276, 172, 210, 58, "empty", stroke="c", rx=8)
     picture.text(381, 196, "NoBackendError", anchor="middle", bold=True)
     picture.text(381, 215, "the reasons of each backend", fill="soft", size=12, anchor="middle")
     picture.text(392, 151, "none can run it", fill="soft", size=12)
@@ -109,8 +110,8 @@ GALLERY = [
     ("causal() | prefix(4)", masks.causal() | masks.prefix(4)),
     ("chunks(3) & causal()", masks.chunks(3) & masks.causal()),
     ("lengths(6, 6) & causal()", masks.lengths([6], [6]) & masks.causal()),
-    ("documents([0, 3, 9]) & causal()", masks.documents([0, 3, 9]) & masks.causal()),
-    ("predicate((q + k) % 2 == 0)", masks.predicate(lambda b, h, q, k: (q + k) % 2 == 0)),
+    ("documents(...) & causal()", masks.documents([0, 3, 9]) & masks.causal()),
+    ("predicate(even sum)", masks.predicate(lambda b, h, q, k: (q + k) % 2 == 0)),
 ]
 
 
@@ -192,7 +193,7 @@ def packing() -> Picture:
 def pages() -> Picture:
     """A pool of eight pages while sequences start, fork and grow."""
     pool = undivided.PagedKVCache(num_pages=8, page_size=4, kv_heads=1, head_dim=8, batch=3, dtype=torch.float32)
-    picture = Picture(760, 330, "A paged cache: which sequence has which page")
+    picture = Picture(760, 362, "A paged cache: which sequence has which page")
     new = lambda n: torch.zeros(3, n, 1, 8)  # noqa: E731
     steps: list[tuple[str, Callable[[], None]]] = [
         ("append: sequence 0 gets 6 tokens, sequence 1 gets 3", lambda: pool.append(new(6), new(6), lengths=[6, 3, 0])),
@@ -205,7 +206,7 @@ def pages() -> Picture:
     ]
     for row, (words, step) in enumerate(steps):
         step()
-        y = 30 + 76 * row
+        y = 30 + 86 * row
         picture.text(10, y - 8, words, bold=True)
         table, lengths = pool.block_table.tolist(), pool.lengths
         owners = {page: [s for s in range(3) if page in table[s][: -(-lengths[s] // 4)]] for page in range(8)}
@@ -275,6 +276,38 @@ def placements() -> Picture:
     return picture
 
 
+def balance() -> Picture:
+    """Pairs by rank, for three placements and three masks."""
+    world, length = 8, 1024
+    picture = Picture(760, 330, "Pairs by rank for three placements and three masks, on eight ranks")
+    offsets = [0, 300, 320, 410, 420, 820, 821, 941, 1024]
+    rows = {
+        "causal": masks.causal(),
+        "documents": masks.documents(offsets) & masks.causal(),
+        "prefix": masks.causal() | masks.prefix(340),
+    }
+    for row, (name, mask) in enumerate(rows.items()):
+        y = 40 + 98 * row
+        picture.text(10, y + 40, name, bold=True)
+        form = mask.normal_form(1, 1, length, length, "cpu")
+        per_row = row_pairs(form)
+        for column, placement in enumerate(("contiguous", "zigzag", "balanced")):
+            x = 110 + 220 * column
+            pairs = [
+                int(per_row[tokens].sum()) for tokens in Placement.of(placement, world, length, None, mask, form).q
+            ]
+            mean = sum(pairs) / world
+            for rank, count in enumerate(pairs):
+                height = 30 * count / mean
+                picture.rect(x + 22 * rank, y + 66 - height, 18, height, "a")
+            picture.line(x - 4, y + 36, x + 22 * world, y + 36, "c")
+            picture.text(x, y + 82, f"largest / mean {max(pairs) / mean:.2f}", fill="soft", size=12)
+            if row == 0:
+                picture.text(x, 20, placement, bold=True)
+    picture.text(110, 326, "One bar is one rank; the line is the mean.", fill="soft", size=12)
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "flow": flow,
     "layouts": layouts,
@@ -285,4 +318,5 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "cache-pages": pages,
     "ring-rounds": ring,
     "placements": placements,
+    "balance": balance,
 }

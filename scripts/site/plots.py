@@ -69,10 +69,11 @@ def _bars(name: str, title: str, rows: list[tuple[str, float, bool]]) -> str:
                 y, ratio, height=0.7, color="none" if disturbed else PAINT["a"],
                 edgecolor=PAINT["soft"] if disturbed else PAINT["a"], hatch="////" if disturbed else None,
             )  # fmt: skip
-            axis.text(
-                ratio,
-                y,
-                " disturbed" if disturbed else f" {ratio:.2f}",
+            axis.annotate(
+                "disturbed" if disturbed else f"{ratio:.2f}",
+                (ratio, y),
+                (4, 0),
+                textcoords="offset points",
                 va="center",
                 color=PAINT["soft"] if disturbed else PAINT["ink"],
             )
