@@ -15,7 +15,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_memory, check_tensor
-from undivided.arguments.layout import LAYOUTS
+from undivided.arguments.layout import LAYOUTS, Strides
 from undivided.arguments.tensors import span, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -42,10 +42,12 @@ from undivided.request.slopes import are_usual
 
 
 class Known(NamedTuple):
-    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element."""
+    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element. strides:
+    those of the call. Both are None if sizes are symbolic."""
 
     problem: Problem
     spans: tuple[int, int, int, int] | None
+    strides: Strides | None
 
 
 Facts = tuple[str | None, tuple[bool, ...], bool]
@@ -87,13 +89,14 @@ def normalise(
     try:
         known = _known.get(key)
     except TypeError:  # a symbolic size has no hash
-        known = Known(_specialised(describe(request, facts)), None)
+        known = Known(_specialised(describe(request, facts)), None, None)
     if known is None:
-        known = Known(describe(request, facts), _spans(q, k, v))
+        problem = describe(request, facts)
+        known = Known(problem, _spans(q, k, v), _layout.kernel_strides(q, k, v, layout, pages is not None))
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = known
-    problem, spans = known
+    problem, spans, strides = known
     if spans is not None:
         of_q, of_k, of_v, size = spans
         try:
@@ -129,7 +132,7 @@ def normalise(
         scale = problem.qk_dim**-0.5
     if softcap is not None:
         softcap = float(softcap)
-    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked), tensors
+    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked, strides), tensors
 
 
 def check_kinds_and_sizes(request: Request) -> None:
@@ -188,9 +191,9 @@ def _signature(request: Request, facts: Facts) -> object:
             q.is_cpu or q.device,  # comparing a bool costs a third of comparing a device
             k.is_cpu or k.device,
             v.is_cpu or v.device,
-            q.stride(),
-            k.stride(),
-            v.stride(),
+            q.is_contiguous() or q.stride(),  # of sizes above 1, the only ones that a kernel reads
+            k.is_contiguous() or k.stride(),
+            v.is_contiguous() or v.stride(),
             return_lse,
             *facts,
         )

@@ -571,6 +571,20 @@ def test_views_are_read_in_place() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_calls_of_the_same_sizes_have_strides_of_their_own(layout: str) -> None:
+    """A call's strides are remembered with its sizes: a dense call, then views of the same sizes, then a dense one."""
+    shape, seed = (1, 3, 1, 16), torch.Generator().manual_seed(0)
+    for strides in (None, (7, 96, 5, 1), (3, 16, 999, 1), (1000, 32, 40, 1), None):
+        q, k, v = torch.randn(3, *shape, generator=seed)
+        if strides is not None:
+            q, k, v = (torch.empty(2048).as_strided(shape, strides).copy_(t) for t in (q, k, v))
+        got = undivided.attention(q, k, v, layout=layout, backend="native")  # type: ignore[arg-type]
+        want = undivided.attention(q, k, v, layout=layout, backend="reference")  # type: ignore[arg-type]
+        assert apart(got, want.double()) < ALLOWED[torch.float32]
+
+
+@needs_library
 def test_what_it_refuses() -> None:
     q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
     with pytest.raises(NoBackendError) as caught:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.layout import STRIDES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
-from undivided.backends.native.call import DTYPES, STRIDES, Records, is_plain, pages_of, placed, plain_record
+from undivided.backends.native.call import DTYPES, Records, is_plain, pages_of, placed, plain_record
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -75,17 +76,17 @@ class Native(Backend):
         assert isinstance(library, cpu.Library)
         problem = call.problem
         q, k, v, _, _, _ = tensors
-        at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
         if 0 in at or q.is_neg() or k.is_neg() or v.is_neg():
-            tensors, at = placed(tensors)
+            (tensors, at), strides = placed(tensors), None
         out, lse = _new_output(problem, q), UNREAD
         features = problem.features
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the price of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(call, tensors):
             _table, pages = pages_of(call, tensors)
-            strides = STRIDES[problem.layout](out.stride())
-            library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
+            out_strides = STRIDES[problem.layout](out.stride())
+            library.forward(plain_record(call, tensors, at, strides, out, out_strides, lse, pages))
             return made(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)

@@ -6,13 +6,12 @@ keys, and every tensor that a record points to is kept alive until the call retu
 
 from __future__ import annotations
 
-import operator
 import struct
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from undivided.arguments.layout import Strides, kernel_strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks.normal_form import DensePairs
@@ -93,33 +92,25 @@ def placed(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
     return tensors._replace(q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
 
 
-STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
-    "bshd": operator.itemgetter(0, 2, 1),
-    "sbhd": operator.itemgetter(1, 2, 0),
-    "bhsd": operator.itemgetter(0, 1, 2),
-    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
-}
-"""Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
-microsecond each."""
-
-
 def plain_record(
     call: Call,
     tensors: Tensors,
     at: tuple[int, int, int],
+    strides: Strides | None,
     out: Tensor,
     out_strides: tuple[int, int, int],
     lse: Tensor,
     pages: tuple[int, ...] = NO_PAGES,
 ) -> bytes:
     """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
-    pages."""
+    pages; strides None reads those of `tensors`."""
     # unpacked at once: asking for each field by name would take as long as the kernel's launch
     _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = call.problem[:10]
-    q, k, v, _, _, _ = tensors
+    if strides is None:
+        strides = kernel_strides(*tensors[:3], layout, call.pages is not None)
+    of_q, of_k, of_v = strides
     if not (out_at := out.data_ptr()):
         in_memory(out)  # of fake memory, under a mode
-    of_q, of_keys = STRIDES[layout], STRIDES[layout if call.pages is None else "bshd"]
     head = _PACK_TENSORS(
         _SIZE,
         DTYPES[dtype],
@@ -134,11 +125,11 @@ def plain_record(
         call.scale,
         call.softcap or 0.0,
         at[0],
-        *of_q(q.stride()),
+        *of_q,
         at[1],
-        *of_keys(k.stride()),
+        *of_k,
         at[2],
-        *of_keys(v.stride()),
+        *of_v,
         out_at,
         *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
@@ -198,8 +189,7 @@ def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
         return NO_RANGES
     if problem.mask.kinds <= _BANDS:
         return (0, 0, 2, 1, *_band(problem))
-    table = call.normal_form(tensors.q).table
-    return (table.data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+    return (*call.normal_form(tensors.q).table_place, 0, 0, 0)
 
 
 def _band(problem: Problem) -> tuple[int, int]:
@@ -305,8 +295,8 @@ class Records:
     def _ranges(self, rows: slice) -> tuple[int, ...]:
         if (rows.start, rows.stop) == (0, self.call.problem.q_len):
             return ranges_of(self.call, self.tensors)
-        table = self.call.normal_form(self.tensors.q).table
-        return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+        form = self.call.normal_form(self.tensors.q)
+        return (form.table[:, rows].data_ptr(), *form.table_place[1:], 0, 0, 0)
 
     def _dense(self, rows: slice) -> tuple[int, ...]:
         problem = self.call.problem

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
+from undivided.arguments.layout import STRIDES
 from undivided.backends._base import Gradients
-from undivided.backends.native.call import DTYPES, STRIDES, Records, in_memory, is_plain, placed, plain_record
+from undivided.backends.native.call import DTYPES, Records, in_memory, is_plain, placed, plain_record
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -41,7 +42,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     out, lse = _unit_last(in_memory(result.out)), _unit_last(in_memory(result.lse))
     grad_lse = None if grad_lse is None else in_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
-        given = plain_record(call, tensors, at, out, STRIDES[layout](out.stride()), lse)
+        given = plain_record(call, tensors, at, None, out, STRIDES[layout](out.stride()), lse)
         return _plain(library, call, tensors, given, grad_out, grad_lse)
     records = Records(
         call,

@@ -64,6 +64,12 @@ class NormalForm:
         """The ranges for a kernel, int32 ``[B|1, Sq, 2|4]``: a contiguous copy, within the keys."""
         return self.ranges.clamp(0, self.kv_len).contiguous()
 
+    @cached_property
+    def table_place(self) -> tuple[int, int, int]:
+        """Address of `table`, its batch stride (0 if it is broadcast), and its columns."""
+        table = self.table
+        return table.data_ptr(), table.stride(0) if table.shape[0] > 1 else 0, table.shape[2]
+
     @property
     def q_len(self) -> int:
         """Number of query rows."""
