@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
+
+FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
 
 class BatchPages(Pages):
@@ -73,6 +76,15 @@ class Batch:
         after = tuple([ledger.lengths[slot] for slot in slots.values()])
         rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
         return Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
+
+    def tables(self, slots: Counts) -> list[list[int]]:
+        """The pages of these slots, or the slots themselves if not paged."""
+        ledger = self.ledger
+        return [ledger.tables[slot] if isinstance(ledger, Pages) else [slot] for slot in slots]
+
+    def evicted_tables(self, slots: Counts) -> list[list[int]] | None:
+        """The pages of these slots if any were evicted, otherwise None."""
+        return self.tables(slots) if isinstance(self.ledger, Pages) and any(self.ledger.evicted) else None
 
     def _checked(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
@@ -149,3 +161,10 @@ def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Ten
     offsets = [0, *accumulate(counts)]
     offsets += offsets[-1:] * (entries - len(counts))
     return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def checked_format(value: object) -> Layout:
+    """A layout of TransformerEngine's caches, or InputError."""
+    if value not in FORMATS:
+        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value))
+    return value

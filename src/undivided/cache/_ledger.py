@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
+EVICTED = -1
+"""The entry of an evicted page in the list of a sequence's pages."""
+
 
 class Plan(NamedTuple):
     """Room for new tokens that is not yet committed.
@@ -131,6 +134,7 @@ class Pages:
         self.tables: list[list[int]] = [[] for _ in range(batch)]
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
+        self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
         self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
@@ -201,8 +205,29 @@ class Pages:
             at = stop
         return rows
 
+    def evict(self, sequence: int, places: Sequence[int]) -> int:
+        """Release the pages at these places in the list of a sequence; how many were not released before."""
+        pages = self.tables[sequence]
+        held = [place for place in places if pages[place] != EVICTED]
+        if held:
+            self._release([pages[place] for place in held])
+            for place in held:
+                pages[place] = EVICTED
+            self.evicted[sequence] = self.lengths[sequence]
+            self.changes += 1
+        return len(held)
+
     def truncate(self, lengths: Counts) -> None:
         for n, length in enumerate(lengths):
+            if 0 < length < self.evicted[n]:
+                raise InputError(
+                    f"lengths[{n}]",
+                    f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted",
+                    length,
+                    hint="evict after the rejected tokens were truncated",
+                )
+        for n, length in enumerate(lengths):
+            self.evicted[n] = self.evicted[n] if length else 0
             keep = -(-length // self.page_size)
             pages = self.tables[n]
             if keep < len(pages):
@@ -215,24 +240,28 @@ class Pages:
         return (), 0
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        tables, lengths = list(self.tables), list(self.lengths)
+        tables, lengths, evicted = list(self.tables), list(self.lengths), list(self.evicted)
         for source, target in pairs:
             for page in self.tables[source]:
-                self.references[page] += 1
+                if page != EVICTED:
+                    self.references[page] += 1
             tables[target], lengths[target] = list(self.tables[source]), self.lengths[source]
+            evicted[target] = self.evicted[source]
         for _, target in pairs:
             self._release(self.tables[target])
-        self.tables, self.lengths = tables, tuple(lengths)
+        self.tables, self.lengths, self.evicted = tables, tuple(lengths), evicted
         self.changes += 1
 
     def free(self, sequence: int) -> None:
         self._release(self.tables[sequence])
-        self.tables[sequence] = []
+        self.tables[sequence], self.evicted[sequence] = [], 0
         self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
         self.changes += 1
 
     def _release(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):
+            if page == EVICTED:
+                continue
             self.references[page] -= 1
             if not self.references[page]:
                 self.unused.append(page)
@@ -242,5 +271,5 @@ class Pages:
         twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]
-        twin.references, twin.unused = list(self.references), list(self.unused)
+        twin.references, twin.unused, twin.evicted = list(self.references), list(self.unused), list(self.evicted)
         return twin

@@ -126,26 +126,13 @@ def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask_tensors: list[Tensor],
-    dropout_seed: Tensor | None,
-    pages: Tensor | None,
-    spec_text: str,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-) -> tuple[Backend, Call, Tensors]:
+def _prepared(*arguments: Any) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
+    mask_tensors, seed, pages, spec_text, scale, softcap, dropout_p = arguments[6:]
     spec = _Spec.read(spec_text)
     mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
-    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)
-    request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
+    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages)
+    request = Request(Tensors(*arguments[:6]), options)
     deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
     switches = ""
     if spec.switches != "-":
@@ -238,7 +225,7 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     saved: Sequence[Any] = ctx.saved_tensors
     inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
-    _, call, tensors = _prepared(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
+    _, call, tensors = _prepared(*inputs, mask, seed, pages, *ctx.rest)
     given = iter(gradients)
     wanted = _shaped([next(given) if n else None for n in call.needs], tensors)  # the bias has four axes there
     of_grad, of_lse, *found = autograd.differentiated(call, *tensors, *grads, *wanted)
