@@ -292,10 +292,7 @@ class TestValues:
                 "AssertionError: Sequence length per GPU needs to be divisible by 2! seq_len 4098, cp_size=4",
                 "Length 4098 is not a multiple of 2 * 4 ranks = 8; the next is 4104.",
             ),
-            (
-                "tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1",
-                "4 query heads to a key",
-            ),
+            ("tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1", "4 query heads per key"),
             ("tensor a (16) must match the size of tensor b (12) at non-singleton dimension 1", "does not divide"),
             (
                 "NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and Ev=72",
