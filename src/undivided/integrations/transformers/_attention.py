@@ -50,7 +50,7 @@ def attention(
         query: ``[B, H, Sq, D]``, floating point.
         key, value: ``[B, N, Sk, D]``, where N divides H; they are never expanded.
         attention_mask: the result of `model_mask`; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or a
-        bias.
+            bias.
         dropout: probability; layers pass 0 in evaluation.
         scaling: factor of the scores; None is 1/sqrt(D).
         is_causal: overrides that of the layer.
@@ -117,7 +117,7 @@ def attention(
 def _mask_and_bias(
     given: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """What a layer was given, as a mask or as numbers to add. Nothing means what it means to PyTorch's function."""
+    """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
         if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
