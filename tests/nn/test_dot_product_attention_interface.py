@@ -166,7 +166,7 @@ BAD_CALLS = [
     ((), {"qkv_layer": Q, "qkv_interleave_dim": 2}, "qkv_interleave_dim must be -3", ""),
     # packed sequences
     ((T, T, T), {"qkv_format": "thd"}, "attn_mask_type must be a padding type with qkv_format='thd', got 'causal'",
-     "attn_mask_type='padding_causal' keeps packed sequences apart"),
+     "attn_mask_type='padding_causal' separates packed sequences"),
     ((T, T, T), {**PACKED, "attn_mask_type": "no_mask"}, "attn_mask_type must be a padding type", "attn_mask_type='padding'"),
     ((T, T, T), PACKED, "cu_seqlens_q must be given in qkv_format='thd', got None", "[0, 300, 1100, 2348], int32"),
     ((T, T, T), {**PACKED, "cu_seqlens_q": [0, 5, 12]}, "cu_seqlens_q must be an int32 or int64 tensor, got list", "torch.tensor"),

@@ -66,7 +66,7 @@ def step(**counts: int) -> InferenceParams:
         ({"set_parallel_mode": True}, "set_parallel_mode must be False, got True"),
         ({"get_rng_state_tracker": len}, "get_rng_state_tracker must be None, got"),
         ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation must be False, got True\n  HINT: gradients are in .grad"),
-        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: there is no tensor-parallel"),
+        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: tensor parallelism is not supported"),
         ({"ub_overlap_ag": False}, "ub_overlap_ag must be True, got False"),
         ({"ub_overlap_rs": False}, "ub_overlap_rs must be True, got False"),
         ({"ub_overlap_rs_dgrad": True}, "ub_overlap_rs_dgrad must be False, got True"),
