@@ -94,8 +94,8 @@ def test_the_pattern_does_not_depend_on_blocking(monkeypatch: pytest.MonkeyPatch
     want = run()
     for scores, rows in ((16, 7), (2000, 13), (1 << 22, 64)):
         monkeypatch.setattr(reference, "SCORES_PER_BLOCK", scores)
-        monkeypatch.setattr(reference, "MOST_ROWS", rows)
-        monkeypatch.setattr(reference, "FEWEST_ROWS", 3)
+        monkeypatch.setattr(reference, "MAX_ROWS", rows)
+        monkeypatch.setattr(reference, "MIN_ROWS", 3)
         for got, expected in zip(run(), want, strict=True):
             assert brute_force.error(got, expected) < 1e-5
 

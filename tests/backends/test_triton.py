@@ -220,7 +220,7 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
     found = []
     with ExitStack() as trials:
         for one in ("forward", "rows", "keys"):
-            tile = config.Config(32, 32, 1, 1, descriptors=True, apart=layout == "sbhd")
+            tile = config.Config(32, 32, 1, 1, descriptors=True, split_gradients=layout == "sbhd")
             trials.enter_context(config.trial(one, tile))
         for backend_name in ("triton", "reference"):
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -451,9 +451,9 @@ def test_warps_of_their_own_are_for_loops_that_were_compiled_so() -> None:
         ({"bias": torch.zeros(1, 1, 40, 40)}, False),
     ):
         inputs = _triton_inputs.Inputs(*call_of(q, q, q, layout="bshd", **options))
-        assert inputs.specialised(tile, described=True) == sound, options
-        assert not inputs.specialised(tile, described=False)
-        assert not inputs.specialised(tile._replace(specialise=False), described=True)
+        assert inputs.uses_warp_specialisation(tile, described=True) == sound, options
+        assert not inputs.uses_warp_specialisation(tile, described=False)
+        assert not inputs.uses_warp_specialisation(tile._replace(specialise=False), described=True)
 
 
 def test_only_those_architectures_are_offered_warps_of_their_own() -> None:
@@ -463,8 +463,8 @@ def test_only_those_architectures_are_offered_warps_of_their_own() -> None:
         ("keys", "sm100", False),
     ):
         assert any(one.specialise for one in config.candidates(name, architecture)) == offered
-    assert any(one.apart for one in config.candidates("keys", "sm90"))
-    assert not any(one.apart for one in config.candidates("rows", "sm90"))
+    assert any(one.split_gradients for one in config.candidates("keys", "sm90"))
+    assert not any(one.split_gradients for one in config.candidates("rows", "sm90"))
 
 
 def test_its_name_is_its_file() -> None:

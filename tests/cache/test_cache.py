@@ -502,8 +502,8 @@ REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "a-row-too-many": (lambda c: c.append(K, V, lengths=[1, 1, 0]), r"k must have shape \[tokens, 2, 8\] in 'thd'"),
     "queries-of-no-sequence": (lambda c: c.attend(Q[0, :1]), "q_lengths must sum to the 1 packed tokens"),
     "bias": (lambda c: c.attend(Q[0], bias=torch.zeros(HEADS, 2, 16)), "bias must be None in layout 'thd'"),
-    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must be made of causal"),
-    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must be made of causal"),
+    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must consist of causal"),
+    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must consist of causal"),
 }
 
 

@@ -417,7 +417,7 @@ def test_the_largest_score_over_many_blocks_is_that_over_one(monkeypatch: pytest
     q, k, v = (torch.randn(2, 300, H, D) for _ in range(3))
     _, whole = module(q, k, v)
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 9)
-    monkeypatch.setattr(reference, "MOST_ROWS", 32)
+    monkeypatch.setattr(reference, "MAX_ROWS", 32)
     torch.testing.assert_close(module(q, k, v)[1], whole)
 
 

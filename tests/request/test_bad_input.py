@@ -623,12 +623,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "or-tensor": (
         lambda: masks.causal() | torch.ones(3, 3, dtype=torch.bool),
         "mask must be joined to another mask by `|`, got Tensor",
-        "masks.dense(tensor) makes a mask of a boolean tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
     ),
     "and-tensor": (
         lambda: masks.causal() & torch.ones(3, 3, dtype=torch.bool),
         "mask must be joined to another mask by `&`, got Tensor",
-        "masks.dense(tensor) makes a mask of a boolean tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
     ),
     "and-none": (lambda: masks.causal() & None, "mask must be joined to another mask by `&`, got NoneType", None),
     "and-two-aligns": (
@@ -833,12 +833,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "pages-no-mask": (
         lambda: paged(mask=None),
-        "mask must carry the keys' lengths when pages is given, got every pair",
+        "mask must contain the keys' lengths if pages is given, got every pair",
         "mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
     ),
     "pages-causal-only": (
         lambda: paged(mask=masks.causal("bottom_right")),
-        "mask must carry the keys' lengths when pages is given, got causal (bottom-right)",
+        "mask must contain the keys' lengths if pages is given, got causal (bottom-right)",
         "mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
     ),
     "pages-lengths-too-long": (

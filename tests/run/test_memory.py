@@ -91,7 +91,7 @@ def test_the_reference_makes_no_tensor_much_larger_than_its_block(name: str, mon
     """64 Ki scores a block: int64 temporaries (dropout's counters, four words each) are 2 MiB, S x S would be 64
     MiB."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 16)
-    monkeypatch.setattr(reference, "MOST_ROWS", 16)
+    monkeypatch.setattr(reference, "MAX_ROWS", 16)
     monkeypatch.setattr(pairs, "BLOCK_PAIRS", 1 << 16)
     x = qkv(4096)
     with Largest() as seen:

@@ -245,7 +245,7 @@ def test_a_backend_that_hesitates_runs_when_named_but_not_by_family_or_default()
     machine = MACHINES["t4"]
     by_default = undivided.explain(**arguments, machine=machine)
     assert by_default.backend.name == "reference"
-    assert by_default.reasons["flex"] == ("compiles for seconds per shape; ask with backend='flex'",)
+    assert by_default.reasons["flex"] == ("compiles for seconds per shape; request it with backend='flex'",)
     assert undivided.explain(**arguments, machine=machine, backend="flex").backend.name == "flex"
     with undivided.use_backends("flex"):
         assert undivided.explain(**arguments, machine=machine).backend.name == "flex"
@@ -404,7 +404,7 @@ def test_policies_and_machines_count(decided: list[Problem]) -> None:
 
 
 def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_MOST_DECISIONS", 5)
+    monkeypatch.setattr(selection, "_MAX_DECISIONS", 5)
     monkeypatch.setattr(selection, "_decisions", {})
     for length in range(1, 20):
         q = torch.randn(1, length, 1, 4)

@@ -26,10 +26,10 @@ from undivided.masks import Mask
 from undivided.request.checks import checked_mask
 
 CAUSAL = masks.causal(align="bottom_right")
-"""The meaning of `mask=None`. One object, so that caches with the same lengths share the mask made for them."""
+"""The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
 
 EVERY = masks.window(None, None)
-"""The same for one query, which is the last token and sees every key: less work per step."""
+"""The same for a single query, which is the last token and attends to every key: less work per step."""
 
 _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
 _WITH_LENGTHS = frozenset({"lengths", "documents"})
@@ -69,18 +69,18 @@ def attend(
         mask = EVERY
     if layout == "thd":
         assert q_counts is not None
-        k, v, mask = _packed(cached, q_counts, mask, options)
+        k, v, mask = _packed_inputs(cached, q_counts, mask, options)
     elif cached.pages is None:
-        k, v, mask = _contiguous(cached, layout, q_counts, mask)
+        k, v, mask = _contiguous_inputs(cached, layout, q_counts, mask)
     else:
-        k, v, mask = _paged(cached, q_counts, mask, options)
+        k, v, mask = _paged_inputs(cached, q_counts, mask, options)
     if mask is EVERY:
         mask = None  # less work per step
     out: Output = attention(q, k, v, layout=layout, mask=mask, pages=cached.pages, **options)
     return out
 
 
-def _contiguous(
+def _contiguous_inputs(
     cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
@@ -88,11 +88,11 @@ def _contiguous(
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
-        return k, v, mask if mask is EVERY else _aligned(mask)
+        return k, v, mask if mask is EVERY else _align(mask)
     return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _paged(
+def _paged_inputs(
     cached: CachedSequences, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
@@ -100,14 +100,14 @@ def _paged(
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & _PER_KEY:
-        build = functools.partial(_extended_mask, mask, longest, extent)
-        mask = mask.remembered(("cache", longest, extent), build)
+        build = functools.partial(_extend_mask, mask, longest, extent)
+        mask = mask.cached(("cache", longest, extent), build)
     if isinstance(options.get("bias"), Tensor):
-        options["bias"] = _extended("bias", options["bias"], longest, extent, 0.0)
+        options["bias"] = _extend("bias", options["bias"], longest, extent, 0.0)
     return k, v, _with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _packed(
+def _packed_inputs(
     cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
@@ -120,12 +120,12 @@ def _packed(
         slot = k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     build = functools.partial(_with_documents, mask, lengths, q_counts, k.device, slot)
-    return k, v, mask.remembered(("cache", lengths, q_counts, k.device, slot), build)
+    return k, v, mask.cached(("cache", lengths, q_counts, k.device, slot), build)
 
 
 def _with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
     build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
-    return mask.remembered(("cache", lengths, q_counts, device), build)
+    return mask.cached(("cache", lengths, q_counts, device), build)
 
 
 def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
@@ -133,7 +133,7 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
     with torch.inference_mode(False):
         kv = torch.tensor(lengths, dtype=torch.int32, device=device)
         q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
-        mask = mask if mask is EVERY else _aligned(mask)
+        mask = mask if mask is EVERY else _align(mask)
         return mask & masks.lengths(kv, q)
 
 
@@ -147,14 +147,14 @@ def _with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch
         if slot is not None:
             starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
         documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
-        return _aligned(mask) & documents
+        return _align(mask) & documents
 
 
-def _aligned(mask: Mask) -> Mask:
+def _align(mask: Mask) -> Mask:
     """The mask, bottom-right if it has no alignment: the last query is the last token."""
     if mask.align is not None:
         return mask
-    return mask.remembered("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+    return mask.cached("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
 
 
 def _is_causal(mask: Mask) -> bool:
@@ -169,24 +169,24 @@ def _check_mask(mask: Mask, layout: Layout) -> None:
     if layout == "thd" and mask.kinds & _PER_PAIR:
         raise InputError(
             "mask",
-            "be made of causal, window, sinks, chunks and prefix in layout 'thd'",
+            "consist of causal, window, sinks, chunks and prefix in layout 'thd'",
             repr(mask),
             hint="a cache in layout 'bshd', with padding",
         )
 
 
-def _extended_mask(mask: Mask, longest: int, extent: int) -> Mask:
+def _extend_mask(mask: Mask, longest: int, extent: int) -> Mask:
     """A mask of pairs, extended from the longest sequence to the end of its last page."""
     tensors, wide = mask.take("dense")
     ids, wide = wide.take("document_ids")
     for tensor in tensors or ():
-        wide = wide & masks.dense(_extended("mask", tensor, longest, extent, False))
+        wide = wide & masks.dense(_extend("mask", tensor, longest, extent, False))
     for part in ids or ():
-        wide = wide & masks.document_ids(part.ids_q, _extended("mask", part.ids_kv, longest, extent, -1))
+        wide = wide & masks.document_ids(part.ids_q, _extend("mask", part.ids_kv, longest, extent, -1))
     return wide
 
 
-def _extended(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+def _extend(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
     """The tensor with its last axis, the keys, extended; a broadcast axis stays."""
     keys = tensor.shape[-1] if tensor.dim() else 1
     if keys == longest:

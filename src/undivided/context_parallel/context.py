@@ -12,7 +12,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import RankCall, Run
-from undivided.context_parallel._groups import axes_of, mesh_of
+from undivided.context_parallel._groups import group_axes, rank_mesh
 from undivided.context_parallel._request import (
     GlobalRequest,
     agree_on_bias_rows,
@@ -91,12 +91,12 @@ class ContextParallel(ShardedTokens):
         self.check = check
         self.traffic = Traffic()
         if rank is None and world is None:
-            ring, heads = axes_of(group, strategy)
+            ring, heads = group_axes(group, strategy)
             mesh = Mesh(ring.rank, heads.rank, ring.world, heads.world)
             axes = CountingCommunicator(ring, self.traffic), CountingCommunicator(heads, self.traffic)
             super().__init__(mesh, placement, axes)
         else:
-            super().__init__(mesh_of(strategy, rank, world), placement, None)
+            super().__init__(rank_mesh(strategy, rank, world), placement, None)
 
     def __repr__(self) -> str:
         bound = "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
@@ -131,7 +131,7 @@ class ContextParallel(ShardedTokens):
         """
         axes = self._group_axes()
         allowed = policy(request.backend, request.deterministic)
-        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._ready(request, allowed))
+        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, allowed))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
 
@@ -288,7 +288,7 @@ class ContextParallel(ShardedTokens):
         placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
-    def _ready(
+    def _request_and_runs(
         self, request: Request, allowed: Policy
     ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""

@@ -74,7 +74,7 @@ def merge(
     >>> torch.allclose(out, undivided.attention(q, k, v, layout="bshd"), atol=1e-5)
     True
     """
-    outs, lses = _listed("outs", outs), _listed("lses", lses)
+    outs, lses = _as_list("outs", outs), _as_list("lses", lses)
     layout = _check_parts(outs, lses, sinks, layout)
     dtype = torch.promote_types(lses[0].dtype, torch.float32)
     lse_parts = torch.stack([part.to(dtype) for part in lses])
@@ -128,7 +128,7 @@ def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     return factor.masked_fill(empty, 0.0)
 
 
-def _listed(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+def _as_list(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
     try:
         return list(parts)
     except TypeError:

@@ -66,7 +66,7 @@ ALIBI = ask(grad=False, alibi_slopes=torch.empty(4, device="meta"), mask=masks.c
         ("h100", "FA3", ALIBI, ["ALiBi slopes (PyTorch's operators refuse it with this implementation"]),
         ("h100", "FA4", ask(sinks=torch.empty(4, device="meta")), ["sinks"]),
         ("h100", "FA3", ask(256)._replace(deterministic=True), ["deterministic gradients for head_dim=256"]),
-        ("h100", "FA5", ask(), ["FA5 is active in the place of PyTorch's flash kernel, and its limits are not known"]),
+        ("h100", "FA5", ask(), ["FA5 is active in place of PyTorch's flash kernel, and its limits are not known"]),
     ],
 )
 def test_the_limits_are_those_of_what_is_active(gpu: str, impl: str, problem: Problem, pieces: list[str]) -> None:

@@ -1,9 +1,9 @@
-"""The peak memory of a rank: the bytes that it holds at every moment of a call, in the order of a run.
+"""The peak memory of a rank: the bytes that it holds at every moment of a call.
 
-Counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what the all-to-all exchanges,
-keys that are in use or in flight, sums, and what a kernel returns. Not counted are the scratch memory of kernels and
-the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent without a copy;
-they are assumed to be consecutive unless they belong to several documents.
+It counts the tensors of a call: the caller's q, k, v and output (and their gradients), the tensors of the all-to-all
+exchanges, keys that are in use or in flight, sums, and the results of kernels. It does not count the scratch memory of
+kernels and the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent
+without a copy; they are assumed to be consecutive unless they belong to several documents.
 
 Legend: W ranks, T rounds; all values are bytes, int64 [W] or [W, T].
 """
