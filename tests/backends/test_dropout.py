@@ -100,7 +100,7 @@ def test_the_pattern_does_not_depend_on_blocking(monkeypatch: pytest.MonkeyPatch
             assert brute_force.error(got, expected) < 1e-5
 
 
-def test_the_pattern_of_a_row_does_not_depend_on_who_else_is_in_the_batch() -> None:
+def test_the_pattern_of_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     q, k = random(3, 2, 9, 4), random(3, 2, 17, 4, seed=1)
     together, first = pattern(q, k, "bhsd"), pattern(q[:1], k[:1], "bhsd")
     assert torch.equal(together[:1] == 0, first == 0)

@@ -1,4 +1,4 @@
-"""What selection says of described GPUs: limits of other people's kernels, locked in a table.
+"""Selection on described GPUs: the limits of other libraries' kernels, as a table.
 
 Each row is a machine and a problem; a backend that is not named in it can run. Nothing here needs a GPU.
 """
@@ -67,7 +67,7 @@ SQUARE = (2, 4096, 16, 128)
 
 
 class Row(NamedTuple):
-    """A machine, a problem, the backend that selection takes, and a piece of every reason of each that cannot run."""
+    """A machine, a problem, the chosen backend, and a part of every reason of each backend that cannot run."""
 
     id: str
     machine: Machine
@@ -499,7 +499,7 @@ def test_flash_attn_versions_have_bounds() -> None:
     assert any("before 2.8" in reason for reason in flash_attn.BACKEND.reasons(problem, on_blackwell))
 
 
-def test_unavailable_says_what_is_missing() -> None:
+def test_unavailable_names_what_is_missing() -> None:
     cpu = Machine(device="cpu")
     for backend in (flash_attn, torch_efficient, torch_cudnn, cudnn):
         assert backend.BACKEND.unavailable(cpu) == "no CUDA device"

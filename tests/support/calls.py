@@ -1,4 +1,4 @@
-"""Calls as a backend gets them, from the keywords of `attention`."""
+"""Calls and tensors of a backend, from the keywords of `attention`."""
 
 from __future__ import annotations
 
