@@ -69,7 +69,7 @@ def test_tables_cover_every_allowed_pair_and_mark_only_full_tiles_as_full(
 ) -> None:
     q_len, kv_len = 75, 75
     form = MASKS[name].normal_form(2, 1, q_len, kv_len, "cpu")
-    rows = tables.of(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
+    rows = tables.cached_tables(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
     dense = form.allowed(slice(0, 2), slice(0, q_len), slice(0, kv_len), slice(0, 1)).expand(2, 1, -1, -1)[:, 0]
     dense = dense.repeat_interleave(group, 1)
     for b in range(2):
@@ -119,7 +119,7 @@ def test_keys_that_no_query_of_their_document_attends_to_may_be_nan(
 
 def test_a_window_visits_only_its_tiles() -> None:
     form = masks.window(63, 0).normal_form(1, 1, 4096, 4096, "cpu")
-    rows = tables.of(form, 4096, 4096, 64, 64, torch.device("cpu")).rows
+    rows = tables.cached_tables(form, 4096, 4096, 64, 64, torch.device("cpu")).rows
     assert int((rows[..., 3] - rows[..., 0]).max()) <= 2
 
 
@@ -127,7 +127,7 @@ def test_a_window_visits_only_its_tiles() -> None:
 def test_columns_name_every_block_of_rows_that_needs_a_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PAIRS_AT_ONCE", 10)  # several chunks
     form = MASKS[name].normal_form(1, 1, 75, 75, "cpu")
-    found = tables.of(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
+    found = tables.cached_tables(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
     assert found.columns is not None
     for tile, (part, part_end, whole, whole_end) in enumerate(found.columns[0].tolist()):
         for block, run in enumerate(found.rows[0].tolist()):
@@ -200,14 +200,14 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
     of the backward, which must not read the NaN."""
     torch.manual_seed(0)
     used: list[bool] = []
-    described = _triton_inputs.Inputs.described
+    descriptors = _triton_inputs.Inputs.descriptors
 
     def watched(*arguments: Any) -> Any:
-        found = described(*arguments)
+        found = descriptors(*arguments)
         used.append(found is not None)
         return found
 
-    monkeypatch.setattr(_triton_inputs.Inputs, "described", watched)
+    monkeypatch.setattr(_triton_inputs.Inputs, "descriptors", watched)
     lengths = [37, 3]
     mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths, q=lengths)}[name]
     draw = {"bshd": (2, 41, 0), "sbhd": (41, 2, 0), "bhsd": (2, 0, 41)}[layout]
@@ -274,7 +274,7 @@ def test_tensors_that_tma_cannot_read_are_loaded_by_address() -> None:
     for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
         q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
         inputs = _triton_inputs.Inputs(*call_of(q, k, k, layout="bshd"))
-        found = inputs.described(tile, inputs.k, inputs.v, tile.block_n)
+        found = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n)
         odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
         assert (found is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
 
@@ -451,9 +451,9 @@ def test_warp_specialisation_is_used_only_for_loops_that_compile_with_it() -> No
         ({"bias": torch.zeros(1, 1, 40, 40)}, False),
     ):
         inputs = _triton_inputs.Inputs(*call_of(q, q, q, layout="bshd", **options))
-        assert inputs.uses_warp_specialisation(tile, described=True) == sound, options
-        assert not inputs.uses_warp_specialisation(tile, described=False)
-        assert not inputs.uses_warp_specialisation(tile._replace(specialise=False), described=True)
+        assert inputs.uses_warp_specialisation(tile, has_descriptors=True) == sound, options
+        assert not inputs.uses_warp_specialisation(tile, has_descriptors=False)
+        assert not inputs.uses_warp_specialisation(tile._replace(specialise=False), has_descriptors=True)
 
 
 def test_warp_specialisation_is_tried_only_on_architectures_that_support_it() -> None:

@@ -236,12 +236,12 @@ class TestCapture:
         mask = masks.window(3, 1)
         capturing(True)
         form = mask.normal_form(1, 1, 40, 40, "cpu")
-        inside = tables.of(form, 40, 40, 16, 16, torch.device("cpu"))
-        plain = tables.of(None, 40, 40, 16, 16, torch.device("cpu"))
+        inside = tables.cached_tables(form, 40, 40, 16, 16, torch.device("cpu"))
+        plain = tables.cached_tables(None, 40, 40, 16, 16, torch.device("cpu"))
         capturing(False)
         assert mask.normal_form(1, 1, 40, 40, "cpu") is not form
-        assert tables.of(form, 40, 40, 16, 16, torch.device("cpu")) is not inside
-        assert tables.of(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
+        assert tables.cached_tables(form, 40, 40, 16, 16, torch.device("cpu")) is not inside
+        assert tables.cached_tables(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
 
     def test_lengths_on_the_gpu_are_read_again_by_the_graph(self, capturing: Callable[[bool], None]) -> None:
         """Values computed before the capture would keep the old lengths permanently."""

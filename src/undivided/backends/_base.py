@@ -201,11 +201,11 @@ def _head_dim_reasons(limits: Limits, problem: Problem) -> list[str]:
 def _missing_package(limits: Limits, machine: Machine) -> str | None:
     for name, lowest, first_broken in limits.packages:
         version = machine.version(name)
-        wanted = f" {format_version(lowest)} or later" if lowest else ""
+        required = f" {format_version(lowest)} or later" if lowest else ""
         if version is None:
-            return f"{name}{wanted} is not installed"
+            return f"{name}{required} is not installed"
         if lowest is not None and version < lowest:
-            return f"{name} {format_version(version)} (needs{wanted})"
+            return f"{name} {format_version(version)} (needs{required})"
         if first_broken is not None and version >= first_broken:
             return f"{name} {format_version(version)} (must be before {format_version(first_broken)})"
     return None

@@ -122,20 +122,20 @@ class Flex(Backend):
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
         problem = call.problem
         form = call.normal_form(tensors.q)
-        wanted = [
+        leaf_tensors = [
             (n, t.detach().requires_grad_()) for n, t in enumerate(tensors) if t is not None and _needs(problem, n)
         ]
         fresh: list[Tensor | None] = list(tensors)
-        for n, tensor in wanted:
+        for n, tensor in leaf_tensors:
             fresh[n] = tensor
         leaves = Tensors._make(fresh)
         with torch.enable_grad():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         grad = gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
-        found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
+        found = torch.autograd.grad(outputs, [tensor for _, tensor in leaf_tensors], grads)
         gradients: list[Tensor | None] = [None] * 6
-        for (n, _), gradient in zip(wanted, found, strict=True):
+        for (n, _), gradient in zip(leaf_tensors, found, strict=True):
             gradients[n] = gradient
         return gradients
 

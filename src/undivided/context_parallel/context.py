@@ -127,7 +127,7 @@ class ContextParallel(ShardedTokens):
             request: with this rank's tensors.
 
         Returns:
-            out in the caller's layout; (out, lse) if the request asks for lse.
+            out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
         allowed = policy(request.backend, request.deterministic)
@@ -207,7 +207,7 @@ class ContextParallel(ShardedTokens):
 
         Args:
             q: the new queries, the same on every rank.
-            k, v: the cached keys and values of this rank, for example ``cache.k[:, :n]`` of its own `KVCache`.
+            k, v: the cached keys and values of this rank, for example ``cache.k[:, :n]`` of a `KVCache` on each rank.
             positions: int64 [keys of this rank], their positions in the sequence, ascending; every key is on exactly
                 one rank. If rank ``n % world`` appends token n, the caches of all ranks grow alike.
             kv_len: number of keys of all ranks together.
@@ -249,7 +249,7 @@ class ContextParallel(ShardedTokens):
 
         Args:
             request: with this rank's tensors, which may be on the meta device.
-            machine: the machine to ask about.
+            machine: the machine to decide for.
             device: replaces the device of the tensors; None keeps it.
 
         Returns:

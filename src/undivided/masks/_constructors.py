@@ -193,8 +193,8 @@ def prefix(n: int | Ints) -> Mask:
     """The pairs of any query and one of the first n keys of its sequence: ``j' < n``.
 
     ``causal() | prefix(n)`` is the mask of a prefix-LM. A prefix is not causal: in ``causal() | prefix(n)`` and
-    ``window(left, 0) | prefix(n)`` the first n - 1 queries see keys after their own. To keep the first keys beside a
-    streaming window without looking ahead, use ``sinks(n)``.
+    ``window(left, 0) | prefix(n)`` the first n - 1 queries see keys after their own. To keep the first keys in addition
+    to a streaming window without looking ahead, use ``sinks(n)``.
 
     Args:
         n: number of keys, an int, or one number per batch element (packed: per document), any integer dtype ``[B]``

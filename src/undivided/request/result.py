@@ -113,8 +113,8 @@ def merge_into(total: Result, part: Result) -> None:
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
     rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
-    for out, of_part, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
-        out.mul_(weights[0]).addcmul_(of_part.to(out.dtype), weights[1])
+    for out, part_out, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
+        out.mul_(weights[0]).addcmul_(part_out.to(out.dtype), weights[1])
     total.lse.copy_(lse)
 
 

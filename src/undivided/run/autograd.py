@@ -209,7 +209,7 @@ def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as an operation of its own, so that it has a derivative and a batching rule."""
+    """The backward as a separate operation, so that it has a derivative and a batching rule."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -234,7 +234,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _DoubleBackward(torch.autograd.Function):
-    """The double backward as an operation of its own, so that it has a batching rule."""
+    """The double backward as a separate operation, so that it has a batching rule."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:

@@ -240,11 +240,12 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
     _, call, tensors = _prepare(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
     given = iter(gradients)
-    wanted = _reshape_like([next(given) if n else None for n in call.needs], tensors)  # the bias has four axes there
-    of_grad, of_lse, *found = autograd.double_backward(call, *tensors, *grads, *wanted)
-    of_inputs = _reshape_like(found, inputs)
+    # the bias of `tensors` has four axes
+    grad_gradients = _reshape_like([next(given) if n else None for n in call.needs], tensors)
+    for_grad_out, for_grad_lse, *found = autograd.double_backward(call, *tensors, *grads, *grad_gradients)
+    for_inputs = _reshape_like(found, inputs)
     nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
-    return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)
+    return (*for_inputs, [None] * len(mask), *nothing, for_grad_out, for_grad_lse)
 
 
 torch.library.register_autograd(

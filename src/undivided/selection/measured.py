@@ -96,7 +96,7 @@ class Estimate(NamedTuple):
 def architecture(device: str, machine: Machine) -> str | None:
     """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None if it is not known.
 
-    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, which has rates of its own.
+    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, whose rates are different.
 
     >>> architecture("cuda", Machine.named("h200"))
     'sm90'

@@ -122,12 +122,12 @@ class Cudnn(Backend):
         buffers["do"] = grad.contiguous()
         # cuDNN writes ragged gradients for real tokens only; all others must be 0
         grads = {f"d{name}": torch.zeros(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
-        wants_bias = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
-        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | wants_bias)
+        bias_buffers = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
+        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | bias_buffers)
         dq, dk, dv = (
             layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
         )
-        return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
+        return dq, dk, dv, bias_buffers.get("dbias"), dsinks, None
 
 
 BACKEND = Cudnn()

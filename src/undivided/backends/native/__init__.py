@@ -13,7 +13,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
-from undivided.backends.native.call import DTYPES, STRIDES, Records, is_plain, pages_of, plain_record, with_addresses
+from undivided.backends.native.call import DTYPES, STRIDES, Records, is_plain, page_fields, plain_record, with_addresses
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -80,7 +80,7 @@ class Native(Backend):
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(call, tensors):
-            _table, pages = pages_of(call, tensors)
+            _table, pages = page_fields(call, tensors)
             strides = STRIDES[problem.layout](out.stride())
             library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
             return new_tuple(Result, (out, lse))

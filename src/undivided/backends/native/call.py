@@ -145,7 +145,7 @@ def plain_record(
     )
     if pages is NO_PAGES and call.mask.is_full:
         return head + _EVERY_KEY
-    return head + _PACK_RANGES(*ranges_of(call, tensors), *pages) + _NOTHING_ELSE
+    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
 
 
 def record(
@@ -191,7 +191,7 @@ def record(
     )
 
 
-def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
+def range_fields(call: Call, tensors: Tensors) -> tuple[int, ...]:
     """The record's fields of ranges and band. The normal form, which the call keeps alive, owns the table."""
     problem = call.problem
     if call.mask.is_full:
@@ -211,7 +211,7 @@ def _band(problem: Problem) -> tuple[int, int]:
     return first, last
 
 
-def pages_of(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
+def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
     """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
     if call.pages is None:
         return None, NO_PAGES
@@ -232,7 +232,7 @@ class Records:
         problem = call.problem
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
-        self.table, self.pages = pages_of(call, tensors) if paged else (None, NO_PAGES)
+        self.table, self.pages = page_fields(call, tensors) if paged else (None, NO_PAGES)
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if tensors.sinks is not None:
@@ -306,7 +306,7 @@ class Records:
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:
         if (rows.start, rows.stop) == (0, self.call.problem.q_len):
-            return ranges_of(self.call, self.tensors)
+            return range_fields(self.call, self.tensors)
         table = self.call.normal_form(self.tensors.q).table
         return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
 

@@ -23,16 +23,16 @@ def leaf_gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` with None for leaves that are None, need no gradient, or do not influence the outputs."""
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-    if not wanted or not reached:
+    if not inputs or not reached:
         return [None] * len(leaves)
-    found = iter(
+    gradients = iter(
         torch.autograd.grad(
-            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
+            [o for o, _ in reached], inputs, [g for _, g in reached], allow_unused=True, create_graph=create_graph
         )
     )
-    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+    return [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
 class Accumulators:

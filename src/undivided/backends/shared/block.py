@@ -40,8 +40,8 @@ class Block:
 
     def slice_pairs(self, tensor: Tensor) -> Tensor:
         """The block of a broadcast [B|1, H|1, Sq|1, Sk|1] tensor, a view."""
-        wanted = (self.batch, self.heads, self.rows, self.keys)
-        return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, tensor.shape, strict=True))]
+        slices = (self.batch, self.heads, self.rows, self.keys)
+        return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape, strict=True))]
 
     def allowed(self, normal: NormalForm) -> Tensor:
         """The allowed pairs, bool [B|1, H|1, R, K]."""

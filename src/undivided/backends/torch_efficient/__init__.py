@@ -124,7 +124,7 @@ class TorchEfficient(Backend):
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
         lse = gpu.for_kernel(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
-        wants_bias = "bias_grad" in problem.features
+        needs_bias = "bias_grad" in problem.features
         # deterministic: if keys are not split, one block writes each dq in a fixed order of summation
         one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
@@ -140,7 +140,7 @@ class TorchEfficient(Backend):
             seed,
             seed,
             _mask_type(problem),
-            wants_bias,
+            needs_bias,
             scale=call.scale,
             num_splits_key=1 if one_split else None,
         )
@@ -148,7 +148,7 @@ class TorchEfficient(Backend):
             dq = gpu.clear_rows_(dq, call.normal_form(tensors.q))
             dk, dv = (gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
-        return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None
+        return *grads, _sum_bias_gradient(dbias, tensors.bias) if needs_bias else None, None, None
 
 
 def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
@@ -212,7 +212,7 @@ def _padded(lse_BHS: Tensor) -> Tensor:
     return torch.nn.functional.pad(lse_BHS, (0, -lse_BHS.shape[-1] % LSE_ROWS), value=torch.inf)
 
 
-def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:
+def _sum_bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor:
     """The gradient of the expanded bias, summed over its broadcast axes in at least fp32."""
     assert bias is not None
     return grad.to(lse_dtype(grad.dtype)).sum_to_size(bias.shape).to(bias.dtype)

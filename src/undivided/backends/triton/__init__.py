@@ -185,8 +185,8 @@ def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse:
 
 def _splits(kv_len: int, programs: int, processors: int) -> int:
     """Number of splits of the keys, a power of two: up to two programs per processor, with enough keys in each."""
-    wanted = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
-    return 1 << max(wanted, 1).bit_length() - 1
+    splits = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
+    return 1 << max(splits, 1).bit_length() - 1
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:

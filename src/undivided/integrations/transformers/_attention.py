@@ -85,13 +85,7 @@ def attention(
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
         cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        documents = (cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
-        if isinstance(attention_mask, ModelMask):
-            mask = within_documents(attention_mask, *documents)
-        elif attention_mask is None:
-            mask = packed_mask(Pattern(right=0 if causal else None), *documents)
-        else:
-            mask = packed_mask(Pattern(), *documents) & (mask or masks.FULL)
+        mask = _document_mask(attention_mask, mask, causal, cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
     for selected in _selected_keys(module, indices, block_indices, query.shape[1], key.shape[2]):
         mask = masks.dense(selected) if mask is None else mask & masks.dense(selected)
     if position_bias is not None:
@@ -133,6 +127,23 @@ def _mask_and_bias(
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
     given = given[..., :kv_len]  # the mask may cover a whole static cache
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
+
+
+def _document_mask(
+    given: ModelMask | Tensor | None,
+    mask: Mask | None,
+    causal: bool,
+    cu_q: Tensor,
+    cu_kv: Tensor,
+    max_q: int | None,
+    max_kv: int | None,
+) -> Mask:
+    """The mask within documents packed into a batch of one; `given` is the layer's ``attention_mask``."""
+    if isinstance(given, ModelMask):
+        return within_documents(given, cu_q, cu_kv, max_q, max_kv)
+    if given is None:
+        return packed_mask(Pattern(right=0 if causal else None), cu_q, cu_kv, max_q, max_kv)
+    return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (mask or masks.FULL)
 
 
 def _selected_keys(

@@ -63,7 +63,7 @@ class Linear(Module):
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
         """One tensor [.., features] per part, and the input of the maps.
 
-        Each part is a matrix product of its own, because joining the weights would copy them.
+        Each part is a separate matrix product, because joining the weights would copy them.
         """
         x = self.normalise(x)
         return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x

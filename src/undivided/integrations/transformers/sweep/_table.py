@@ -104,9 +104,9 @@ def explanation(name: str, outcomes: Outcomes) -> str:
     return f"{', '.join(bad)}: {why}"
 
 
-def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], wanted: str) -> str:
+def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], requested: str) -> str:
     return textwrap.fill(
-        ", ".join(f"`{name}`" for name in found if kinds[name] == wanted),
+        ", ".join(f"`{name}`" for name in found if kinds[name] == requested),
         140,
         break_on_hyphens=False,
         break_long_words=False,
