@@ -120,7 +120,7 @@ def test_masks_that_may_show_a_key_again_are_refused(mask: Mask) -> None:
     cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
     one_step(cache, new_sequences((30,)), masks.causal())
     before = cache.block_table.clone(), cache.free_pages
-    with pytest.raises(InputError, match="mask must be made of causal, window, sinks, prefix and chunks"):
+    with pytest.raises(InputError, match="mask must consist of causal, window, sinks, prefix and chunks"):
         cache.evict(mask)
     assert torch.equal(cache.block_table, before[0])
     assert cache.free_pages == before[1]

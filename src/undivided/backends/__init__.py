@@ -1,4 +1,4 @@
-"""Every backend, one file each. A file ends in ``BACKEND = ...``; nothing else has to know that it exists."""
+"""Every backend, one file or folder each. It ends in ``BACKEND = ...`` and needs no registration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILY_ALIASES = {"unfused": "math"}
 
 @functools.cache
 def all_backends() -> tuple[Backend, ...]:
-    """The backends, by name."""
+    """The backends, in order of name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(module.BACKEND for module in modules if hasattr(module, "BACKEND"))
@@ -22,13 +22,13 @@ def all_backends() -> tuple[Backend, ...]:
 
 @functools.cache
 def names_and_families() -> frozenset[str]:
-    """Every word that may be given as ``backend=``."""
+    """Every string that ``backend=`` accepts."""
     found = {word for backend in all_backends() for word in (backend.name, backend.family)}
     return frozenset(found | set(FAMILY_ALIASES))
 
 
-def is_called(backend: Backend, word: str) -> bool:
-    """Whether this name or family means this backend."""
+def has_name(backend: Backend, word: str) -> bool:
+    """Whether this string is the backend's name or family."""
     return word == backend.name or FAMILY_ALIASES.get(word, word) == backend.family
 
 

@@ -21,10 +21,10 @@ from undivided.cache._masks import (
     CAUSAL,
     EVERY,
     PER_KEY,
-    aligned,
+    align,
     check_mask,
-    extended,
-    extended_mask,
+    extend,
+    extend_mask,
     is_causal,
     with_cached_lengths,
     with_documents,
@@ -75,18 +75,18 @@ def attend(
         mask = EVERY
     if layout == "thd":
         assert q_counts is not None
-        k, v, mask = _packed(cached, q_counts, mask, options)
+        k, v, mask = _packed_inputs(cached, q_counts, mask, options)
     elif cached.pages is None:
-        k, v, mask = _contiguous(cached, layout, q_counts, mask)
+        k, v, mask = _contiguous_inputs(cached, layout, q_counts, mask)
     else:
-        k, v, mask = _paged(cached, q_counts, mask, options)
+        k, v, mask = _paged_inputs(cached, q_counts, mask, options)
     if mask is EVERY:
         mask = None  # less work per step
     out: Output = attention(q, k, v, layout=layout, mask=mask, pages=cached.pages, **options)
     return out
 
 
-def _contiguous(
+def _contiguous_inputs(
     cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
@@ -94,11 +94,11 @@ def _contiguous(
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
-        return k, v, mask if mask is EVERY else aligned(mask)
+        return k, v, mask if mask is EVERY else align(mask)
     return k, v, with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _paged(
+def _paged_inputs(
     cached: CachedSequences, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
@@ -106,14 +106,14 @@ def _paged(
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & PER_KEY:
-        build = functools.partial(extended_mask, mask, longest, extent)
-        mask = mask.remembered(("cache", longest, extent), build)
+        build = functools.partial(extend_mask, mask, longest, extent)
+        mask = mask.cached(("cache", longest, extent), build)
     if isinstance(options.get("bias"), Tensor):
-        options["bias"] = extended("bias", options["bias"], longest, extent, 0.0)
+        options["bias"] = extend("bias", options["bias"], longest, extent, 0.0)
     return k, v, with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _packed(
+def _packed_inputs(
     cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
@@ -126,7 +126,7 @@ def _packed(
         slot = k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     build = functools.partial(with_documents, mask, lengths, q_counts, k.device, slot)
-    return k, v, mask.remembered(("cache", lengths, q_counts, k.device, slot), build)
+    return k, v, mask.cached(("cache", lengths, q_counts, k.device, slot), build)
 
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:

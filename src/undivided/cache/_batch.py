@@ -56,14 +56,14 @@ class Batch:
         return OrderedDict((name, self.ledger.lengths[slot]) for name, slot in self.slots.items())
 
     def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
-        """The step of these new tokens, once finished sequences are freed and shared pages copied in each storage."""
-        counts = self._checked(step_dict)
+        """The step of these new tokens, after freeing finished sequences and copying shared pages in each storage."""
+        counts = self._check_counts(step_dict)
         ended = [slot for name, slot in self.slots.items() if name not in counts]
         # a copy replaces the ledger only after everything fits
         ledger = self.ledger.copy() if ended else self.ledger
         for slot in ended:
             ledger.free(slot)
-        slots = self._assigned(counts)
+        slots = self._assign_slots(counts)
         new = [0] * self.max_sequences
         for name, slot in slots.items():
             new[slot] = counts[name]
@@ -86,7 +86,7 @@ class Batch:
         """The pages of these slots if any were evicted, otherwise None."""
         return self.tables(slots) if isinstance(self.ledger, Pages) and any(self.ledger.evicted) else None
 
-    def _checked(self, step_dict: object) -> dict[Hashable, int]:
+    def _check_counts(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
             raise InputError(
                 "step_dict",
@@ -108,7 +108,7 @@ class Batch:
                 )
         return counts
 
-    def _assigned(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
+    def _assign_slots(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
         """The slot of each sequence: its own, or an unused one."""
         kept = {name: self.slots[name] for name in names if name in self.slots}
         unused = iter(sorted(set(range(self.max_sequences)) - set(kept.values())))
@@ -121,10 +121,10 @@ class Batch:
             raise InputError("dst", "not be the id of a sequence in the batch", repr(dst))
         if len(self.slots) == self.max_sequences:
             raise InputError("dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst))
-        slots = self._assigned([*self.slots, dst])
+        slots = self._assign_slots([*self.slots, dst])
         pairs = [(slot, slots[dst])]
         for storage in storages:
-            storage.copy(*self.ledger.forked(pairs))
+            storage.copy(*self.ledger.fork_copies(pairs))
         self.ledger.fork(pairs)
         self.slots = slots
 

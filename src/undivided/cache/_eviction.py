@@ -12,7 +12,7 @@ import torch
 
 from undivided import masks
 from undivided.cache._ledger import EVICTED, Pages
-from undivided.cache._masks import aligned
+from undivided.cache._masks import align
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -26,7 +26,7 @@ Ranges = Sequence[tuple[int, int]]
 
 def evict(ledger: Pages, mask: Mask) -> int:
     """Release every full page whose keys `mask` hides from all later queries; the number of pages of all sequences."""
-    check_evictable(mask, "be made of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
+    check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     for n, ranges in enumerate(visible(mask, ledger.lengths)):
         full = ledger.lengths[n] // ledger.page_size
@@ -47,7 +47,7 @@ def check_hidden(mask: Mask, tables: Sequence[Sequence[int]], lengths: Counts, c
     """InputError if a query of the last `counts` tokens of each sequence sees a key on an evicted page of `tables`."""
     evicted = tuple([tuple([p for p, page in enumerate(pages) if page == EVICTED]) for pages in tables])
     key = "evicted", evicted, lengths, counts, page_size
-    mask.remembered(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
+    mask.cached(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
 
 
 def _check_hidden(
@@ -69,7 +69,7 @@ def visible(mask: Mask, lengths: Counts) -> list[Ranges]:
     """For each sequence the ranges of keys, [start, stop), that its next query sees, the query's own key included."""
     with torch.inference_mode(False):
         with_next = torch.tensor(lengths, dtype=torch.int32) + 1
-        table = (aligned(mask) & masks.lengths(with_next)).intervals(1, max(lengths) + 1, batch=len(lengths))
+        table = (align(mask) & masks.lengths(with_next)).intervals(1, max(lengths) + 1, batch=len(lengths))
     return [list(zip(row[0][::2], row[0][1::2], strict=True)) for row in table.tolist()]
 
 

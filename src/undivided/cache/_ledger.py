@@ -1,6 +1,6 @@
-"""Ledgers: the place of every token, as lengths, pages and reference counts on the host, without tensors.
+"""Ledgers: where every token is stored, as lengths, pages and reference counts on the host, without tensors.
 
-One ledger serves all layers, because they hold the same tokens. `plan` allocates room and changes nothing, so that a
+One ledger serves all layers, because they hold the same tokens. `plan` reserves memory and changes nothing, so that a
 refused request has no effect. Tokens are written to the rows of the plan, then `commit` applies it.
 """
 
@@ -18,7 +18,7 @@ EVICTED = -1
 
 
 class Plan(NamedTuple):
-    """Room for new tokens that is not yet committed.
+    """Memory for new tokens, not yet committed.
 
     Args:
         lengths: tokens of every sequence after the commit.
@@ -42,7 +42,7 @@ class Ledger(Protocol):
         ...
 
     def plan(self, counts: Counts) -> Plan:
-        """Room for this number of new tokens of each sequence; InputError if there is none."""
+        """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
         ...
 
     def commit(self, plan: Plan) -> None:
@@ -57,7 +57,7 @@ class Ledger(Protocol):
         """Drop the last tokens of each sequence, down to these lengths, which are at most the current ones."""
         ...
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         """Pages to copy, (from, to), and the number of their rows, before `fork` of these pairs."""
         ...
 
@@ -71,7 +71,7 @@ class Ledger(Protocol):
 
 
 class Slots:
-    """A ledger in which page b holds sequence b alone."""
+    """A ledger in which page b belongs to sequence b."""
 
     def __init__(self, batch: int, max_len: int) -> None:
         self.lengths: Counts = (0,) * batch
@@ -99,7 +99,7 @@ class Slots:
     def truncate(self, lengths: Counts) -> None:
         self.lengths = lengths
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         moved = [pair for pair in pairs if pair[0] != pair[1]]
         return moved, max((self.lengths[source] for source, _ in moved), default=0)
 
@@ -236,7 +236,7 @@ class Pages:
                 self.changes += 1
         self.lengths = lengths
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         return (), 0
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -19,10 +19,10 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 
 CAUSAL = masks.causal(align="bottom_right")
-"""The meaning of `mask=None`. One object, so that caches with the same lengths share the mask made for them."""
+"""The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
 
 EVERY = masks.window(None, None)
-"""The same for one query, which is the last token and sees every key: less work per step."""
+"""The same for a single query, which is the last token and attends to every key: less work per step."""
 
 _WITH_LENGTHS = frozenset({"lengths", "documents"})
 PER_KEY = frozenset({"dense", "document_ids"})
@@ -31,7 +31,7 @@ _PER_PAIR = PER_KEY | {"predicate"}
 
 def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
     build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
-    return mask.remembered(("cache", lengths, q_counts, device), build)
+    return mask.cached(("cache", lengths, q_counts, device), build)
 
 
 def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
@@ -39,7 +39,7 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
     with torch.inference_mode(False):
         kv = torch.tensor(lengths, dtype=torch.int32, device=device)
         q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
-        mask = mask if mask is EVERY else aligned(mask)
+        mask = mask if mask is EVERY else align(mask)
         return mask & masks.lengths(kv, q)
 
 
@@ -53,14 +53,14 @@ def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.
         if slot is not None:
             starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
         documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
-        return aligned(mask) & documents
+        return align(mask) & documents
 
 
-def aligned(mask: Mask) -> Mask:
+def align(mask: Mask) -> Mask:
     """The mask, bottom-right if it has no alignment: the last query is the last token."""
     if mask.align is not None:
         return mask
-    return mask.remembered("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+    return mask.cached("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
 
 
 def is_causal(mask: Mask) -> bool:
@@ -75,24 +75,24 @@ def check_mask(mask: Mask, layout: Layout) -> None:
     if layout == "thd" and mask.kinds & _PER_PAIR:
         raise InputError(
             "mask",
-            "be made of causal, window, sinks, chunks and prefix in layout 'thd'",
+            "consist of causal, window, sinks, chunks and prefix in layout 'thd'",
             repr(mask),
             hint="a cache in layout 'bshd', with padding",
         )
 
 
-def extended_mask(mask: Mask, longest: int, extent: int) -> Mask:
+def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:
     """A mask of pairs, extended from the longest sequence to the end of its last page."""
     tensors, wide = mask.take("dense")
     ids, wide = wide.take("document_ids")
     for tensor in tensors or ():
-        wide = wide & masks.dense(extended("mask", tensor, longest, extent, False))
+        wide = wide & masks.dense(extend("mask", tensor, longest, extent, False))
     for part in ids or ():
-        wide = wide & masks.document_ids(part.ids_q, extended("mask", part.ids_kv, longest, extent, -1))
+        wide = wide & masks.document_ids(part.ids_q, extend("mask", part.ids_kv, longest, extent, -1))
     return wide
 
 
-def extended(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+def extend(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
     """The tensor with its last axis, the keys, extended; a broadcast axis stays."""
     keys = tensor.shape[-1] if tensor.dim() else 1
     if keys == longest:

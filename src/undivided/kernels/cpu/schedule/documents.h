@@ -14,7 +14,7 @@ namespace undivided {
 // and no other row sees these keys.
 struct DocumentExtent {
   int64_t row, rows, key, keys;
-  int64_t seen;   // the first keys, up to the last one that a row sees
+  int64_t seen;   // number of keys up to the last that some row sees
   int64_t pairs;  // allowed (row, key) pairs of one head
 };
 
