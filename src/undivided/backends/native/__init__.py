@@ -102,7 +102,7 @@ def status() -> str:
     """How the kernel runs in this process, in one line of text."""
     library = cpu.load()
     if isinstance(library, str):
-        return "not loaded (see below)"
+        return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
     line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"

@@ -22,6 +22,7 @@ from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
+from undivided.kernels.cpu import _install
 from undivided.machine import Machine
 from undivided.selection.policy import policy
 from undivided.verification.budget import FACTOR, relative_error
@@ -66,6 +67,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 def _machine() -> dict[str, str]:
     values = {
         "undivided": __version__,
+        "installed from": _origin(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of "
@@ -77,6 +79,14 @@ def _machine() -> dict[str, str]:
     if not torch.cuda.is_available():
         values["GPU"] = "none that PyTorch can use"
     return values
+
+
+def _origin() -> str:
+    """The kind of installation, which decides whether there is a native kernel."""
+    tags = ", ".join(_install.wheel_tags())
+    if (_install.CHECKOUT / "cmake" / "CMakeLists.txt").is_file():
+        return f"a checkout, {_install.CHECKOUT}"
+    return f"the wheel {tags}{', pure Python without the native kernel' if _install.is_pure_wheel() else ''}"
 
 
 def _environment() -> list[dict[str, str]]:
