@@ -1,7 +1,7 @@
 """Every backend: one file or folder each, or an entry point of another package.
 
-A file or folder ends in ``BACKEND = ...``; nothing else has to know that it exists. A package names its backend in the entry
-points of the group ``undivided.backends``.
+A file or folder ends in ``BACKEND = ...`` and needs no registration. A package names its backend in the entry points of
+the group ``undivided.backends``.
 """
 
 from __future__ import annotations
