@@ -195,9 +195,11 @@ class Pages:
 
     def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
         rows: list[int] = []
-        size, pages = self.page_size, plan.tables.get(sequence, self.tables[sequence])
-        end = plan.lengths[sequence]
+        size, end = self.page_size, plan.lengths[sequence]
+        pages = plan.tables.get(sequence) or self.tables[sequence]
         at = end - count
+        if count == 1:  # decoding
+            return [pages[at // size] * size + at % size]
         while at < end:  # one page per pass
             stop = min(end, (at // size + 1) * size)
             first = pages[at // size] * size + at % size

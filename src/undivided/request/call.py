@@ -23,7 +23,7 @@ class CheckedMask:
         self.form: NormalForm | None = None
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
-        self.pages: tuple[Tensor, int, int] | None = None
+        self.pages: tuple[Tensor, object, int] | None = None
         """The block table that was checked last, its in-place version, and the number of pages of the pool."""
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
-_usual: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
+_usual: dict[tuple[int, torch.device], tuple[Tensor, tuple[object, ...] | None]] = {}
 """(number of heads, device) -> the slopes, and the in-place version that they were created with."""
 
 
-_returned: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
+_returned: dict[int, tuple[weakref.ref[Tensor], tuple[object, ...]]] = {}
 """The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was created with."""
 
 
