@@ -21,6 +21,7 @@ from undivided.cli.commands.explain import explain
 from undivided.cli.commands.mask import mask
 from undivided.cli.commands.plan import plan
 from undivided.cli.commands.ranks import ranks
+from undivided.cli.commands.report import report
 from undivided.cli.commands.tune import tune
 from undivided.cli.commands.verify import verify
 from undivided.errors import InputError, NoBackendError
@@ -68,5 +69,5 @@ app = typer.Typer(
 )
 
 app.callback(help=app.info.help)(_common)
-for command in (demo, doctor, explain, verify, bench, ranks, mask, plan, diagnose, tune):
+for command in (demo, doctor, explain, verify, bench, report, ranks, mask, plan, diagnose, tune):
     app.command()(command)
