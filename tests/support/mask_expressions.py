@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from undivided.cli._mask_words import parse
+from undivided.masks._drawing import natural_sizes
+
 
 class Sized(NamedTuple):
     """An expression, and the sizes of its call."""
@@ -127,3 +130,14 @@ def _documents(draw: random.Random, q_len: int, kv_len: int) -> str:
 def _ids(draw: random.Random, q_len: int, kv_len: int) -> str:
     q, kv = ([draw.randint(-1, 2) for _ in range(size)] for size in (q_len, kv_len))
     return f"document_ids({q}, {kv})"
+
+
+def exact(sized: Sized) -> list[list[int]]:
+    """The pairs of the first batch element as ranges per row, from `undivided.masks`."""
+    mask = parse(sized.text)
+    pairs = mask.to_dense(natural_sizes(mask)[0], 1, sized.q_len, sized.kv_len)[0, 0]
+    rows = []
+    for row in pairs.tolist():
+        edges = [key for key, (a, b) in enumerate(zip([False, *row], [*row, False], strict=True)) if a != b]
+        rows.append(edges)
+    return rows

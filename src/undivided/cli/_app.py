@@ -18,6 +18,7 @@ from undivided.cli.commands.demo import demo
 from undivided.cli.commands.diagnose import diagnose
 from undivided.cli.commands.doctor import doctor
 from undivided.cli.commands.explain import explain
+from undivided.cli.commands.init_example import init_example
 from undivided.cli.commands.mask import mask
 from undivided.cli.commands.plan import plan
 from undivided.cli.commands.ranks import ranks
@@ -69,5 +70,5 @@ app = typer.Typer(
 )
 
 app.callback(help=app.info.help)(_common)
-for command in (demo, doctor, explain, verify, bench, report, ranks, mask, plan, diagnose, tune):
+for command in (demo, doctor, explain, verify, bench, report, ranks, mask, plan, diagnose, tune, init_example):
     app.command()(command)

@@ -38,11 +38,16 @@ class Change:
         return self.new / self.old
 
     @property
+    def factor(self) -> float:
+        """How many times as long the slower of the two took."""
+        return max(self.ratio, 1 / self.ratio)
+
+    @property
     def verdict(self) -> str:
         """One of "faster", "slower", "same" and "disturbed"."""
         if self.disturbed:
             return "disturbed"
-        if max(self.ratio, 1 / self.ratio) - 1 <= self.noise:
+        if self.factor - 1 <= self.noise:
             return "same"
         return "faster" if self.ratio < 1 else "slower"
 
@@ -96,14 +101,14 @@ def comparison(old: Report, new: Report) -> Table:
     """
     found = changes(old, new)
     counted = [change for change in found if change.verdict in ("faster", "slower")]
-    counted.sort(key=lambda change: abs(change.ratio - 1), reverse=True)
+    counted.sort(key=lambda change: change.factor, reverse=True)
     rows = tuple(
         (
             Cell(change.case),
             Cell(span(change.old)),
             Cell(span(change.new)),
-            Cell(f"{100 * (change.ratio - 1):+.0f} %", "good" if change.ratio < 1 else "bad"),
-            Cell(f"{100 * change.noise:.0f} %"),
+            Cell(f"{change.factor:.2f} x {change.verdict}", "good" if change.ratio < 1 else "bad"),
+            Cell(f"{1 + change.noise:.2f} x"),
         )
         for change in counted
     )
@@ -112,7 +117,7 @@ def comparison(old: Report, new: Report) -> Table:
     notes = [f"{len(found)} cases in both reports: {totals}.", RULE]
     if different := _conditions(old, new):
         notes.insert(1, f"The runs differ in more than the library: {'; '.join(different)}.")
-    return Table("Changes beyond noise", ("case", "old", "new", "change of time", "noise"), rows, tuple(notes))
+    return Table("Changes beyond noise", ("case", "old", "new", "change", "noise"), rows, tuple(notes))
 
 
 def _times(case: Case) -> dict[str, float]:

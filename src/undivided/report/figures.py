@@ -62,10 +62,9 @@ def _sizes(problem: str) -> tuple[int, int] | None:
     if "q" not in found or not found["q"][3]:
         return None
     axes = found["q"][3].split("x")
-    q = dict(zip(axes, map(int, found["q"][2].split("x")), strict=False))
-    kv = dict(zip(axes, map(int, found["kv"][2].split("x")), strict=False)) if "kv" in found else q
-    length = kv.get("S", kv.get("T", 0))
-    return length, 2 * math.prod(q.values()) + 2 * math.prod(kv.values())
+    q: dict[str, int] = dict(zip(axes, map(int, found["q"][2].split("x")), strict=False))
+    kv: dict[str, int] = dict(zip(axes, map(int, found["kv"][2].split("x")), strict=False)) if "kv" in found else q
+    return kv.get("S", kv.get("T", 0)), 2 * math.prod(q.values()) + 2 * math.prod(kv.values())
 
 
 def ratios(report: Report) -> dict[str, dict[str, list[float]]]:

@@ -927,8 +927,8 @@
 .mask-explorer .error { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; margin: 0.5rem 0; }
 .mask-explorer .views { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 1rem; }
 .mask-explorer .views > * { min-width: 0; }
-.mask-explorer canvas { display: block; width: 100%; }
-.mask-explorer .grid { border: 1px solid var(--line); touch-action: manipulation; cursor: crosshair; }
+.mask-explorer canvas { display: block; max-width: 100%; }
+.mask-explorer .grid { box-shadow: 0 0 0 1px var(--line); width: fit-content; max-width: 100%; touch-action: manipulation; cursor: crosshair; }
 .mask-explorer .scroll { max-height: 16rem; overflow: auto; border: 1px solid var(--line); }
 .mask-explorer table { border-collapse: collapse; width: 100%; display: table; font-size: 0.875rem; margin: 0; }
 .mask-explorer th, .mask-explorer td { text-align: left; padding: 0.15rem 0.6rem; color: var(--ink); }
@@ -1076,7 +1076,7 @@
       const all = computed.qLen * computed.kvLen;
       summary.textContent = `${count(computed.qLen, "query").replace("querys", "queries")}, ${count(computed.kvLen, "key")}: ` +
         `${pairs.toLocaleString("en")} of ${all.toLocaleString("en")} pairs allowed (${((100 * pairs) / all).toFixed(1)} %); ` +
-        `${kinds.empty} of ${count(kinds.kinds.length, "tile")} skipped, ${kinds.full} without a mask.`;
+        `${kinds.empty} of ${count(kinds.kinds.length, "tile")} skipped, ${kinds.partial} partial, ${kinds.full} full.`;
       rows.replaceChildren(...computed.rows.slice(0, LISTED).map((runs, row) => {
         const text = runs.length ? runs.map((edge, at) => (at % 2 ? `${edge})` : `[${edge}, `)).join("").replace(/\)\[/g, ") [") : "none";
         return element("tr", {}, element("th", { scope: "row", textContent: row }), element("td", { textContent: text }));
@@ -1088,12 +1088,13 @@
     }
 
     function draw() {
-      if (!computed || !canvas.clientWidth) return;
+      if (!computed || !left.clientWidth) return;
       const style = getComputedStyle(root);
       const colour = (name) => style.getPropertyValue(name).trim();
       const scale = window.devicePixelRatio || 1;
-      const wide = canvas.clientWidth;
-      const cell = Math.min(wide / computed.kvLen, 28);
+      const cell = Math.min(left.clientWidth / computed.kvLen, 36);
+      const wide = cell * computed.kvLen;
+      canvas.style.width = `${wide}px`;
       const high = Math.max(1, Math.min(cell * computed.qLen, 900));
       const [stepX, stepY] = [cell, high / computed.qLen];
       canvas.style.height = `${high}px`;

@@ -164,15 +164,17 @@ def _ratios(report: Report, theme: str) -> Chart | None:
         means = [geometric_mean(values) for values in groups.values()]
         low = [mean - min(values) for mean, values in zip(means, groups.values(), strict=True)]
         high = [max(values) - mean for mean, values in zip(means, groups.values(), strict=True)]
+        widths = [mean - 1 for mean in means]  # a bar starts at a ratio of 1
+        ink = THEMES[theme]["ink"]
         bars = axes.barh(
-            list(groups), means, color=colour, alpha=0.75, xerr=[low, high], ecolor=THEMES[theme]["ink"], capsize=2
+            list(groups), widths, left=1, height=0.7, color=colour, alpha=0.75, xerr=[low, high], ecolor=ink, capsize=2
         )
         axes.bar_label(bars, [f"{mean:.2f} x" for mean in means], fontsize=7, color=THEMES[theme]["ink"], padding=3)
         axes.axvline(1, color=THEMES[theme]["ink"], linewidth=1)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
-        axes.invert_yaxis()
+        axes.set_ylim(max(map(len, found.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
         _plain(axes, theme, name)
         every = [value for values in groups.values() for value in values]
