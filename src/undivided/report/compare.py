@@ -39,7 +39,7 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """How many times as long the slower of the two took."""
+        """The longer of the two times relative to the shorter one."""
         return max(self.ratio, 1 / self.ratio)
 
     @property

@@ -7,10 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+from browser import chromium, missing
 
-from browser import chromium, missing  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SHOTS = {"light": (1200, 900, False), "dark": (1200, 900, True), "phone": (390, 844, False)}
 
