@@ -47,3 +47,13 @@ def test_an_unknown_name_is_answered_with_the_names(tmp_path: Path, monkeypatch:
     assert done.exit_code == 2
     assert "04_masks" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_doctor_ends_with_three_commands_that_exist() -> None:
+    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "100"}, catch_exceptions=False)
+    shown = done.stdout.partition("Try next")[2].strip().splitlines()
+    names = {
+        str(command.callback.__name__).replace("_", "-") for command in app.registered_commands if command.callback
+    }
+    assert len(shown) == 3
+    assert {line.split()[1] for line in shown} <= names
