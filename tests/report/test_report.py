@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from undivided.benchmarking import execute, plan
 from undivided.benchmarking.runs import Settings
 from undivided.cli._app import app
-from undivided.report import compare, figures
+from undivided.report import compare, figures, plots
 from undivided.report.page import render
 from undivided.verification import Report, Row
 
@@ -97,6 +97,16 @@ def test_points_have_the_sizes_of_their_problems(measured: dict[str, Any]) -> No
         assert f"-{point.length}-" in point.case
         assert str(point.length) not in point.line.split("-")
         assert 0 < point.intensity < 1e5
+
+
+@pytest.mark.parametrize("ratio", [1.1, 3.3, 0.7, 1 / 3])
+def test_a_group_of_one_case_has_a_ratio_without_a_range(measured: dict[str, Any], ratio: float) -> None:
+    """The geometric mean of one number may differ from it by a rounding, and an error bar must not be negative."""
+    report = copy.deepcopy(measured)
+    report["cases"] = report["cases"][:1]
+    for entry in report["cases"][0]["entries"]:
+        entry["of_ours"] = ratio
+    assert "ratios" in [chart.name for chart in plots.charts(report)]
 
 
 class TestCompare:

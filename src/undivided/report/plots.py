@@ -162,8 +162,8 @@ def _ratios(report: Report, theme: str) -> Chart | None:
     texts = []
     for (name, groups), axes, colour in zip(found.items(), panels, COLOURS[theme] * len(found), strict=False):
         means = [geometric_mean(values) for values in groups.values()]
-        low = [mean - min(values) for mean, values in zip(means, groups.values(), strict=True)]
-        high = [max(values) - mean for mean, values in zip(means, groups.values(), strict=True)]
+        low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
+        high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
         widths = [mean - 1 for mean in means]  # a bar starts at a ratio of 1
         ink = THEMES[theme]["ink"]
         bars = axes.barh(
