@@ -99,7 +99,7 @@ def test_points_have_the_sizes_of_their_problems(measured: dict[str, Any]) -> No
         assert 0 < point.intensity < 1e5
 
 
-@pytest.mark.parametrize("ratio", [1.1, 3.3, 0.7, 1 / 3])
+@pytest.mark.parametrize("ratio", [2.76, 2.78, 2.82, 2.93])
 def test_a_group_of_one_case_has_a_ratio_without_a_range(measured: dict[str, Any], ratio: float) -> None:
     """The geometric mean of one number may differ from it by a rounding, and an error bar must not be negative."""
     report = copy.deepcopy(measured)
