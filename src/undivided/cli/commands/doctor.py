@@ -43,6 +43,13 @@ VARIABLES = {
 }
 """The environment variables and their effects; `undivided.selection.policy` reads most of them."""
 
+NEXT = {
+    "undivided demo --quick": "attention over real documents, checked and timed",
+    "undivided report": "one HTML file: this machine, verification, benchmarks, a mask explorer",
+    "undivided init-example": "examples to copy and run",
+}
+"""The commands to try after this one."""
+
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Show this machine, the backends that can run, how to install the others, and a self-check.
@@ -50,18 +57,22 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     Exit code 1 if the self-check fails, 2 if an environment variable is invalid.
     """
     policy()  # raises if a variable is invalid
-    findings: dict[str, Any] = {
+    found = findings() | {"self_check": _self_check()}
+    if as_json:
+        print_json(found)
+    else:
+        _show(console(), found)
+    if not found["self_check"]["ok"]:
+        raise typer.Exit(1)
+
+
+def findings() -> dict[str, Any]:
+    """The machine, its backends and the environment variables."""
+    return {
         "machine": _machine(),
         "backends": [dataclasses.asdict(row) for row in table_of_backends()],
         "environment": _environment(),
-        "self_check": _self_check(),
     }
-    if as_json:
-        print_json(findings)
-    else:
-        _show(console(), findings)
-    if not findings["self_check"]["ok"]:
-        raise typer.Exit(1)
 
 
 def _machine() -> dict[str, str]:
@@ -148,6 +159,7 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
     words = f"{check['backend']}: relative error {check['error']:.1e} against fp64 (allowed: {check['budget']:.1e})"
     mark = Text("✓ ", "green") if check["ok"] else Text("✗ ", "bold red")
     _section(screen, "Self-check", mark + Text(words))
+    _section(screen, "Try next", _pairs(NEXT.items()))
 
 
 def _pairs(rows: Any) -> Table:
