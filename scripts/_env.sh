@@ -24,7 +24,7 @@ set_up() {
   [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ] && return
   .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
   say "installing the package, torch and the development tools into .venv (minutes the first time)"
-  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]" </dev/null >&2
+  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]" </dev/null >&2
   stamp >.venv/undivided-stamp
 }
 

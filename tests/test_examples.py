@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("concepts/*.md")),
+    ROOT / "docs" / "index.md",
+    *sorted((ROOT / "docs").glob("learn/*.md")),
     *sorted((ROOT / "docs").glob("how-to/*.md")),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$\n*(?:^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)

@@ -1,0 +1,81 @@
+"""The table of features by backend, from each backend's `Limits`, and the index of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from undivided.backends import all_backends, flash_attn
+from undivided.backends._base import _MASK_WORDS, ALL_MASKS, Limits
+from undivided.backends.torch_flash.cuda import LIMITS as CUDA_FLASH
+from undivided.request.problem import FEATURES
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *[":-:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _columns() -> list[tuple[str, Limits]]:
+    """A name and its limits; a backend with separate limits per device or version has several columns."""
+    columns = []
+    for backend in all_backends():
+        if backend.name == "torch_flash":
+            columns += [("`torch_flash`, CPU", backend.limits), ("`torch_flash`, CUDA", CUDA_FLASH)]
+        elif backend.name == "flash_attn":
+            versions = ((2, flash_attn._2), (3, flash_attn._3), (4, flash_attn._4))
+            columns += [(f"`flash_attn`, version {number}", version.limits) for number, version in versions]
+        else:
+            columns.append((f"`{backend.name}`", backend.limits))
+    return columns
+
+
+def backends(_: str) -> str:
+    """docs/reference/backends.md."""
+    names, every = zip(*_columns(), strict=True)
+    mark = lambda has: "yes" if has else "-"  # noqa: E731
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    rows = [
+        ["devices", *(", ".join(sorted(limits.devices)) for limits in every)],
+        *([name, *(mark(getattr(torch, name) in limits.dtypes) for limits in every)] for name in dtypes),
+        ["largest head size", *(str(limits.max_head_dim or "any") for limits in every)],
+        ["head size a multiple of", *(str(limits.head_dim_multiple) for limits in every)],
+        ["compute capability from", *(_capability(limits.compute_capability[0]) for limits in every)],
+        ["packages", *(", ".join(f"`{name}`" for name, _, _ in limits.packages) or "-" for limits in every)],
+    ]
+    kinds = sorted(ALL_MASKS, key=lambda kind: _MASK_WORDS[kind])
+    masks = [[_MASK_WORDS[kind], *(mark(kind in limits.masks) for limits in every)] for kind in kinds]
+    alignments = [
+        [f"{align.replace('_', '-')} if the two differ", *(mark(align in limits.alignments) for limits in every)]
+        for align in ("top_left", "bottom_right")
+    ]
+    features = [[words, *(mark(name in limits.features) for limits in every)] for name, words in FEATURES.items()]
+    return f"""# Features by backend
+
+What each backend declares. A feature that a backend does not declare is refused with a reason, never approximated.
+"yes" is necessary, not sufficient: a backend also has rules about combinations, versions and sizes, and
+`undivided.explain` answers for one exact problem. [Selection](../learn/selection.md#the-backends) says what each
+backend is; `flex` has no gradients on a CPU. No GPU backend has run on a GPU yet.
+
+## Limits
+
+{_table(["", *names], rows)}
+
+## Masks that run natively
+
+{_table(["", *names], masks + alignments)}
+
+## Options and results
+
+{_table(["", *names], features)}
+
+*This page is generated from each backend's `Limits`: `scripts/docs --write`.*
+"""
+
+
+def _capability(lowest: tuple[int, int] | None) -> str:
+    return f"{lowest[0]}.{lowest[1]}" if lowest else "-"
+
+
+PAGES: dict[str, Callable[[str], str]] = {"backends": backends}
