@@ -1,4 +1,4 @@
-"""What we show runs: every example, and every Python block of the README and of the documentation."""
+"""Every example, and every Python block of the README and of the documentation, runs."""
 
 from __future__ import annotations
 

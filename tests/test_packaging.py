@@ -1,5 +1,4 @@
-"""The package as a whole: what importing it costs, which way its imports run, what it exports, how its scripts
-start."""
+"""The package as a whole: the cost of importing it, the direction of its imports, its exports, its scripts."""
 
 from __future__ import annotations
 
@@ -148,7 +147,7 @@ SHARED_BY_BACKENDS = ("_base", "_table", "shared")
 
 
 def _violations(module: str, source: str, is_package: bool = False) -> Iterator[str]:
-    """What import contracts cannot say: parts of torch, and that backends do not import each other."""
+    """Rules that import contracts cannot express: parts of torch, and that backends do not import each other."""
     imports = _Imports(module, is_package)
     imports.visit(ast.parse(source))
     for line, name in imports.found:
@@ -169,7 +168,7 @@ def _backend(module: str) -> str | None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_run_one_way(module: str) -> None:
+def test_imports_have_one_direction(module: str) -> None:
     path = MODULES[module]
     found = list(_violations(module, path.read_text(encoding="utf-8"), path.name == "__init__.py"))
     assert not found, "\n".join(found)
@@ -189,7 +188,7 @@ def test_imports_run_one_way(module: str) -> None:
         pytest.param("undivided.kernels.new", "from torch import distributed", id="kernel-to-distributed"),
     ],
 )
-def test_an_import_the_wrong_way_is_found(module: str, source: str) -> None:
+def test_an_import_in_the_wrong_direction_is_found(module: str, source: str) -> None:
     assert list(_violations(module, source))
 
 
@@ -201,7 +200,7 @@ def test_an_import_the_wrong_way_is_found(module: str, source: str) -> None:
         pytest.param("undivided.context_parallel.new", "import torch.distributed as dist", id="context-parallel"),
     ],
 )
-def test_an_import_the_right_way_is_let_through(module: str, source: str) -> None:
+def test_an_import_in_the_right_direction_is_accepted(module: str, source: str) -> None:
     assert not list(_violations(module, source))
 
 

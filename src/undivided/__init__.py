@@ -1,27 +1,32 @@
 """Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from undivided import masks
 from undivided._version import __version__ as __version__
 from undivided.backends._table import backends
-from undivided.cache import InferenceParams, KVCache, PagedKVCache
-from undivided.context_parallel import ContextParallel
-from undivided.diagnosis import diagnose
 from undivided.errors import InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
-from undivided.integrations.torch_sdpa import replace_sdpa
 from undivided.machine import Machine
-from undivided.nn import (
-    DotProductAttention,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-    TransformerLayer,
-    apply_rotary_pos_emb,
-)
 from undivided.request.result import merge
 from undivided.request.slopes import alibi_slopes
 from undivided.selection.decision import Decision, last_decision
 from undivided.selection.policy import set_backends, use_backends
-from undivided.verification import verify
+
+if TYPE_CHECKING:
+    from undivided.cache import InferenceParams, KVCache, PagedKVCache
+    from undivided.context_parallel import ContextParallel
+    from undivided.diagnosis import diagnose
+    from undivided.integrations.torch_sdpa import replace_sdpa
+    from undivided.nn import (
+        DotProductAttention,
+        MultiheadAttention,
+        RotaryPositionEmbedding,
+        TransformerLayer,
+        apply_rotary_pos_emb,
+    )
+    from undivided.verification import verify
 
 __all__ = [
     "ContextParallel",
@@ -51,3 +56,38 @@ __all__ = [
     "use_backends",
     "verify",
 ]
+
+# Imported at first use: what is built on attention takes longer to import than attention itself.
+_LAZY = {
+    "ContextParallel": "context_parallel",
+    "DotProductAttention": "nn",
+    "InferenceParams": "cache",
+    "KVCache": "cache",
+    "MultiheadAttention": "nn",
+    "PagedKVCache": "cache",
+    "RotaryPositionEmbedding": "nn",
+    "TransformerLayer": "nn",
+    "apply_rotary_pos_emb": "nn",
+    "diagnose": "diagnosis",
+    "replace_sdpa": "integrations.torch_sdpa",
+    "verify": "verification",
+}
+_LAZY_PACKAGES = ("cache", "context_parallel", "diagnosis", "integrations", "nn", "verification")
+
+
+if not TYPE_CHECKING:  # or type checkers would accept every name
+
+    def __getattr__(name: str) -> object:
+        """A public name, or a package of this one, that is imported at first use."""
+        if name in _LAZY:
+            value = getattr(importlib.import_module(f"undivided.{_LAZY[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _LAZY_PACKAGES:
+            return importlib.import_module(f"undivided.{name}")
+        raise AttributeError(f"module 'undivided' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names of this module, including those that are imported at first use."""
+    return sorted({*globals(), *__all__, *_LAZY_PACKAGES} - {"TYPE_CHECKING", "importlib"})

@@ -15,9 +15,9 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.foreign import keyword_hint
-from undivided.request.request import Options, Request, Tensors, made
+from undivided.request.request import Options, Request, Tensors, new_tuple
 from undivided.run import autograd, compile
-from undivided.run.prepare import explained, prepare
+from undivided.run.prepare import decide_request, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
 from undivided.selection.policy import policy
@@ -160,8 +160,10 @@ def attention(
         raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
     if autograd.any_autocast():
         q, k, v = autograd.autocast(q, k, v)
-    options = made(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
-    request = made(Request, (made(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic))
+    options = new_tuple(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
+    request = new_tuple(
+        Request, (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic)
+    )
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
@@ -233,7 +235,7 @@ def explain(
     machine = machine or _this(q, device)
     if context_parallel is not None:
         return _checked(context_parallel).explain(request, machine, device)
-    return explained(request, machine, policy(backend, deterministic), device)
+    return decide_request(request, machine, policy(backend, deterministic), device)
 
 
 def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:

@@ -21,10 +21,10 @@ from undivided.arguments.tensors import is_observed
 from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
-from undivided.request.request import Options, Request, Tensors, made
+from undivided.request.request import Options, Request, Tensors, new_tuple
 from undivided.run import autograd, compile
 from undivided.run.prepare import prepare
-from undivided.run.sdpa_errors import NO_KERNEL, as_pytorchs
+from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import policy
 
@@ -96,13 +96,13 @@ def scaled_dot_product_attention(
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         if isinstance(scale, Tensor):
             scale = _number(scale)
-        options = made(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
-        out = _attend(made(Request, (made(Tensors, (q, k, v, bias, None, None)), options, None, None)))
+        options = new_tuple(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
+        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None)))
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
         call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        raise as_pytorchs(error, *call) from None
+        raise like_pytorchs(error, *call) from None
     except NoBackendError as error:
         error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
         raise

@@ -1,8 +1,7 @@
-"""The contract: on every case, every backend is right within its error budget, or refuses with a reason. Never a wrong
-number.
+"""The contract: on every case, every backend is right within its error budget, or refuses with a reason.
 
-Inputs are poisoned: NaN stands wherever the real lengths, documents and pages do not reach, in gaps of memory, and in
-the upstream gradients of rows without a key.
+Never a wrong number. Inputs are poisoned: NaN is in all memory outside the real lengths, documents and pages, in gaps
+of memory, and in the upstream gradients of rows without a key.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def _named(value: object) -> str | None:
 
 
 def _problems() -> Iterator[Any]:
-    """Every case in every dtype with every backend, triton's interpreted; the backend changes fastest: one oracle for
-    all."""
+    """Every case in every dtype with every backend, triton's interpreted; the backend changes fastest, so that all
+    share one oracle."""
     for case in CASES.values():
         for dtype in case.dtypes:
             for backend in BACKENDS:
@@ -100,7 +99,7 @@ def test_the_reference_refuses_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if "cpu" not in b.limits.devices], ids=_named)
-def test_gpu_backends_say_that_this_is_not_a_gpu(backend: Backend) -> None:
+def test_gpu_backends_give_the_missing_gpu_as_reason(backend: Backend) -> None:
     q = torch.randn(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(undivided.NoBackendError) as refused:
         undivided.attention(q, q, q, layout="bshd", backend=backend.name)
@@ -140,7 +139,7 @@ def _refuses(built: Inputs, backend: Backend) -> bool:
 def test_a_layout_is_only_strides(case: Case, backend: Backend) -> None:
     """The same numbers in bshd, sbhd and bhsd give the same result, forward and backward.
 
-    Within the budget, not to the bit: torch's matrix product blocks by strides.
+    Within the budget, not bitwise: torch's matrix product chooses its blocks by strides.
     """
     first, asked = _asked(case.in_layout("bshd"), torch.float32)
     if _refuses(first, backend):
@@ -166,7 +165,9 @@ def test_packed_documents_are_a_dense_batch_of_one(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
 @pytest.mark.parametrize("name", ["plain-bshd", "window-left3", "gqa-4"])
-def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(name: str, layout: Any, backend: Backend) -> None:
+def test_the_output_is_contiguous_and_gradients_have_the_strides_of_their_inputs(
+    name: str, layout: Any, backend: Backend
+) -> None:
     case = CASES[name].in_layout(layout) if layout != "thd" else CASES["documents-thd-causal"]
     built = inputs.build(case)
     if _refuses(built, backend):
@@ -180,8 +181,7 @@ def test_the_output_is_contiguous_and_gradients_lie_as_their_tensors(name: str, 
 
 
 class _Copies(TorchDispatchMode):
-    """Records every operation that reads q, k or v and neither looks at them through other strides nor is the
-    kernel."""
+    """Records every operation that reads q, k or v, except views and the kernel."""
 
     KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -203,8 +203,8 @@ class _Copies(TorchDispatchMode):
 @pytest.mark.parametrize("memory", ["contiguous", "packed-qkv"])
 @pytest.mark.parametrize("name", ["plain-bshd", "causal-square"])
 @pytest.mark.usefixtures("seen_inside")
-def test_torch_flash_reads_its_inputs_where_they_lie(name: str, memory: Any, layout: Any) -> None:
-    """One call forward, one backward, on the caller's own memory: no clone, no contiguous."""
+def test_torch_flash_does_not_copy_its_inputs(name: str, memory: Any, layout: Any) -> None:
+    """One forward call and one backward call on the caller's memory: no clone, no contiguous."""
     case = CASES[name].in_layout(layout)
     built = inputs.build(dataclasses.replace(case, memory=memory if layout != "bhsd" else "contiguous"))
     with _Copies(*built.leaves.values()) as seen:
@@ -224,7 +224,7 @@ def test_the_same_call_gives_the_same_bits(case: Case, backend: Backend) -> None
 
 
 @pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
-def test_rows_without_a_key_are_zero_whatever_stands_around_them(backend: Backend) -> None:
+def test_rows_without_a_key_are_zero_next_to_any_garbage(backend: Backend) -> None:
     """Padding rows once came back as NaN from a kernel that multiplies what it masks."""
     q, k, v = (torch.randn(2, 6, 2, 16) for _ in range(3))
     k[1], v[1] = torch.nan, torch.inf

@@ -94,13 +94,13 @@ def test_the_pattern_does_not_depend_on_blocking(monkeypatch: pytest.MonkeyPatch
     want = run()
     for scores, rows in ((16, 7), (2000, 13), (1 << 22, 64)):
         monkeypatch.setattr(reference, "SCORES_PER_BLOCK", scores)
-        monkeypatch.setattr(reference, "MOST_ROWS", rows)
-        monkeypatch.setattr(reference, "FEWEST_ROWS", 3)
+        monkeypatch.setattr(reference, "MAX_ROWS", rows)
+        monkeypatch.setattr(reference, "MIN_ROWS", 3)
         for got, expected in zip(run(), want, strict=True):
             assert brute_force.error(got, expected) < 1e-5
 
 
-def test_the_pattern_of_a_row_does_not_depend_on_who_else_is_in_the_batch() -> None:
+def test_the_pattern_of_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     q, k = random(3, 2, 9, 4), random(3, 2, 17, 4, seed=1)
     together, first = pattern(q, k, "bhsd"), pattern(q[:1], k[:1], "bhsd")
     assert torch.equal(together[:1] == 0, first == 0)

@@ -1,4 +1,4 @@
-"""What went wrong for people with other attention libraries, each as a test of what happens here."""
+"""Problems that users reported with other attention libraries, each as a test of this library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def able_backends(*tensors: Tensor, **call: Any) -> list[str]:
 
 
 def test_packed_half_precision_documents_are_the_same_on_every_backend() -> None:
-    """TransformerEngine's documented way to keep documents apart: thd, a padding type, int32 cu_seqlens."""
+    """TransformerEngine's documented way to separate documents: thd, a padding type, int32 cu_seqlens."""
     q, k, v, cu_seqlens = packed_documents()
     mask = masks.documents(cu_seqlens)
     slow = ("flex", "triton")  # one compiles for minutes, the other's interpreter runs for minutes
@@ -54,8 +54,8 @@ def test_packed_half_precision_documents_are_the_same_on_every_backend() -> None
         assert brute_force.error(out, want) < 1e-3, name  # fp16 has 11 bits: rounding alone is 2e-4
 
 
-def test_the_same_documents_as_one_dense_sequence_are_another_answer() -> None:
-    """No error tells of it: every document but the first attends to those before it."""
+def test_the_same_documents_as_one_dense_sequence_give_another_result() -> None:
+    """There is no error message: every document except the first attends to those before it."""
     q, k, v, cu_seqlens = packed_documents(torch.float32)
     apart = DotProductAttention(16, 64, qkv_format="thd", attn_mask_type="padding_causal")
     as_one = DotProductAttention(16, 64, qkv_format="sbhd", attn_mask_type="causal")
@@ -67,7 +67,7 @@ def test_the_same_documents_as_one_dense_sequence_are_another_answer() -> None:
 
 @pytest.mark.parametrize("kind", ["causal", "no_mask", "padding_causal", "padding"])
 def test_document_offsets_with_a_dense_batch_of_one_are_an_error_that_says_thd(kind: str) -> None:
-    """sbhd, batch 1, cu_seqlens [0, 300, 1100, 2048]: elsewhere right by accident, or a crash on the device."""
+    """sbhd, batch 1, cu_seqlens [0, 300, 1100, 2048]: other libraries are right by accident, or crash on the device."""
     q, k, v, cu_seqlens = packed_documents(torch.float32)
     attention = DotProductAttention(16, 64, qkv_format="sbhd", attn_mask_type=kind)
     with pytest.raises(InputError, match="qkv_format='thd'") as caught:
@@ -85,7 +85,7 @@ def test_lengths_of_a_dense_batch_come_from_offsets_with_a_padding_type() -> Non
     assert not out[4:, 0].any()
 
 
-def test_a_batch_first_tensor_in_a_sequence_first_layer_is_told_by_the_offsets() -> None:
+def test_a_batch_first_tensor_in_a_sequence_first_layer_is_detected_by_the_offsets() -> None:
     """[batch, seq, ..] given to a layer of format sbhd runs with the two swapped, unless something contradicts it."""
     x = torch.randn(2, 48, 4, 8)
     attention = DotProductAttention(4, 8, qkv_format="sbhd", attn_mask_type="padding")
@@ -95,7 +95,7 @@ def test_a_batch_first_tensor_in_a_sequence_first_layer_is_told_by_the_offsets()
         DotProductAttention(4, 8)(x, x, x)
 
 
-def test_a_length_that_old_cudnn_refuses_is_explained_before_it_is_run() -> None:
+def test_a_length_that_old_cudnn_refuses_is_explained_before_a_run() -> None:
     """[48, 16534, 18, 128] in bf16 on an A100: 16534 is 22 more than a multiple of 64, which cuDNN 8.9.7 needs."""
     q = torch.empty(48, 16534, 18, 128, dtype=torch.bfloat16, device="meta")
 
@@ -117,7 +117,7 @@ def test_a_length_that_old_cudnn_refuses_is_explained_before_it_is_run() -> None
 
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
-def test_prefill_decoding_and_chunked_prefill_are_the_full_pass(window: tuple[int, int] | None) -> None:
+def test_prefill_decoding_and_chunked_prefill_equal_the_full_pass(window: tuple[int, int] | None) -> None:
     """Causal for unequal lengths: the new queries are the last ones, which is bottom-right; top-left is wrong,
     silently."""
     length, heads, groups = 24, 8, 2
@@ -168,8 +168,7 @@ def test_llama_3_grouped_heads_are_the_expanded_ones() -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kernels", "flex"])
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (1, 2)])
 def test_a_window_has_both_its_ends_on_every_backend(left: int, right: int, compiled: bool) -> None:
-    """cuDNN's own left edge is exclusive. Handed `left` as it is, it leaves a key out of every row; outputs differ by a
-    lot."""
+    """cuDNN's left edge is exclusive: with `left` unchanged it omits a key of every row, and outputs differ a lot."""
     length = 9
     q, k = (torch.randn(1, length, 2, 16) for _ in range(2))
     v = torch.eye(length)[None, :, None].expand(1, length, 2, length).contiguous()

@@ -1,4 +1,4 @@
-"""FlexAttention: for real on this CPU, its GPU half against a stand-in."""
+"""FlexAttention: the real one on this CPU, its GPU half with a fake."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
     torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
 
 
-def test_flex_on_the_cpu_says_what_it_cannot() -> None:
+def test_flex_on_the_cpu_gives_reasons() -> None:
     cpu = Machine(device="cpu")
     q = torch.zeros(1, 4, 2, 8, requires_grad=True)
     problem = problem_of(q, q, q, layout="bshd", return_lse=True, sinks=torch.zeros(2))

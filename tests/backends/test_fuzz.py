@@ -235,7 +235,7 @@ def formula(request: Request, q: Tensor, k: Tensor, v: Tensor, features: dict[st
 
 
 def close(got: Tensor, want: Tensor, rounding: float, scale: float) -> bool:
-    """The error is a few roundings of the result, or of what it was summed from where that cancels."""
+    """The error is a few roundings of the result, or of its terms if they cancel."""
     want = want.detach()
     if not want.numel():
         return got.shape == want.shape
@@ -253,7 +253,9 @@ def test_any_request_equals_the_formula_forward_and_backward(request: Request) -
 @pytest.mark.parametrize("level", levels.here())
 @FUZZ
 @given(requests(), st.integers(1, 3))
-def test_any_request_equals_the_formula_on_every_level_of_native(level: str, request: Request, threads: int) -> None:
+def test_any_request_equals_the_formula_on_every_level_of_the_native_kernel(
+    level: str, request: Request, threads: int
+) -> None:
     assume(request.tensors[0].dtype != torch.float64)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in request.tensors)  # it refuses the others
     with levels.running(level, threads):

@@ -38,7 +38,7 @@ def running(run: str) -> Iterator[str]:
 
 
 def error(got: Tensor, want: Tensor, least: float = 1e-30) -> float:
-    """Relative to the norm of what is wanted, or to `least`."""
+    """The error relative to the norm of the expected tensor, or to `least`."""
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm()) / max(float(want.norm()), least)
 
@@ -91,7 +91,7 @@ def exponents_of(dtype: torch.dtype) -> list[tuple[int, int]]:
 @each_dtype
 @pytest.mark.parametrize("case", LARGE)
 def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run: str) -> None:
-    """Scores were multiplied by log2(e) and rounded before the largest was subtracted: half of the rows came out as
+    """Scores were once multiplied by log2(e) and rounded before the maximum was subtracted: half of the rows were
     NaN."""
     q_len, kv_len, heads, arguments = LARGE[case]
     for exponents in exponents_of(dtype):
@@ -115,7 +115,7 @@ def test_large_scores_give_what_small_ones_do(case: str, dtype: torch.dtype, run
 @each_run
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(70, 150), (16, 16), (1, 200), (30, 2100)])
-def test_scores_beyond_fp32_are_nan_where_they_rise_and_weigh_nothing_where_they_fall(
+def test_scores_above_fp32_are_nan_and_scores_below_it_have_weight_0(
     q_len: int, kv_len: int, dtype: torch.dtype, run: str
 ) -> None:
     q, k, v = (
@@ -139,7 +139,7 @@ def test_scores_beyond_fp32_are_nan_where_they_rise_and_weigh_nothing_where_they
 
 @each_run
 def test_a_sink_far_above_the_scores_leaves_the_gradient_through_lse(run: str) -> None:
-    """The weights beside the sink are 0 then, those in the log-sum-exp are not."""
+    """The weights with the sink are 0 then, those of the log-sum-exp are not."""
     q, k, v = large(torch.float32, (0, 0), 20, 150)
     q[..., 29], k[..., 29] = 1, -100  # scores around -100
     found, sinks = [], torch.tensor([30.0, 0.0])
@@ -191,9 +191,9 @@ def with_gradients(backend: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor, gr
 @each_dtype
 @pytest.mark.parametrize("kind", ["documents", "causal", "cross", "ids", "ids-in-turns"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype: torch.dtype, run: str) -> None:
-    """Documents that share a block met with weights of 0, and 0 * NaN is NaN: one document's reached the others'
-    gradients."""
+def test_non_finite_values_stay_in_their_document(lengths: str, kind: str, dtype: torch.dtype, run: str) -> None:
+    """Documents in one block are multiplied with weights of 0, and 0 * NaN is NaN: NaN of one document reached the
+    gradients of others."""
     mask, of_q, of_k = document_mask(kind, LENGTHS[lengths])
     torch.manual_seed(0)
     q, k, v, grad = (
@@ -221,7 +221,7 @@ def test_what_is_not_finite_stays_in_its_document(lengths: str, kind: str, dtype
 
 
 @each_run
-def test_what_is_not_finite_stays_in_its_batch_row(run: str) -> None:
+def test_non_finite_values_stay_in_their_batch_element(run: str) -> None:
     torch.manual_seed(0)
     for mask in (None, masks.causal(), masks.lengths(torch.tensor([70, 31, 50]))):
         inputs = {name: torch.randn(3, 70, 2, 32) for name in ("q", "k", "v", "grad")}
@@ -237,7 +237,7 @@ def test_what_is_not_finite_stays_in_its_batch_row(run: str) -> None:
 
 
 @each_run
-def test_bias_that_is_not_finite_stays_in_its_rows(run: str) -> None:
+def test_a_non_finite_bias_stays_in_its_rows(run: str) -> None:
     torch.manual_seed(0)
     lengths = [3, 1, 5, 20, 7]
     mask, ids, _ = document_mask("documents", lengths)
@@ -257,7 +257,7 @@ def test_bias_that_is_not_finite_stays_in_its_rows(run: str) -> None:
 
 @pytest.mark.parametrize("run", levels.here())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_gradients_pair_by_pair_are_those_of_blocks(dtype: torch.dtype, run: str) -> None:
+def test_gradients_computed_pair_by_pair_equal_those_of_blocks(dtype: torch.dtype, run: str) -> None:
     """With all features, in a problem where one document is NaN: the others' gradients are those in the reference."""
     torch.manual_seed(0)
     lengths = [30, 4, 1, 50, 15]
@@ -301,7 +301,7 @@ def test_gradients_pair_by_pair_are_those_of_blocks(dtype: torch.dtype, run: str
     assert error(of_slopes[0][:4], of_slopes[1][:4]) < ALLOWED[dtype]
 
 
-def test_second_derivatives_keep_documents_apart() -> None:
+def test_second_derivatives_do_not_mix_documents() -> None:
     torch.manual_seed(0)
     mask, ids, _ = document_mask("documents", [3, 5, 9])
     leaves = [torch.randn(17, 2, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]

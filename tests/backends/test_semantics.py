@@ -1,4 +1,4 @@
-"""The thirteen rules of attention, each held against the definition in `brute_force`, outputs and gradients.
+"""The thirteen rules of attention, each compared with the definition in `brute_force`: outputs and gradients.
 
 Everything is compared in float64 unless precision is what the test is about, with errors relative to the result's norm.
 """
@@ -75,7 +75,7 @@ def assert_defined(
     tolerance: float = EXACT,
     **features: Tensor | float,
 ) -> None:
-    """Output, log-sum-exp and the gradient of every input are those of the definition."""
+    """Assert that output, log-sum-exp and the gradient of every input equal the definition."""
     leaves = {name: t.clone().requires_grad_() for name, t in zip("qkv", tensors, strict=True)}
     named = {"bias": "bias", "alibi_slopes": "slopes", "sinks": "sinks"}
     fixed = {name: value for name, value in features.items() if name not in named}
@@ -173,7 +173,7 @@ def test_bias_is_added_unscaled_wherever_it_is_broadcast(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_types_round_nothing_but_the_probabilities_and_the_result(backend: str, dtype: torch.dtype) -> None:
+def test_half_types_round_only_the_probabilities_and_the_result(backend: str, dtype: torch.dtype) -> None:
     x = [random(1, 2, 70, 16, seed=s).mul(3 if s < 3 else 1).to(dtype) for s in (1, 2, 3)]  # sharp rows: scores near 40
     q, k, v = (t.double() for t in x)
     weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1)
@@ -227,7 +227,7 @@ def test_autocast_casts_as_sdpa_does(dtype: torch.dtype) -> None:
     assert torch.equal(out, undivided.attention(*low, layout="bhsd", backend="reference"))
 
 
-def test_autocast_joins_dtypes_that_differ_and_gradients_come_back_in_their_own() -> None:
+def test_autocast_accepts_different_dtypes_and_each_gradient_has_its_inputs_dtype() -> None:
     q, k, v = qkv()
     q, k, v = q.float().requires_grad_(), k.bfloat16().requires_grad_(), v.float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -236,7 +236,7 @@ def test_autocast_joins_dtypes_that_differ_and_gradients_come_back_in_their_own(
     assert [t.grad.dtype for t in (q, k, v) if t.grad is not None] == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def test_dtypes_that_differ_are_an_error_without_autocast() -> None:
+def test_different_dtypes_are_an_error_without_autocast() -> None:
     q, k, v = qkv()
     with pytest.raises(InputError, match="k must have the dtype of q"):
         undivided.attention(q, k.float(), v, layout="bhsd")
@@ -375,7 +375,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_alignment_that_matters_and_was_not_said_is_an_error_that_tells_how(name: str) -> None:
+def test_a_missing_alignment_is_an_error_with_a_hint_if_it_matters(name: str) -> None:
     q_len, kv_len, mask, got, hint = AMBIGUOUS[name]
     batch = 1 if "documents" in name else 2
     with pytest.raises(InputError, match=f"align must be given if .*{got}[^H]*\n  HINT: .*{hint}"):
@@ -387,7 +387,7 @@ def test_alibi_needs_an_alignment_too() -> None:
         undivided.attention(*qkv(q_len=3), layout="bhsd", alibi_slopes=torch.ones(2, dtype=torch.float64))
 
 
-def test_where_the_two_alignments_agree_none_need_be_said() -> None:
+def test_no_alignment_is_required_if_both_agree() -> None:
     n = torch.tensor([5, 3])
     for mask in (masks.causal(), masks.causal() & masks.lengths(n, n), masks.causal() & masks.lengths([5, 3], [5, 3])):
         places = whole(2, 5, 5) if mask.kinds == {"causal"} else padded(2, 5, 5, [5, 3], [5, 3])
@@ -466,7 +466,7 @@ def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(backend:
 # 7. sinks
 
 
-def test_sinks_stand_in_the_denominator_only_and_off_by_one_is_a_sink_of_zero() -> None:
+def test_sinks_are_only_in_the_denominator_and_off_by_one_is_a_sink_of_zero() -> None:
     x = qkv()
     assert_defined(x, masks.causal(), None, [causal()], sinks=random(2, seed=6))
     scores = torch.exp(x[0] @ x[1].transpose(-1, -2) / 2)
@@ -508,7 +508,7 @@ def test_any_head_sizes_run(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3], ids=["seed0", "seed7", "seed-over-32-bits"])
-def test_dropout_drops_what_philox_says(seed: int) -> None:
+def test_dropout_follows_philox(seed: int) -> None:
     assert_defined(qkv(q_len=3, kv_len=19), dropout_p=0.4, dropout_seed=seed)
 
 
@@ -568,7 +568,7 @@ def test_padding_may_be_nan(name: str, layout: str, backend: str) -> None:
     mask, places = POISON[name]
     rows, keys = outside(places)
     if name == "no-keys":
-        rows[0], keys[1] = True, True  # nobody to attend to, nobody to be attended by
+        rows[0], keys[1] = True, True  # no key to attend to, and no query that attends to it
     poisoned(qkv(q_len=4, kv_len=6, heads=4, kv_heads=2), mask, layout, backend, (rows, keys))
 
 
@@ -694,14 +694,14 @@ def test_the_backward_repeats_bit_for_bit_on_the_cpu(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_documents_attend_to_themselves_alone(backend: str, dtype: torch.dtype) -> None:
+def test_documents_attend_only_to_themselves(backend: str, dtype: torch.dtype) -> None:
     cu = torch.tensor([0, 3, 3, 4, 9], dtype=dtype)
     mask = masks.documents(cu) & masks.causal()
     assert_defined(qkv(1, q_len=9, kv_len=9), mask, packed(cu.tolist()), [causal()], layout="thd", backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_documents_may_lie_in_padded_slots(backend: str) -> None:
+def test_documents_may_have_padded_slots(backend: str) -> None:
     real, slots = [0, 3, 5, 9], [0, 4, 8, 13]
     mask = masks.documents(real, padded_q=slots) & masks.causal()
     x = qkv(1, q_len=13, kv_len=13)
@@ -726,13 +726,13 @@ def test_documents_of_unequal_queries_and_keys_with_slots_of_their_own(backend: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_documents_in_a_dense_batch_of_one_are_the_packed_ones(backend: str) -> None:
+def test_documents_in_a_dense_batch_of_one_equal_packed_documents(backend: str) -> None:
     mask = masks.documents([0, 2, 5]) & masks.causal()
     for layout in LAYOUTS:
         assert_defined(qkv(1), mask, packed([0, 2, 5]), [causal()], layout=layout, backend=backend)
 
 
-def test_every_feature_in_documents_is_the_definition() -> None:
+def test_every_feature_in_documents_equals_the_definition() -> None:
     cu_q, cu_kv = [0, 2, 3, 6], [0, 4, 5, 9]
     assert_defined(
         qkv(1, heads=4, kv_heads=2, q_len=6, kv_len=9, v_dim=3),
@@ -811,7 +811,8 @@ def test_paged_keys_and_values_of_packed_queries_equal_unpaged_ones() -> None:
 
 
 def test_the_default_device_and_dtype_change_nothing() -> None:
-    """The check of the page numbers made a tensor on the default device, and the comparison with the CPU's failed."""
+    """The check of the page numbers created a tensor on the default device, and comparing it with one on the CPU
+    failed."""
     q, pool = random(2, 3, 2, 8), random(4, 4, 2, 8)
     pages = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
 

@@ -1,5 +1,5 @@
-"""The `triton` backend beyond the contract suite, which runs it too, both under Triton's interpreter: its tables,
-decoding, pages, head sizes in steps, rows in parts; and that every kernel compiles for GPUs that are not there."""
+"""The `triton` backend under Triton's interpreter, beyond the contract suite: its tables, decoding, pages, head sizes
+in steps, blocks of rows; and that every kernel compiles for GPUs that this machine lacks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SPILLED = {
     ("sm80", "rows_kernel", "everything-fp16-64"): 32,
     ("sm80", "keys_kernel", "everything-fp16-64"): 24,
 }
-"""Bytes per thread that a kernel may spill, on Hopper all in its loop over tiles at the edge of a mask; all others
-spill none."""
+"""Bytes per thread that a kernel may spill, on Hopper all in its loop over partial tiles; all other kernels spill
+none."""
 
 PASSES = ["forward", "rows", "keys", "decode"]
 
@@ -64,12 +64,12 @@ def _close(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (32, 16), (16, 64)])
 @pytest.mark.parametrize("group", [1, 3])
-def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
+def test_tables_cover_every_allowed_pair_and_mark_only_full_tiles_as_full(
     name: str, block_m: int, block_n: int, group: int
 ) -> None:
     q_len, kv_len = 75, 75
     form = MASKS[name].normal_form(2, 1, q_len, kv_len, "cpu")
-    rows = tables.of(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
+    rows = tables.cached_tables(form, q_len, kv_len, block_m, block_n, torch.device("cpu"), group=group).rows
     dense = form.allowed(slice(0, 2), slice(0, q_len), slice(0, kv_len), slice(0, 1)).expand(2, 1, -1, -1)[:, 0]
     dense = dense.repeat_interleave(group, 1)
     for b in range(2):
@@ -99,10 +99,10 @@ def test_tables_visit_every_allowed_pair_and_call_full_only_what_is(
         ),
     ],
 )
-def test_keys_that_no_query_of_their_document_sees_may_be_nan(
+def test_keys_that_no_query_of_their_document_attends_to_may_be_nan(
     lengths: tuple[list[int], list[int]], more: masks.Mask | None, unseen: slice
 ) -> None:
-    """Between two documents of one tile they were multiplied with weights of 0: results and gradients were NaN."""
+    """Keys between two documents of one tile were multiplied with weights of 0: results and gradients were NaN."""
     torch.manual_seed(0)
     mask = masks.documents(*lengths) if more is None else masks.documents(*lengths) & more
     q, grad = (torch.randn(lengths[0][-1], 2, 32) for _ in range(2))
@@ -117,9 +117,9 @@ def test_keys_that_no_query_of_their_document_sees_may_be_nan(
         assert torch.equal(got, want)
 
 
-def test_a_window_visits_its_tiles_alone() -> None:
+def test_a_window_visits_only_its_tiles() -> None:
     form = masks.window(63, 0).normal_form(1, 1, 4096, 4096, "cpu")
-    rows = tables.of(form, 4096, 4096, 64, 64, torch.device("cpu")).rows
+    rows = tables.cached_tables(form, 4096, 4096, 64, 64, torch.device("cpu")).rows
     assert int((rows[..., 3] - rows[..., 0]).max()) <= 2
 
 
@@ -127,7 +127,7 @@ def test_a_window_visits_its_tiles_alone() -> None:
 def test_columns_name_every_block_of_rows_that_needs_a_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PAIRS_AT_ONCE", 10)  # several chunks
     form = MASKS[name].normal_form(1, 1, 75, 75, "cpu")
-    found = tables.of(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
+    found = tables.cached_tables(form, 75, 75, 16, 16, torch.device("cpu"), columns=True)
     assert found.columns is not None
     for tile, (part, part_end, whole, whole_end) in enumerate(found.columns[0].tolist()):
         for block, run in enumerate(found.rows[0].tolist()):
@@ -161,7 +161,7 @@ def _decode(pages: bool, q_len: int, dim: int, **options: Any) -> tuple[tuple[Te
 @pytest.mark.parametrize("memory", ["contiguous", "described", "paged"])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_decoding_splits_the_keys_and_merges_them(memory: str, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Described: by tensor descriptors, as Hopper's copy engine reads them, which see the NaN beyond the lengths."""
+    """With descriptors, as for TMA, whose loads include the NaN beyond the lengths."""
     cut = []
     splits = backend._splits
 
@@ -196,18 +196,18 @@ def test_head_sizes_in_steps(qk_dim: int, v_dim: int) -> None:
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("name", ["full", "causal", "lengths"])
 def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Hopper's copy engine does, by the interpreter: odd lengths, heads that share keys, NaN beyond the lengths;
-    and the two passes of the backward, which leave the NaN where nothing may read it."""
+    """TMA loads under the interpreter: odd lengths, heads that share keys, NaN beyond the lengths; and the two passes
+    of the backward, which must not read the NaN."""
     torch.manual_seed(0)
     used: list[bool] = []
-    described = _triton_inputs.Inputs.described
+    descriptors = _triton_inputs.Inputs.descriptors
 
     def watched(*arguments: Any) -> Any:
-        found = described(*arguments)
+        found = descriptors(*arguments)
         used.append(found is not None)
         return found
 
-    monkeypatch.setattr(_triton_inputs.Inputs, "described", watched)
+    monkeypatch.setattr(_triton_inputs.Inputs, "descriptors", watched)
     lengths = [37, 3]
     mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths, q=lengths)}[name]
     draw = {"bshd": (2, 41, 0), "sbhd": (41, 2, 0), "bhsd": (2, 0, 41)}[layout]
@@ -220,7 +220,7 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
     found = []
     with ExitStack() as trials:
         for one in ("forward", "rows", "keys"):
-            tile = config.Config(32, 32, 1, 1, descriptors=True, apart=layout == "sbhd")
+            tile = config.Config(32, 32, 1, 1, descriptors=True, split_gradients=layout == "sbhd")
             trials.enter_context(config.trial(one, tile))
         for backend_name in ("triton", "reference"):
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -231,8 +231,8 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
         _close(ours, theirs)
 
 
-def test_heads_that_lie_two_thousand_million_elements_apart() -> None:
-    """The pass over rows counted heads in 32 bits: the third of these lies 2^31 elements behind the first."""
+def test_head_strides_beyond_32_bits() -> None:
+    """The pass over rows computed head offsets in 32 bits: the third head is 2^31 elements after the first."""
     torch.manual_seed(0)
     store = torch.empty(2**31 + 4096, dtype=torch.float16)  # 4 GiB of addresses, 3 pages of memory
     far = store.as_strided((1, 3, 20, 16), (0, 2**30, 16, 1)).copy_(torch.randn(1, 3, 20, 16))
@@ -246,8 +246,8 @@ def test_heads_that_lie_two_thousand_million_elements_apart() -> None:
         assert torch.equal(one, other)
 
 
-def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
-    """As where heads are divided over ranks: they were refused."""
+def test_dropout_of_some_heads_equals_that_of_the_same_heads_among_all() -> None:
+    """As with heads divided over ranks; they were once refused."""
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 40, 4, 16) for _ in range(4))
     options: dict[str, Any] = {"layout": "bshd", "mask": masks.causal(), "dropout_p": 0.4, "dropout_seed": 5}
@@ -267,19 +267,19 @@ def test_dropout_of_some_heads_is_that_of_the_same_heads_among_all() -> None:
         _close(ours, theirs[:, :, 2:])
 
 
-def test_what_the_copy_engine_cannot_read_is_read_by_address() -> None:
-    """Its steps are multiples of 16 bytes, and more than nothing."""
+def test_tensors_that_tma_cannot_read_are_loaded_by_address() -> None:
+    """TMA needs strides that are positive multiples of 16 bytes."""
     tile = config.Config(32, 32, 1, 1, descriptors=True)
     base = torch.randn(2, 40, 2, 20)
     for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
         q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
         inputs = _triton_inputs.Inputs(*call_of(q, k, k, layout="bshd"))
-        found = inputs.described(tile, inputs.k, inputs.v, tile.block_n)
+        found = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n)
         odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
         assert (found is None) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
 
 
-def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hopper_has_its_own_tile_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "none.json"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert config.config("forward", 2, 128, "sm90").descriptors
@@ -287,7 +287,7 @@ def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert config.config("decode", 4, 128, "sm90") == config.config("decode", 4, 128, "sm80")
 
 
-def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predicate_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton_inputs, "MASK_PAIRS", 1)
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 150, 2, 16) for _ in range(4))
@@ -304,7 +304,7 @@ def test_a_predicate_comes_in_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_tuned_tiles_are_read_back_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_tile_sizes_are_read_back_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "deep" / "tiles.json"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     before = config.config("forward", 2, 128, "sm90")
@@ -319,7 +319,7 @@ def test_tuned_tiles_are_read_back_and_others_are_kept(tmp_path: Path, monkeypat
         assert config.config("forward", 2, 128, "sm90") == before
 
 
-def test_tune_measures_right_candidates_alone_and_remembers(
+def test_tune_measures_only_correct_candidates_and_stores_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNDIVIDED_TUNED", str(tmp_path / "tiles.json"))
@@ -339,7 +339,7 @@ def test_tune_measures_right_candidates_alone_and_remembers(
     assert set(written) == {f"interpreter/{name}/32/64" for name in PASSES}
 
 
-def test_tune_wants_a_gpu_and_a_known_head_size() -> None:
+def test_tune_requires_a_gpu_and_a_known_head_size() -> None:
     from undivided.cli._app import app
 
     for arguments, message in (
@@ -353,7 +353,7 @@ def test_tune_wants_a_gpu_and_a_known_head_size() -> None:
         assert message in done.stderr
 
 
-def test_a_wrong_kernel_is_a_line_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_gives_a_line_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (CASES["gqa-4"], CASES["plain-bshd"])
     right = contract.contract("cpu", (get("reference"), get("triton")), cases[:1])
     assert {line.verdict for line in right} <= {"right", "refused"}
@@ -363,7 +363,7 @@ def test_a_wrong_kernel_is_a_line_of_the_contract(monkeypatch: pytest.MonkeyPatc
     assert "ZeroDivisionError" in next(line.detail[0] for line in lines if line.verdict == "wrong")
 
 
-def test_without_interpreter_or_gpu_it_says_so() -> None:
+def test_without_interpreter_or_gpu_there_is_a_reason() -> None:
     program = (
         "import torch, undivided; q = torch.zeros(1, 4, 2, 16); "
         "print(undivided.explain(q, q, q, layout='bshd').reasons['triton']); import sys; assert "
@@ -375,7 +375,7 @@ def test_without_interpreter_or_gpu_it_says_so() -> None:
 
 
 def _compiled(folder: Path, architecture: str, *problems: str) -> list[dict[str, Any]]:
-    """What `triton_compile.py` prints; every kernel fits the shared memory of the architecture."""
+    """The output of `triton_compile.py`; every kernel fits the shared memory of the architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     program = Path(__file__).parents[1] / "support" / "triton_compile.py"
@@ -426,8 +426,8 @@ def test_blackwell_and_small_shared_memory(architecture: str, problem: str, tmp_
 
 
 @pytest.mark.slow
-def test_loads_products_and_softmax_have_warps_of_their_own_where_asked(tmp_path: Path) -> None:
-    """On Blackwell, by Triton's own pass: `setmaxnreg` hands registers from one group of warps to another."""
+def test_loads_products_and_softmax_run_on_separate_warps_on_request(tmp_path: Path) -> None:
+    """On Blackwell, by Triton's own pass: `setmaxnreg` moves registers from one group of warps to another."""
     tile = config.Config(128, 64, 8, 3, descriptors=True, specialise=True)
     tuned = tmp_path / "tiles.json"
     config.remember("sm100", {("forward", 2, 64): tile}, tuned)
@@ -439,8 +439,8 @@ def test_loads_products_and_softmax_have_warps_of_their_own_where_asked(tmp_path
     assert row["spilled"] <= 16, row
 
 
-def test_warps_of_their_own_are_for_loops_that_were_compiled_so() -> None:
-    """Triton 3.7 ends in an assertion on the others, so a tile that `tune` measured may not reach them."""
+def test_warp_specialisation_is_used_only_for_loops_that_compile_with_it() -> None:
+    """Triton 3.7 fails with an assertion on others, so tile sizes measured by `tune` must not apply to them."""
     tile = config.Config(32, 32, 1, 1, descriptors=True, specialise=True)
     q = torch.randn(1, 40, 2, 16)
     for options, sound in (
@@ -451,28 +451,28 @@ def test_warps_of_their_own_are_for_loops_that_were_compiled_so() -> None:
         ({"bias": torch.zeros(1, 1, 40, 40)}, False),
     ):
         inputs = _triton_inputs.Inputs(*call_of(q, q, q, layout="bshd", **options))
-        assert inputs.specialised(tile, described=True) == sound, options
-        assert not inputs.specialised(tile, described=False)
-        assert not inputs.specialised(tile._replace(specialise=False), described=True)
+        assert inputs.uses_warp_specialisation(tile, has_descriptors=True) == sound, options
+        assert not inputs.uses_warp_specialisation(tile, has_descriptors=False)
+        assert not inputs.uses_warp_specialisation(tile._replace(specialise=False), has_descriptors=True)
 
 
-def test_only_those_architectures_are_offered_warps_of_their_own() -> None:
+def test_warp_specialisation_is_tried_only_on_architectures_that_support_it() -> None:
     for name, architecture, offered in (
         ("forward", "sm100", True),
         ("forward", "sm90", False),
         ("keys", "sm100", False),
     ):
         assert any(one.specialise for one in config.candidates(name, architecture)) == offered
-    assert any(one.apart for one in config.candidates("keys", "sm90"))
-    assert not any(one.apart for one in config.candidates("rows", "sm90"))
+    assert any(one.split_gradients for one in config.candidates("keys", "sm90"))
+    assert not any(one.split_gradients for one in config.candidates("rows", "sm90"))
 
 
 def test_its_name_is_its_file() -> None:
     assert get("triton") is backend.BACKEND
 
 
-def test_the_gradient_of_a_part_of_the_keys_follows_from_the_whole() -> None:
-    """What context parallelism asks of a backend: (out, lse) of all keys, gradients of some."""
+def test_the_gradient_of_some_keys_follows_from_out_and_lse_of_all_keys() -> None:
+    """The feature that context parallelism needs: gradients of some keys from (out, lse) of all keys."""
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 40, 2, 16) for _ in range(4))
     out, lse = undivided.attention(q, k, v, layout="bshd", return_lse=True, backend="reference")

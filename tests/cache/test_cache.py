@@ -1,4 +1,4 @@
-"""Caches: steps of any size equal one pass over the whole sequence, and a refused call changes nothing."""
+"""Caches: steps of any size equal one pass over the whole sequence, and a refused call has no effect."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def step(cache: Cache, tokens: list[list[Tensor]], kind: Kind) -> list[Tensor]:
     [(layout, name) for layout in LAYOUTS for name in ATTENTIONS if (layout, name) != ("thd", OF_PAIRS)],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_steps_equal_one_pass(kind: str, layout: str, attention: str) -> None:
+def test_steps_of_different_lengths_equal_one_pass(kind: str, layout: str, attention: str) -> None:
     """Each sequence appends 0 to 4 tokens per step, and different sequences a different number."""
     how = ATTENTIONS[attention]
     chance = random.Random(f"{kind} {layout} {attention}")
@@ -153,7 +153,7 @@ def check_within_budget(out: Tensor, sequence: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_given_for_each_pair_ends_with_the_longest_sequence(kind: str) -> None:
+def test_inputs_per_pair_end_with_the_longest_sequence(kind: str) -> None:
     """Bias, dense masks and document ids have Sk = the longest length, even if pages have more room."""
     sequences, cache = new_sequences(), new_cache(kind)
     bias, dense, ids = (torch.randn(1, HEADS, 13, 13), torch.rand(13, 13) < 0.7, torch.tensor([[0] * 3 + [1] * 10]))
@@ -230,7 +230,7 @@ def test_queries_of_another_sequence(kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_that_is_rejected_was_never_there(kind: str) -> None:
+def test_a_rejected_draft_leaves_no_trace(kind: str) -> None:
     """Speculative decoding: four draft tokens per step, of which some are kept."""
     sequences, cache = new_sequences((12, 12)), new_cache(kind, batch=2)
     step(cache, [[t[:5] for t in s] for s in sequences], Kind(None))
@@ -246,7 +246,7 @@ def test_a_draft_that_is_rejected_was_never_there(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_goes_its_own_way(kind: str) -> None:
+def test_a_fork_continues_independently(kind: str) -> None:
     """Three sequences are forks of the first, in the middle of a page; each continues with its own tokens."""
     cache, start = new_cache(kind), new_sequences((6,))[0]
     nothing = [t[:0] for t in start]
@@ -292,7 +292,7 @@ def test_forks_at_once_permute(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_leave_and_others_come(kind: str) -> None:
+def test_sequences_end_and_others_start(kind: str) -> None:
     first, second, cache = new_sequences(), new_sequences((9,))[0], new_cache(kind)
     step(cache, first, Kind(None))
     cache.free(1)
@@ -331,7 +331,7 @@ def test_an_empty_cache_gives_0(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_made_in_inference_mode_is_written_to_outside_and_the_other_way_round(kind: str) -> None:
+def test_a_cache_created_in_inference_mode_is_written_to_outside_and_vice_versa(kind: str) -> None:
     sequences = new_sequences()
     with torch.inference_mode():
         cache = new_cache(kind)
@@ -346,7 +346,7 @@ def test_a_cache_made_in_inference_mode_is_written_to_outside_and_the_other_way_
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_with_the_same_lengths_work_out_the_mask_once(
+def test_layers_with_the_same_lengths_compute_the_mask_once(
     kind: str, layout: str, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model has one cache per layer, and all layers share one mask of the lengths, also in inference mode."""
@@ -502,8 +502,8 @@ REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "a-row-too-many": (lambda c: c.append(K, V, lengths=[1, 1, 0]), r"k must have shape \[tokens, 2, 8\] in 'thd'"),
     "queries-of-no-sequence": (lambda c: c.attend(Q[0, :1]), "q_lengths must sum to the 1 packed tokens"),
     "bias": (lambda c: c.attend(Q[0], bias=torch.zeros(HEADS, 2, 16)), "bias must be None in layout 'thd'"),
-    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must be made of causal"),
-    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must be made of causal"),
+    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must consist of causal"),
+    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must consist of causal"),
 }
 
 
@@ -535,7 +535,7 @@ def test_refused_where_packed(kind: str, case: str) -> None:
         ("page_size", True),
     ],
 )
-def test_a_cache_that_cannot_be_made(argument: str, value: object) -> None:
+def test_invalid_caches_are_refused(argument: str, value: object) -> None:
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "batch": 3, "dtype": torch.float32}
     for kind, own in ((KVCache, {"max_len": 16}), (PagedKVCache, {"num_pages": 4, "page_size": 4})):
         if argument in sizes | own or argument in ("value_dim", "layout"):

@@ -89,7 +89,7 @@ def pages_needed(params: InferenceParams, new: dict[object, int]) -> int:
 @pytest.mark.parametrize("mask", [None, masks.window(3, 0)], ids=["causal", "window"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_any_traffic_equals_one_pass_a_sequence(paged: bool, format: str, mask: masks.Mask | None) -> None:
+def test_any_traffic_equals_one_pass_per_sequence(paged: bool, format: str, mask: masks.Mask | None) -> None:
     """Sequences start and end, in any order of the batch, with 0 to 6 tokens per step; some are forked or truncated."""
     chance = random.Random(f"{paged} {format}")
     model = Model(new_params(paged, format), mask)
@@ -143,7 +143,7 @@ def test_the_loop_of_transformer_engine(paged: bool) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_step_hands_the_whole_cache_over(paged: bool, format: str) -> None:
+def test_step_returns_the_whole_cache(paged: bool, format: str) -> None:
     """The results of TransformerEngine's `step`, in the order of the batch, for custom attention."""
     params = new_params(paged, format)
     held: dict[object, list[Tensor]] = {name: new_tokens(0) for name in "abc"}
@@ -195,7 +195,7 @@ def test_prompts_share_their_pages() -> None:
     assert len(model.params._batch.ledger.unused) == 11 - 4 - 3
 
 
-def test_memory_is_made_where_the_first_keys_are() -> None:
+def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
     params = InferenceParams(2, 8, KV_HEADS, DIM, torch.float32)
     params.allocate_memory(1)
     assert params.has_memory(1)
@@ -330,6 +330,6 @@ SIZES: dict[str, Any] = {
         ("custom_cache_manager", object()),
     ],
 )
-def test_params_that_cannot_be_made(argument: str, value: object) -> None:
+def test_invalid_params_are_refused(argument: str, value: object) -> None:
     with pytest.raises(InputError, match=f"^{argument} must"):
         InferenceParams(**SIZES | {argument: value})

@@ -1,4 +1,4 @@
-"""All ranks in one process: every mask and feature with every strategy, what is sent, what is refused."""
+"""All ranks in one process: every mask and feature with every strategy, the bytes that are sent, and refused calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS = dict(zip([case.name for case in UNPAGED], itertools.cycle(itertools.prod
 
 
 def simulated(inputs: Inputs, strategy: str, placement: str) -> dict[str, Tensor]:
-    """What the last rank puts together."""
+    """The result that the last rank gathers."""
 
     def rank(group: SimulatedGroup) -> dict[str, Tensor]:
         return of_rank(inputs, undivided.ContextParallel(group, strategy, placement))  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_within_the_budget_of_a_single_kernel(case: Case) -> None:
 
 @pytest.mark.parametrize("heads", [(18, 18), (18, 6), (2, 2), (3, 1), (10, 2)], ids=lambda h: f"{h[0]}-for-{h[1]}")
 def test_all_to_all_with_heads_that_the_ranks_do_not_divide(heads: tuple[int, int]) -> None:
-    """18 heads on 4 ranks are 4.5 for each: a head that two ranks share is split by rows, where its work is halved."""
+    """18 heads on 4 ranks are 4.5 per rank: a head that two ranks share is split by rows at half of its work."""
     inputs = in_double(Case("", q_len=61, heads=heads[0], kv_heads=heads[1], qk_dim=4, mask=masks.causal))
     assert not differences(simulated(inputs, "all_to_all", "zigzag"), alone(inputs, backend="reference"))
     q, k, v = (inputs.arguments[name].detach() for name in "qkv")
@@ -85,7 +85,7 @@ def test_all_to_all_with_heads_that_the_ranks_do_not_divide(heads: tuple[int, in
 
 
 @pytest.mark.parametrize("strategy", WORLDS)
-def test_a_mask_other_than_the_bound_one_is_as_right(strategy: str) -> None:
+def test_another_mask_than_the_bound_one_is_correct_too(strategy: str) -> None:
     """Layers with different masks share one placement."""
     inputs = in_double(Case("", q_len=23, heads=4, mask=lambda: masks.window(2, 9)))
 
@@ -98,7 +98,7 @@ def test_a_mask_other_than_the_bound_one_is_as_right(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
-def test_unbound_ranks_take_the_length_from_their_own(placement: str) -> None:
+def test_unbound_ranks_take_the_length_from_their_own_tokens(placement: str) -> None:
     inputs = in_double(Case("", q_len=24, heads=4, layout="sbhd", mask=masks.causal))
 
     def rank(group: SimulatedGroup) -> Tensor:
@@ -128,8 +128,9 @@ def test_packed_documents_of_transformer_engine_need_no_binding() -> None:
         assert not differences({"out": out}, {"out": right[rows]})
 
 
-def test_a_bias_of_one_row_is_this_ranks_row_where_others_have_more() -> None:
-    """7 rows on 4 ranks are 1 or 2: the one of the last rank looks like a bias for all rows, and is not."""
+def test_a_bias_of_one_row_is_this_ranks_row_if_others_have_more() -> None:
+    """7 rows on 4 ranks are 1 or 2 per rank: the bias of the last rank's single row could be taken for one of all
+    rows."""
     inputs = in_double(Case("", q_len=7, heads=2, bias="1hqk"))
     for check in (True, False):
 
@@ -142,7 +143,7 @@ def test_a_bias_of_one_row_is_this_ranks_row_where_others_have_more() -> None:
 def sent(
     strategy: str, placement: str, length: int, mask: masks.Mask, world: int, heads: int = 1
 ) -> list[undivided.context_parallel.Traffic]:
-    """What every rank did in one forward pass, head size 4, fp32."""
+    """The traffic of every rank in one forward pass, head size 4, fp32."""
     q = torch.randn(1, length, heads, 4)
 
     def rank(group: SimulatedGroup) -> undivided.context_parallel.Traffic:
@@ -156,7 +157,7 @@ def sent(
 
 @pytest.mark.parametrize("length", [512, 4096])
 def test_a_ring_under_a_window_sends_the_window_whatever_the_length(length: int) -> None:
-    """Rank r needs the 16 keys before its stretch, and nothing else; the last rank's keys nobody needs."""
+    """Rank r needs only the 16 keys before its range; no rank needs those of the last one."""
     traffic = sent("ring", "contiguous", length, masks.window(16, 0), 8)
     bytes_of_a_key = 2 * 4 * 4
     assert [t.bytes_sent for t in traffic] == [16 * bytes_of_a_key] * 7 + [0]
@@ -170,7 +171,7 @@ def test_a_causal_zigzag_ring_sends_three_quarters() -> None:
     assert tokens == [8 * 3 + 8 * later for later in (0, 1, 2, 3)]
 
 
-def test_documents_on_ranks_of_their_own_send_nothing() -> None:
+def test_documents_that_are_whole_on_a_rank_send_nothing() -> None:
     mask = masks.documents(torch.tensor([0, 16, 32, 48, 64])) & masks.causal()
     for strategy in ("ring", "all_gather"):
         traffic = sent(strategy, "contiguous", 64, mask, 4)
@@ -200,7 +201,7 @@ def test_the_same_backends_run_forward_and_backward() -> None:
         simulate(2, lambda group: rank(group, "torch_efficient"))
 
 
-def test_explain_says_what_a_rank_would_run_without_talking_to_the_others() -> None:
+def test_explain_gives_the_decision_of_a_rank_without_communication() -> None:
     q = torch.empty(1, 16, 2, 8, dtype=torch.float32)
     cp = undivided.ContextParallel(rank=1, world=4).bind(64)
     decision = undivided.explain(q, q, q, layout="bshd", mask=masks.causal(), context_parallel=cp, backend="reference")
@@ -213,8 +214,8 @@ H100 = undivided.Machine(device="cuda", compute_capability=(9, 0), packages={"fl
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_explain_answers_for_the_machine_described(device: str, strategy: str) -> None:
-    """It looked at the device of the tensors: a machine with a GPU ran CPU kernels, and meta tensors ended in a
+def test_explain_decides_for_the_described_machine(device: str, strategy: str) -> None:
+    """It once used the device of the tensors: for a described GPU it chose CPU kernels, and meta tensors raised
     NotImplementedError."""
     q = torch.empty(2, 256, 8, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     cp = undivided.ContextParallel(rank=1, world=4, strategy=strategy).bind(1024, mask=masks.causal())
@@ -244,7 +245,7 @@ def test_explain_takes_meta_tensors_of_every_kind_for_this_machine() -> None:
     assert decision.problem.device == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_values_are_asked_for_where_work_is_planned_by_them() -> None:
+def test_values_are_required_if_the_plan_depends_on_them() -> None:
     q, n = torch.empty(1, 16, 2, 8, device="meta"), torch.tensor([60], device="meta")
     cp = undivided.ContextParallel(rank=1, world=4).bind(64)
     with pytest.raises(undivided.InputError, match="mask must hold values under context parallelism"):
@@ -257,7 +258,7 @@ def test_values_are_asked_for_where_work_is_planned_by_them() -> None:
         simulate(2, rank)
 
 
-def test_a_compiled_model_leaves_the_exchange_out_of_its_graph() -> None:
+def test_a_compiled_model_runs_the_exchange_outside_its_graph() -> None:
     q = torch.randn(1, 12, 2, 8)
 
     def rank(group: SimulatedGroup) -> Tensor:
@@ -293,8 +294,8 @@ DECODED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("by", ["all_gather", "ring"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("name", DECODED)
-def test_a_cache_that_is_spread_over_ranks_gives_what_one_cache_gives(name: str, layout: Any, by: Any) -> None:
-    """Two of 17 keys are at rank 1, none at rank 2; the others' stand between one another."""
+def test_a_cache_distributed_over_ranks_equals_one_cache(name: str, layout: Any, by: Any) -> None:
+    """Two of 17 keys are on rank 1, none on rank 2; those of the other ranks alternate."""
     options = dict(DECODED[name])
     q, k, v = (
         _layout.restore(torch.randn(2, length, heads, 8, dtype=torch.float64), layout)
@@ -342,8 +343,8 @@ def test_a_zigzag_prefill_and_steps_after_it_are_one_causal_sequence() -> None:
 
 
 @pytest.mark.parametrize("world", [3, (2, 2)])
-def test_decoding_sends_what_it_says(world: Any) -> None:
-    """n bytes of a partial result: (W - 1) n by all_gather, 2 (W - 1) n / W by ring, whatever there is of keys."""
+def test_decoding_sends_the_documented_number_of_bytes(world: Any) -> None:
+    """With n bytes per partial result: (W - 1) n by all_gather, 2 (W - 1) n / W by ring, for any number of keys."""
     n, strategy = 12 * 6 * (8 + 1) * 4, "ring" if world == 3 else "ring+all_to_all"
 
     def rank(group: SimulatedGroup) -> list[int]:
@@ -361,7 +362,7 @@ def test_decoding_sends_what_it_says(world: Any) -> None:
     assert simulate(world, rank) == [[gathered, rung]] * (3 if world == 3 else 4)
 
 
-def test_steps_of_generation_that_differ_between_ranks_are_an_error_on_each() -> None:
+def test_different_generation_steps_are_an_error_on_each_rank() -> None:
     def rank(group: SimulatedGroup) -> None:
         cp, q, k = undivided.ContextParallel(group), torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
         mine = torch.arange(4) * 2 + cp.rank
@@ -391,7 +392,7 @@ DIFFERENT: dict[str, Callable[[undivided.ContextParallel], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_arguments_that_differ_between_ranks_are_an_error_on_each(what: str) -> None:
+def test_different_arguments_are_an_error_on_each_rank(what: str) -> None:
     def rank(group: SimulatedGroup) -> str:
         with pytest.raises(undivided.InputError, match=f"{what.split('-')[0]} must be the same on every rank"):
             undivided.attention(**DIFFERENT[what](undivided.ContextParallel(group)))
@@ -400,7 +401,7 @@ def test_arguments_that_differ_between_ranks_are_an_error_on_each(what: str) -> 
     assert simulate(3, rank, timeout=20) == ["raised"] * 3
 
 
-def test_strategies_that_differ_between_ranks_are_an_error_on_each() -> None:
+def test_different_strategies_are_an_error_on_each_rank() -> None:
     def rank(group: SimulatedGroup) -> None:
         cp = undivided.ContextParallel(group, "ring" if group.rank else "all_gather")
         with pytest.raises(undivided.InputError, match=r"all_gather on rank 0; ring on ranks 1, 2"):
@@ -409,7 +410,7 @@ def test_strategies_that_differ_between_ranks_are_an_error_on_each() -> None:
     simulate(3, rank, timeout=20)
 
 
-def test_a_rank_that_refuses_its_arguments_tells_the_others() -> None:
+def test_a_rank_that_refuses_its_arguments_is_an_error_on_the_others() -> None:
     def rank(group: SimulatedGroup) -> str:
         cp = undivided.ContextParallel(group)
         with pytest.raises(undivided.InputError if cp.rank == 1 else RankError) as raised:
@@ -437,7 +438,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     assert all("rank 2 failed" in told[r] or f"rank {1 - r}" in told[r] for r in (0, 1)), told
 
 
-def test_a_mask_changed_between_forward_and_backward_is_noticed() -> None:
+def test_a_mask_changed_between_forward_and_backward_is_an_error() -> None:
     def rank(group: SimulatedGroup) -> None:
         cp = undivided.ContextParallel(group).bind(12)
         n = torch.tensor([9])
@@ -501,7 +502,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_before_anything_is_sent(name: str) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_sent(name: str) -> None:
     call, text = WRONG[name]
     with pytest.raises(undivided.InputError, match=text):
         call()
@@ -540,8 +541,8 @@ def test_axes_of_the_group_must_be_those_of_the_strategy() -> None:
         simulate(0, lambda group: None)
 
 
-def test_every_rank_gets_what_everyone_has() -> None:
-    """The helper of these tests, with what it must get wrong if ranks were mixed up."""
+def test_the_helper_everyone_gathers_the_tensors_of_all_ranks() -> None:
+    """The helper of these tests returns the tensors in the order of the ranks."""
 
     def rank(group: SimulatedGroup) -> list[Tensor]:
         return everyone(undivided.ContextParallel(group, "ring+all_to_all"), torch.tensor([float(group.rank)]))
@@ -551,7 +552,7 @@ def test_every_rank_gets_what_everyone_has() -> None:
 
 
 def test_a_window_of_the_catalogue_is_wrong_if_positions_are_mixed_up() -> None:
-    """These tests can fail: another placement for the result than for the inputs is another result."""
+    """These tests can fail: with another placement for the result than for the inputs, the result differs."""
     inputs = in_double(get("window-left3"))
     right = alone(inputs, backend="reference")
     shuffled = {name: t.flip(1) if name == "out" else t for name, t in right.items()}

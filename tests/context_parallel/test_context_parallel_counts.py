@@ -1,4 +1,4 @@
-"""What plans count from ranges, against a count key by key."""
+"""Counts of plans, from ranges, compared with a count key by key."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_ranges_give_what_pairs_give(lengths: list[int], ring: int, members: int
 
 @settings(max_examples=100, deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=30), data=st.data())
-def test_stretches_over_runs_are_counted_key_by_key(runs: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Long and short runs, with stretches over more runs than a step of the table has."""
+def test_ranges_over_runs_equal_a_count_key_by_key(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Long and short runs, with ranges over more runs than one row of the table covers."""
     owner = torch.tensor([rank for rank, size in runs for _ in range(size)])
     keys = st.integers(0, owner.numel())
     ranges = torch.tensor(data.draw(st.lists(st.tuples(keys, keys), max_size=6)), dtype=torch.int64).view(-1, 2)

@@ -51,7 +51,7 @@ NEW = {"qkv_format", "attn_mask_type", "window_size"}
 
 
 def bound(group: SimulatedGroup, comm: str, call: dict[str, Any]) -> undivided.ContextParallel:
-    """24 tokens do not divide by all worlds with documents in them, so the ranks are bound."""
+    """24 tokens with documents are not divisible by every number of ranks, so the ranks are bound."""
     strategy: Any = {"p2p": "ring", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}.get(comm, comm)
     cp = undivided.ContextParallel(group, strategy)
     documents = undivided.masks.documents(OFFSETS) if call["qkv_format"] == "thd" else None
@@ -116,7 +116,7 @@ def test_dot_product_attention(name: str, comm: str) -> None:
 
 @pytest.mark.parametrize("comm", ["p2p", "a2a"])
 @pytest.mark.parametrize("name", ["causal-bshd", "window-sbhd", "packed", "packed-with-gaps"])
-def test_multihead_attention_turns_tokens_at_their_global_positions(name: str, comm: str) -> None:
+def test_multihead_attention_rotates_tokens_by_their_global_positions(name: str, comm: str) -> None:
     call = CALLS[name]
     options = {n: v for n, v in call.items() if n in NEW}
     module = MultiheadAttention(32, 4, num_gqa_groups=2, attention_dropout=0.0, params_dtype=torch.float64, **options)
@@ -139,7 +139,7 @@ def test_transformer_layer(comm: str) -> None:
     compare(module, tokens(call), {"qkv_format": "bshd"}, comm, rotary_pos_emb=RotaryPositionEmbedding(8)(24))
 
 
-def test_recomputed_attention_talks_again() -> None:
+def test_recomputed_attention_communicates_again() -> None:
     compare(
         Core(CALLS["causal-bshd"]).double(),
         tokens(CALLS["causal-bshd"]),
@@ -149,7 +149,7 @@ def test_recomputed_attention_talks_again() -> None:
     )
 
 
-def test_dropout_takes_one_seed_for_all_ranks() -> None:
+def test_dropout_uses_one_seed_for_all_ranks() -> None:
     """The first rank draws it, so that the pattern is that of one process with the same seed."""
     call, x = CALLS["causal-bshd"], tokens(CALLS["causal-bshd"])
 
@@ -172,7 +172,7 @@ def test_dropout_takes_one_seed_for_all_ranks() -> None:
     torch.testing.assert_close(out, alone.flatten(-2), rtol=1e-9, atol=1e-10)
 
 
-def test_an_unbound_group_holds_transformer_engines_chunks() -> None:
+def test_an_unbound_group_has_the_chunks_of_transformer_engine() -> None:
     """24 tokens on 3 ranks: chunks of 4, rank r holds r and 5 - r; a rank says nothing more than its tokens."""
     call, x = CALLS["causal-bshd"], tokens(CALLS["causal-bshd"])
     module = MultiheadAttention(32, 4, attention_dropout=0.0, params_dtype=torch.float64, qkv_format="bshd")
@@ -209,7 +209,7 @@ def test_wrong_groups_are_refused(name: str) -> None:
 @pytest.mark.parametrize("comm", WORLDS)
 @pytest.mark.parametrize("name", ["window-sbhd", "packed", "alibi-bshd"])
 def test_the_largest_score_of_each_head_is_that_of_one_process(name: str, comm: str) -> None:
-    """Some heads' largest score is of a pair that only one rank looks at."""
+    """The largest score of some heads is of a pair that only one rank computes."""
     call = CALLS[name]
     format, new = (call["qkv_format"], {key: value for key, value in call.items() if key in NEW - {"qkv_format"}})
     given = {key: value for key, value in call.items() if key not in NEW}

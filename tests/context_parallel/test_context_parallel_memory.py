@@ -1,4 +1,4 @@
-"""The memory that plans say is what a run holds."""
+"""The memory of plans equals that of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undivided.masks import Mask
 pytestmark = pytest.mark.usefixtures("seen_inside")
 
 MARGIN = 0.12
-"""How far a plan may be from the fullest moment of the fullest rank, either way."""
+"""The largest relative difference between a plan and the peak of a run, in either direction."""
 
 WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 4, "all_to_all": 4, "ring+all_to_all": (2, 2)}
 DOCUMENTS = torch.tensor([0, 100, 164, 700, 1000, 1024])
@@ -56,7 +56,7 @@ def counted(name: str, strategy: str, dtype: torch.dtype) -> list[tuple[int, int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", WORLDS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_holds_what_the_plan_says(
+def test_the_memory_of_a_run_equals_the_plan(
     name: str, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count_as_on_a_network(monkeypatch)
@@ -79,8 +79,8 @@ def test_a_run_holds_what_the_plan_says(
     assert int(option.memory.max()) == pytest.approx(both, rel=MARGIN)
 
 
-def test_what_is_alive_is_counted() -> None:
-    """Views are not counted twice, what is gone no longer, and what a kernel held in between was held."""
+def test_live_tensors_are_counted() -> None:
+    """Views are not counted twice, released tensors are not counted, and temporaries of a kernel are."""
     with LiveBytes() as live:
         a = torch.zeros(10)
         b = a.view(2, 5)

@@ -1,4 +1,4 @@
-"""Plans: what they count is what runs count."""
+"""Plans: their counts equal those of runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_all_pairs_are_counted_once_by_every_option() -> None:
 
 
 def test_a_million_tokens_on_a_thousand_ranks_are_planned_from_ranges() -> None:
-    """A window talks to its neighbours only: 4,095 keys, whatever the length; a rank has 1,024 of its own."""
+    """Under a window a rank needs 4,095 keys of its neighbours, whatever the length; it has 1,024 of its own."""
     found = plan(1 << 20, 8, 128, masks.window(4095, 0), 1024, "ring", "contiguous", kv_heads=1)
     sent = found.best.forward
     assert sent[:-4].unique().tolist() == [4095 * 2 * 128 * 2]
@@ -112,7 +112,7 @@ def test_recommends_with_a_reason() -> None:
     assert int(window.best.forward.max()) == 255 * 8 * 2 * 128 * 2
 
 
-def test_a_mesh_of_two_axes_is_left_out_where_there_is_none() -> None:
+def test_a_mesh_of_two_axes_is_omitted_if_impossible() -> None:
     prime = plan(64, 4, 8, None, 7)
     assert {option.strategy for option in prime.options} == {"ring", "all_gather", "all_to_all"}
     with pytest.raises(undivided.InputError, match="strategy must have a mesh for 7 ranks and 4 key heads"):
@@ -156,13 +156,13 @@ class TestCommand:
         assert all(name in text for name in ("ring+all_to_all", "all_gather", "zigzag", "balanced", "sent backward"))
 
     def test_the_table_of_a_thousand_ranks_fits_in_eighty_columns(self) -> None:
-        """Cells that wrap, or end in an ellipsis, cannot be compared."""
+        """Cells that wrap or are cut cannot be compared."""
         text = command("65536", "--mask", "causal()", "--world", "1024", "--kv-heads", "8", columns=80)
         table = text[text.index("strategy") :].splitlines()[:13]
         assert "…" not in text
         assert all(len(line) <= 80 and line.split()[0] in ("strategy", *WORLDS) for line in table), text
 
-    def test_what_is_wrong_is_said(self) -> None:
+    def test_wrong_arguments_are_refused(self) -> None:
         assert "heads must be a positive number" in command("64", "--heads", "0", code=2)
 
 

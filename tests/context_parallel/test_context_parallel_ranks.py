@@ -143,7 +143,7 @@ PATIENCE = 20.0
 
 
 def faults() -> dict[str, str]:
-    """In each rank, what it was told; the last case ends rank 3."""
+    """The errors that each rank gets; the last case ends rank 3."""
     rank = int(torch.distributed.get_rank())
     group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
     told = {}
@@ -174,7 +174,7 @@ def faults() -> dict[str, str]:
 
 
 def check_faults(told_by_rank: list[Any]) -> None:
-    """What goes wrong on one rank is an error on every rank, in time."""
+    """A fault on one rank is an error on every rank, within the timeout."""
     *alive, dead = told_by_rank
     assert dead is None
     for rank, told in enumerate(alive):
@@ -222,7 +222,7 @@ def order_of_events() -> list[str]:
 
 
 @pytest.mark.slow
-def test_processes_compute_and_send_what_one_computes_and_the_plan_says_and_are_told_what_goes_wrong() -> None:
+def test_processes_equal_one_process_send_what_the_plan_counts_and_report_errors() -> None:
     four, three, counts, events, told = run_ranks(4, compare_four, compare_three, counted, order_of_events, faults)
     assert four == [[]] * 4
     assert three == [[]] * 4

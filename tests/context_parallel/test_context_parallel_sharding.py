@@ -1,4 +1,4 @@
-"""Placements: exact inverses, no token lost, work shared out evenly."""
+"""Placements: exact inverses, no lost tokens, balanced work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def offsets(lengths: list[int]) -> Tensor:
     lengths=st.lists(st.integers(0, 17), min_size=1, max_size=6),
     packed=st.booleans(),
 )
-def test_every_token_has_one_owner_and_comes_back(name: str, world: int, lengths: list[int], packed: bool) -> None:
+def test_every_token_has_one_owner_and_is_gathered_again(
+    name: str, world: int, lengths: list[int], packed: bool
+) -> None:
     length = sum(lengths)
     mask = masks.documents(offsets(lengths)) & masks.causal() if packed else masks.causal()
     ranks = [
@@ -65,7 +67,7 @@ def test_zigzag_of_divisible_documents_is_the_pair_of_chunks_of_each(world: int,
 
 
 @pytest.mark.parametrize("length", [8 * 1024, 10_007])
-def test_zigzag_shares_a_causal_mask_out_to_two_percent(length: int) -> None:
+def test_zigzag_balances_a_causal_mask_to_two_percent(length: int) -> None:
     assert spread("zigzag", masks.causal(), length) <= 1.02
     assert spread("contiguous", masks.causal(), length) > 1.8
 
@@ -84,13 +86,13 @@ MIXED: dict[str, tuple[Mask, int]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_balanced_shares_any_mask_out_to_five_percent(name: str) -> None:
+def test_balanced_balances_any_mask_to_five_percent(name: str) -> None:
     mask, length = MIXED[name]
     assert spread("balanced", mask, length) <= 1.05
     assert spread("contiguous", mask, length) > 1.05 or name == "window-with-prefix"
 
 
-def test_balanced_keeps_long_stretches_where_it_can() -> None:
+def test_balanced_prefers_long_ranges() -> None:
     """The coarsest cut that is even enough: contiguous for a window, a pair of chunks for a causal mask."""
     window = Placement.of("balanced", 8, 4096, None, form=masks.window(8, 0).normal_form(1, 1, 4096, 4096, "cpu"))
     assert runs(window.q[3]) == 1
@@ -124,7 +126,7 @@ def test_positions_count_within_documents() -> None:
     assert cp.positions(within_documents=False).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
 
 
-def test_keys_of_another_length_have_a_placement_of_their_own() -> None:
+def test_keys_of_another_length_have_their_own_placement() -> None:
     ranks = [undivided.ContextParallel(rank=r, world=3).bind(5, 11) for r in range(3)]
     q, k = torch.arange(5), torch.arange(11)
     assert torch.equal(ranks[0].unshard([cp.shard(q, dim=0) for cp in ranks], dim=0), q)

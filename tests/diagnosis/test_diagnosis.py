@@ -1,4 +1,4 @@
-"""`diagnose`: every known error is recognised in what the field prints, provoked for real where a CPU can."""
+"""`diagnose`: every known error is recognised in reported messages, and provoked for real if a CPU can."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def entries() -> Any:
 
 
 class TestTable:
-    def test_ids_are_names_of_their_own(self) -> None:
+    def test_ids_are_unique(self) -> None:
         assert len({entry.id for entry in TABLE}) == len(TABLE)
         assert len(TABLE) >= 40
 
@@ -221,7 +221,7 @@ class TestTable:
         assert ids(undivided.diagnose(FRAMES + entry.example))[0] == entry.id
 
     @entries()
-    def test_every_field_says_something(self, entry: Entry) -> None:
+    def test_every_field_has_a_text(self, entry: Entry) -> None:
         words = entry.to_dict()
         assert all(words.values()), words
         assert entry.cause.endswith((".", ")"))
@@ -262,7 +262,7 @@ class TestField:
         ],
         ids=["unrelated", "broadcast", "memory", "access", "code-in-a-frame", "checkpoint"],
     )
-    def test_other_peoples_errors_are_not_claimed(self, text: str) -> None:
+    def test_errors_of_other_code_do_not_match(self, text: str) -> None:
         answer = undivided.diagnose(text)
         assert not answer.known, ids(answer)
         assert "NVTE_DEBUG_LEVEL=2" in str(answer)
@@ -292,10 +292,7 @@ class TestValues:
                 "AssertionError: Sequence length per GPU needs to be divisible by 2! seq_len 4098, cp_size=4",
                 "Length 4098 is not a multiple of 2 * 4 ranks = 8; the next is 4104.",
             ),
-            (
-                "tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1",
-                "4 query heads to a key",
-            ),
+            ("tensor a (32) must match the size of tensor b (8) at non-singleton dimension 1", "4 query heads per key"),
             ("tensor a (16) must match the size of tensor b (12) at non-singleton dimension 1", "does not divide"),
             (
                 "NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and Ev=72",
@@ -303,7 +300,7 @@ class TestValues:
             ),
         ],
     )
-    def test_numbers_in_the_text_are_used(self, text: str, fact: str) -> None:
+    def test_values_in_the_text_give_facts(self, text: str, fact: str) -> None:
         if text.startswith("tensor a"):
             text = f"RuntimeError: The size of {text}"
         assert fact in " ".join(undivided.diagnose(text).findings[0].facts)
@@ -406,14 +403,14 @@ class TestCommand:
         assert done.exit_code == 0
         assert "sdpa-no-kernel" in done.stdout
 
-    def test_unknown_is_exit_code_1_and_says_what_would_help(self) -> None:
+    def test_an_unknown_error_is_exit_code_1_and_lists_helpful_information(self) -> None:
         done = self.run("KeyError: 'x' with torch 2.6.0")
         assert done.exit_code == 1
         assert "NVTE_DEBUG=1" in done.stdout
         assert "torch 2.6.0" in done.stdout
 
     @pytest.mark.parametrize("text", ["", "\n"])
-    def test_nothing_said_is_exit_code_2(self, text: str) -> None:
+    def test_empty_input_is_exit_code_2(self, text: str) -> None:
         done = self.run(text=text)
         assert done.exit_code == 2
         assert not done.stdout
@@ -431,7 +428,7 @@ class TestCommand:
 
 
 def test_no_valid_plan_begins_with_the_layout_and_the_length() -> None:
-    """The two most frequent causes stood at the end of a list."""
+    """The two most frequent causes were once at the end of a list."""
     (entry, *_) = undivided.diagnose("No valid execution plans built").entries
     assert entry.id == "cudnn-no-plan"
     assert entry.title.index("sbhd or bshd") < entry.title.index("multiple of 64")

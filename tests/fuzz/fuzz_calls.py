@@ -1,4 +1,4 @@
-"""The public calls of `fuzz_inputs`: each with arguments that are right, for the fuzz to spoil."""
+"""The public calls of `fuzz_inputs`, each with valid arguments, which the fuzz then damages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sizes(rng: random.Random) -> Sizes:
 
 
 class Call(NamedTuple):
-    """What is called, with which arguments, by name. `then` is called with the result: a method of what was built."""
+    """A function and its arguments by name. `then` is called with the result, for example a method of a new object."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]

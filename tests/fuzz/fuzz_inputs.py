@@ -35,7 +35,7 @@ MEMORY = 3 << 30
 
 
 def run_case(number: int) -> str:
-    """What becomes of it: "ok", or the kind of error and where it came from."""
+    """The outcome: "ok", or the kind of error and its origin."""
     import torch
     from fuzz_calls import ENTRIES
 
@@ -78,7 +78,7 @@ def _spoiled(rng: random.Random, arguments: dict[str, Any], count: int) -> dict[
 
 
 def _surroundings(rng: random.Random) -> Any:
-    """What a call may be made under: mostly nothing."""
+    """The modes and contexts of a call: mostly none."""
     import torch
     from fuzz_values import FAKE
     from torch.utils.flop_counter import FlopCounterMode
@@ -140,7 +140,7 @@ _PYTORCHS = (
     "got mixed torch.Tensor and DTensor",  # a DTensor as the gradient of a wrapper
     "mutating a non-functional tensor with a functional tensor",
 )
-"""How PyTorch itself refuses what it is given under its own modes."""
+"""Messages with which PyTorch itself refuses inputs under its own modes."""
 
 
 def _kind(error: Exception) -> str:
@@ -166,7 +166,7 @@ def _kind(error: Exception) -> str:
 
 
 def work(first: int, step: int, stop: int) -> None:
-    """A worker: says each number before it runs the case, and what became of it behind it."""
+    """A worker: prints the number of a case before it runs, and its outcome afterwards."""
     import torch
     import torch.distributed.tensor
     import torch.testing._internal.distributed.fake_pg
@@ -201,7 +201,7 @@ class _Worker:
         self.since, self.stderr = time.monotonic(), b""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """What it has said since: (case, outcome). A dead or late worker's case is such an outcome."""
+        """The new lines of the worker: (case, outcome). A crash or a timeout is an outcome too."""
         out, err = self.process.stdout, self.process.stderr
         assert out is not None
         assert err is not None
@@ -238,7 +238,7 @@ class _Worker:
             self._start()
 
     def close(self) -> int:
-        """Wait for its end, which the end of its output announces; its exit code."""
+        """Wait for its end, and return its exit code."""
         out, err = self.process.stdout, self.process.stderr
         assert out is not None
         assert err is not None
@@ -249,7 +249,7 @@ class _Worker:
 
 
 def fuzz(count: int, workers: int = 1, first: int = 0, progress: bool = False) -> dict[str, list[int]]:
-    """The cases by what became of them."""
+    """The cases by outcome."""
     running = [_Worker(first + n, workers, first + count) for n in range(workers)]
     found: dict[str, list[int]] = collections.defaultdict(list)
     while active := [worker for worker in running if worker.next < worker.stop]:

@@ -222,7 +222,7 @@ class Odd:
 
 
 def wrong(rng: random.Random) -> Any:
-    """Something that few arguments may be."""
+    """A value that few arguments accept."""
     return rng.choice(
         (
             None,

@@ -1,4 +1,4 @@
-"""A few hundred cases of `fuzz_inputs`; CONTRIBUTING.md says how to run as many as one likes."""
+"""A few hundred cases of `fuzz_inputs`; CONTRIBUTING.md describes how to run more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replace_sdpa`: unmodified modules run on our function, give PyTorch's results, and everything is put back."""
+"""`replace_sdpa`: unmodified modules run on our function and give PyTorch's results, and everything is restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def put_back() -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """A language model's attention as people write it, with grouped heads and rotary positions."""
+    """The attention of a usual language model, with grouped heads and rotary positions."""
 
     def __init__(self, size: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
 
 
 class ImageBlock(nn.Module):
-    """Three-dimensional tensors, positional arguments, a learned bias and the name ``F``: the other habit."""
+    """Three-dimensional tensors, positional arguments, a learned bias and the name ``F``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def padding(batch: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal-flag", "boolean-mask"])
-def test_a_model_that_calls_the_function_itself(masked: bool) -> None:
+def test_a_model_that_calls_the_function_directly(masked: bool) -> None:
     mask = ~padding(2, 9)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril() if masked else None
     assert_the_same(LanguageModel(), 3, torch.randint(50, (2, 9)), mask)
 
@@ -129,7 +129,7 @@ def test_a_model_of_the_transformers_library(padded: bool) -> None:
 
     def step() -> list[Tensor]:
         out = model(tokens, attention_mask=attend, labels=tokens)
-        real = out.logits[attend.bool()]  # what stands in the padding is nobody's business
+        real = out.logits[attend.bool()]  # the content of the padding does not matter
         return [real, *torch.autograd.grad(out.loss, list(model.parameters()))]
 
     def generated() -> Tensor:
@@ -147,7 +147,7 @@ def test_a_model_of_the_transformers_library(padded: bool) -> None:
 
 
 class DiffusionBlock(nn.Module):
-    """As denoising networks are written: an image attends to itself, then to a text, with an additive mask for each
+    """A block of a denoising network: an image attends to itself, then to a text, with an additive mask for each
     head."""
 
     def __init__(self, channels: int, context: int, heads: int = 4) -> None:
@@ -187,7 +187,7 @@ def test_a_denoising_block_of_an_image_and_a_text() -> None:
 
 
 class VisionBlock(nn.Module):
-    """As image classifiers are written: pre-norm, ``nn.MultiheadAttention`` asked for no weights, an MLP."""
+    """A block of an image classifier: pre-norm, ``nn.MultiheadAttention`` without weights, an MLP."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -202,8 +202,7 @@ class VisionBlock(nn.Module):
 
 
 class WindowedVisionBlock(nn.Module):
-    """As windowed image models are written: windows as batch, packed projections, a learned bias and a mask of
-    windows."""
+    """A block of a windowed image model: windows as batch, packed projections, a learned bias and a mask of windows."""
 
     def __init__(self, size: int, heads: int = 4, window: int = 3) -> None:
         super().__init__()
@@ -331,7 +330,7 @@ def q(grad: bool = False) -> Tensor:
     return torch.randn(1, 2, 5, 8, requires_grad=grad)
 
 
-def test_handle_says_what_it_is() -> None:
+def test_the_repr_of_a_handle() -> None:
     replaced = undivided.replace_sdpa()
     assert replaced.active
     assert F.scaled_dot_product_attention is not PYTORCHS
@@ -374,8 +373,8 @@ def test_the_fast_path_stays_off_where_it_was_off() -> None:
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_somebody_elses_replacement_stays_and_falls_through_to_pytorch() -> None:
-    """A library wraps what it finds, which is ours, and keeps it after we are gone, and when we come back."""
+def test_another_librarys_replacement_stays_and_falls_back_to_pytorch() -> None:
+    """Another library wraps our function, and keeps it after our replacement ended and when it starts again."""
     replaced, x = undivided.replace_sdpa(), q()
     kept, served = F.scaled_dot_product_attention, []
 
@@ -439,7 +438,7 @@ def recorded() -> Iterator[None]:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("record", [torch.jit.script, lambda m: torch.jit.trace(m, (q(),))], ids=["script", "trace"])
-def test_torchscript_holds_pytorchs_operator(record: Callable[[nn.Module], Any]) -> None:
+def test_torchscript_contains_pytorchs_operator(record: Callable[[nn.Module], Any]) -> None:
     """A TorchScript program runs where this library is not installed, in C++ for one."""
     module, x = (Scaled(), torch.randn(2, 3, 7, 8))  # another batch, other heads and another length than were traced
     with undivided.replace_sdpa():
@@ -465,7 +464,7 @@ def test_pytorchs_modules_can_be_scripted(make: Callable[[], nn.Module]) -> None
 
 
 @pytest.mark.usefixtures("recorded")
-def test_what_torchscript_knows_of_the_replacement_ends_with_it() -> None:
+def test_the_torchscript_entry_of_the_replacement_is_removed_with_it() -> None:
     table = torch.jit._builtins._get_builtin_table()
     before = dict(table)
     first, second = undivided.replace_sdpa(), undivided.replace_sdpa()
@@ -475,7 +474,7 @@ def test_what_torchscript_knows_of_the_replacement_ends_with_it() -> None:
     assert table == before
 
 
-def test_torch_fx_traces_symbolically_and_the_graph_holds_ours() -> None:
+def test_torch_fx_traces_symbolically_and_the_graph_contains_ours() -> None:
     module, x = Scaled(), q()
     with undivided.replace_sdpa() as replaced:
         graph = torch.fx.symbolic_trace(module)
@@ -493,7 +492,7 @@ def test_torch_fx_traces_symbolically_and_the_graph_holds_ours() -> None:
 )  # torch 2.13 in its own run_decompositions
 @pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
 @pytest.mark.parametrize("decomposed", [False, True], ids=["whole", "decomposed"])
-def test_torch_export_holds_ours_for_every_length(strict: bool, decomposed: bool) -> None:
+def test_torch_export_contains_ours_for_every_length(strict: bool, decomposed: bool) -> None:
     module = Scaled()
     with undivided.replace_sdpa() as replaced:
         program = torch.export.export(module, (q(),), dynamic_shapes=({2: torch.export.Dim("length")},), strict=strict)

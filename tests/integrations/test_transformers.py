@@ -25,7 +25,7 @@ Counter = Callable[[], int]
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """How many calls ran on Undivided so far: none would mean that eager was compared with itself."""
+    """The number of calls that ran on Undivided; with none, eager would be compared with itself."""
     register()
     count = 0
     ours = _attention.attend
@@ -107,7 +107,7 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
 @pytest.mark.parametrize("name", [*models.DECODERS, *models.SEQ2SEQ])
-def test_the_same_20_tokens(name: str, options: dict[str, Any]) -> None:
+def test_generation_gives_the_same_20_tokens(name: str, options: dict[str, Any]) -> None:
     """Left-padded prompts; windows and chunks are shorter than prompt and answer, so that caches forget and roll
     over."""
     inputs = inputs_of(name)
@@ -135,7 +135,7 @@ def test_right_padded_prompts_leave_holes_in_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma-3", "llama-4"])
-def test_a_prompt_in_pieces_and_answers_of_several_tokens(name: str) -> None:
+def test_chunked_prefill_and_answers_of_several_tokens(name: str) -> None:
     """Chunked prefill: the second piece meets a cache, and its queries begin in the middle."""
     text, real = models.tokens(), models.real_tokens("left")
 
@@ -205,7 +205,7 @@ def gradients_backward(loss: Tensor, network: nn.Module) -> list[Tensor]:
     return [weight.grad for weight in network.parameters() if weight.grad is not None]
 
 
-def test_attention_dropout_is_on_in_training_alone() -> None:
+def test_attention_dropout_is_applied_only_in_training() -> None:
     network = models.build("llama", "undivided", attention_dropout=0.5)
     plain = models.build("llama", "undivided")
     text = models.tokens()
@@ -268,7 +268,7 @@ def test_the_weights_on_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "clipseg"])
-def test_the_weights_of_layers_that_are_not_told(name: str) -> None:
+def test_the_weights_of_layers_that_collect_them_by_hooks(name: str) -> None:
     """OPT, GPT-2, SigLIP, DPT, YOLOS and others collect weights by hooks and do not hand ``output_attentions`` to their
     layers. CLIPSeg's layers are told."""
     kind = {"gpt-2": "gpt2", "clipseg": "clipseg_vision_model"}[name]
@@ -329,7 +329,7 @@ def test_only_rows_of_padding_differ_from_eager(name: str) -> None:
     assert float((ours - eager)[~real].abs().max()) > 0.1
 
 
-def test_switching_a_model_that_is_there() -> None:
+def test_switching_an_existing_model() -> None:
     network = models.build("llama", "eager")
     text = models.tokens()
     expected = network(text).logits

@@ -1,5 +1,4 @@
-"""What a mask of transformers becomes: the same pairs as the library's own dense mask, and structure wherever it is
-known."""
+"""Masks of transformers: the same pairs as the library's dense mask, with structure if it is known."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def test_the_same_pairs_as_the_dense_mask_of_transformers(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_known_masks_stay_structure(function: str, call: str, padding: str) -> None:
-    """Ranges alone, never a tensor with an entry for each pair. (A window that looks ahead into an unfilled static
-    cache is the one that lengths cannot say.)"""
+    """Ranges alone, never a tensor with an entry for each pair. (The exception is a window that looks ahead into a
+    partly filled static cache: lengths cannot express it.)"""
     given = PADDING[padding]
     seen = CALLS[call]["q_length"] + CALLS[call].get("q_offset", 0)
     real = None if given is None else torch.tensor(given, dtype=torch.bool)[:, :seen]
@@ -91,7 +90,7 @@ def test_known_masks_stay_structure(function: str, call: str, padding: str) -> N
     assert mask.kinds <= STRUCTURE or (function == "bidirectional-window-2" and "static" in call)
 
 
-def test_limits_that_cut_nothing_are_left_out() -> None:
+def test_limits_that_hide_nothing_are_omitted() -> None:
     """A decoding step without padding attends to all keys that are there: no mask at all."""
     causal = masking_utils.causal_mask_function
     real = torch.ones(2, 9, dtype=torch.bool)
@@ -136,8 +135,8 @@ def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) ->
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_packed_documents_among_other_conditions(swapped: bool) -> None:
-    """Padding is a map of keys; chunks of the row, which do not begin with the documents, and other documents are
-    asked."""
+    """Padding is a mask of keys; chunks that do not begin with the documents, and other documents, are evaluated as
+    functions."""
     positions, others = (torch.tensor([row]) for row in ([0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2, 3]))
 
     def packed(at: Tensor) -> Any:
@@ -158,7 +157,7 @@ def test_packed_documents_among_other_conditions(swapped: bool) -> None:
         assert torch.equal(model_mask(1, 9, 9, mask_function=made).to_dense(), expected)
 
 
-def test_what_is_not_known_is_asked_pair_by_pair() -> None:
+def test_unknown_functions_are_evaluated_pair_by_pair() -> None:
     """Image tokens that see each other: a union. The rest of an intersection keeps its structure."""
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]] * 2)
     causal = masking_utils.causal_mask_function
@@ -174,7 +173,7 @@ def test_what_is_not_known_is_asked_pair_by_pair() -> None:
 
 
 def test_functions_of_single_positions_are_vmapped() -> None:
-    """What a model's user adds may be written for one position at a time, tables and all."""
+    """Functions added by a user may be written for single positions, and may index tables."""
     table = torch.tensor([0, 0, 1, 1, 0, 2, 2, 0, 1])
 
     def mine(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -187,8 +186,7 @@ def test_functions_of_single_positions_are_vmapped() -> None:
 
 
 def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later version of transformers may count a window differently: then the function itself is asked, not our
-    reading."""
+    """A later version of transformers may count a window differently: then the function itself is evaluated."""
 
     def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
         def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -213,8 +211,8 @@ def test_windows_of_nothing_and_masks_without_a_function() -> None:
     assert model_mask(1, 3, 3).mask.is_full
 
 
-def test_a_mask_that_was_made_before_comes_back() -> None:
-    """``generate`` with a static cache makes the masks ahead of the model, which asks again with them."""
+def test_an_existing_mask_is_returned() -> None:
+    """``generate`` with a static cache creates the masks before the model, which then passes them again."""
     mask = model_mask(2, 1, 12, 8, mask_function=masking_utils.causal_mask_function)
     assert model_mask(2, 1, 1, attention_mask=mask) is mask
     assert mask.contiguous() is mask
@@ -280,7 +278,7 @@ def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(name
     ],
     ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"],
 )
-def test_what_leaves_the_mask_as_it_is_keeps_its_structure(passed_on: Callable[[Any], Any]) -> None:
+def test_operations_that_do_not_change_the_mask_keep_its_structure(passed_on: Callable[[Any], Any]) -> None:
     mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
     assert passed_on(mask) is mask
     assert (mask.dim(), mask.size(), mask.size(-1), mask.requires_grad) == (4, (1, 1, 3, 3), 3, False)
@@ -291,8 +289,8 @@ def test_what_leaves_the_mask_as_it_is_keeps_its_structure(passed_on: Callable[[
     assert copy.deepcopy(mask).shape == mask.shape
 
 
-def test_a_part_of_the_mask_is_attended_with_as_a_tensor() -> None:
-    """What a model made of its mask comes back as booleans or as numbers."""
+def test_a_slice_of_the_mask_is_accepted_as_a_tensor() -> None:
+    """A mask that a model has changed is a boolean or a floating-point tensor."""
     q, k = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 3, 4)
     mask: Any = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask.dense[:, :, 1:])
@@ -305,14 +303,14 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("argument", ["head_mask", "cache"])
-def test_what_changes_the_result_and_is_not_supported_is_refused(argument: str) -> None:
+def test_unsupported_arguments_that_change_the_result_are_refused(argument: str) -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(InputError, match=f"{argument} must be None"):
         attention(Layer(), q, q, q, None, **{argument: torch.zeros(1)})
 
 
 def test_a_mask_of_one_row_is_for_all_queries() -> None:
-    """LightGlue asks for the mask of one query and gives it to a layer of many."""
+    """LightGlue creates the mask of one query and passes it to a layer with many."""
     q, k = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
     real = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
     made = masking_utils.bidirectional_mask_function
@@ -368,7 +366,7 @@ def test_blocks_of_keys_chosen_by_index() -> None:
 
 
 def test_a_mask_for_other_sizes_is_refused() -> None:
-    """Bottom-right causal for 5 keys is another mask than for 6: nothing may be silently aligned anew."""
+    """A bottom-right causal mask for 5 keys differs from one for 6: it must not be silently aligned again."""
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 6, 4)
     mask = model_mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
     with pytest.raises(InputError, match="attention_mask must be for 3 queries and 6 keys"):
@@ -386,8 +384,8 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
 
 
 @pytest.mark.parametrize("numbers", [False, True], ids=["boolean", "numbers"])
-def test_masks_of_the_users_own(numbers: bool) -> None:
-    """A 4-D tensor goes through transformers as it is; one made for a whole static cache is cut."""
+def test_masks_given_by_the_user(numbers: bool) -> None:
+    """A 4-D tensor passes through transformers unchanged; one for a whole static cache is sliced."""
     q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
     mask = torch.rand(2, 1, 3, 8) > 0.3
     mask[..., 0] = True

@@ -41,8 +41,8 @@ def test_an_architecture_is_equal_in_every_case(model_type: str) -> None:
         assert {"right", "left"} <= found.keys()
 
 
-def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: attention that is one thousandth too large, weights that are left out, an error."""
+def test_the_comparison_detects_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: for attention that is one thousandth too large, missing weights, and an error."""
     register()
     ours = _attention.attend
     monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.001 * ours(*args, **options))
@@ -66,7 +66,7 @@ def test_attention_that_never_ran_does_not_count() -> None:
     assert compare("layoutxlm") == {"": Outcome("unbuilt", "there is no module modeling_layoutxlm")}
 
 
-def test_rounding_that_a_model_amplifies_is_told_from_an_error() -> None:
+def test_amplified_rounding_is_distinguished_from_an_error() -> None:
     expected = {"out": torch.ones(10), "grad a": torch.ones(10), "grad b": torch.zeros(10)}
     off = {name: tensor + 1e-3 for name, tensor in expected.items()}
     assert _compare.difference(expected, expected, 1e-9) == ""

@@ -1,4 +1,5 @@
-"""Masks as exact sets of pairs, against definitions written as nested loops that share nothing with the library."""
+"""Masks as exact sets of pairs, compared with definitions written as nested loops that share no code with the
+library."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def pairs_of(tensor: Tensor) -> set[tuple[int, ...]]:
 
 
 def agree(case: Case) -> None:
-    """Every representation of the mask has the pairs of the definition."""
+    """Assert that every representation of the mask has the pairs of the definition."""
     sizes = (case.batch, case.heads, case.q_len, case.kv_len)
     expected = case.pairs()
     case.mask.check(*sizes, packed=case.packed, device=CPU)
@@ -218,7 +219,7 @@ class TestConstructors:
         agree(Case(masks.window(left, right, align), 1, q_len, kv_len, rules=(window_rule(left, right),), align=align))
 
     @pytest.mark.parametrize("n", [0, 2, 9])
-    def test_prefix_beside_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
+    def test_prefix_joined_to_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
         for left, right in [(None, 0), (1, 0), (0, 1), (1, None), (None, None)]:
             rules = (either(window_rule(left, right), prefix_rule(n)),)
             for mask in (
@@ -232,7 +233,7 @@ class TestConstructors:
         agree(Case(masks.sinks(n, align), 1, q_len, kv_len, rules=(sinks_rule(n),), align=align))
 
     @pytest.mark.parametrize("n", [0, 2, 9])
-    def test_sinks_beside_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
+    def test_sinks_joined_to_a_window(self, q_len: int, kv_len: int, align: str, n: int) -> None:
         for left, right in [(None, 0), (0, 0), (1, 0), (0, 1), (2, 3), (1, None), (None, None)]:
             rules = (either(window_rule(left, right), sinks_rule(n)),)
             for mask in (
@@ -467,7 +468,7 @@ def test_a_streaming_window_with_sinks_never_sees_the_future() -> None:
     assert (masks.window(2, 0) | masks.prefix(4)).to_dense(1, 1, 8, 8)[..., future].any()
 
 
-def test_sinks_beside_a_window_are_described_as_they_were_written() -> None:
+def test_sinks_joined_to_a_window_are_described_by_their_calls() -> None:
     mask = masks.window(2, 0, align="bottom_right") | masks.sinks(4)
     assert repr(mask) == "window(2, 0, align='bottom_right') | sinks(4)"
     assert masks.describe(mask.structure) == "(window(2, 0) | sinks) (bottom-right)"
@@ -475,7 +476,7 @@ def test_sinks_beside_a_window_are_described_as_they_were_written() -> None:
     assert repr(masks.Mask.unflatten(spec, tensors)) == repr(mask)
 
 
-def test_prefix_lm_needs_one_range_a_row() -> None:
+def test_prefix_lm_needs_one_range_per_row() -> None:
     assert (masks.causal() | masks.prefix(3)).intervals(5, 5).shape[-1] == 2
 
 

@@ -1,4 +1,4 @@
-"""Masks besides their pairs: structure, alignment, errors, memory, changes in place, compilation, pictures."""
+"""Masks except their pairs: structure, alignment, errors, memory, changes in place, compilation, pictures."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def everywhere(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     ],
     ids=lambda value: repr(value) if isinstance(value, Mask) else "",
 )
-def test_kinds_name_what_is_there(mask: Mask, kinds: set[str]) -> None:
+def test_kinds_name_the_contents_of_a_mask(mask: Mask, kinds: set[str]) -> None:
     assert mask.kinds == kinds
 
 
-def test_bands_merge_to_the_narrower_side() -> None:
+def test_the_intersection_of_bands_has_the_narrower_sides() -> None:
     assert (window(4, None) & window(7, 1) & causal()).band == (4, 0)
     assert (window(None, 2) & FULL).band == (None, 2)
 
@@ -74,7 +74,7 @@ def test_structure_is_equal_for_masks_that_a_kernel_treats_alike() -> None:
     assert documents([0, 1], max_q=1).structure == documents([0, 3], max_q=3).structure
 
 
-def test_structure_tells_apart_what_a_kernel_treats_differently() -> None:
+def test_structure_differs_for_masks_that_a_kernel_treats_differently() -> None:
     every = [
         FULL,
         causal(),
@@ -162,7 +162,7 @@ def test_tensors_are_the_callers_and_each_is_listed_once() -> None:
     assert [t is n for t in (lengths(n, n) & prefix(n)).tensors] == [True]
 
 
-def test_document_sizes_are_read_where_the_host_knows_them() -> None:
+def test_document_sizes_are_read_if_the_host_knows_them() -> None:
     assert documents([0, 2, 7], [0, 1, 2]).document_sizes == (2, 5, 1)
     assert documents([0]).document_sizes == (0, 0, 0)
     on_meta = torch.zeros(3, dtype=torch.int32, device="meta")
@@ -199,7 +199,7 @@ SAME = torch.tensor([2, 3])
     ],
     ids=lambda value: repr(value),
 )
-def test_alignments_agree_where_queries_and_keys_are_as_many(
+def test_alignments_agree_for_as_many_queries_as_keys(
     mask: Mask, sizes: tuple[int, int, int], resolved: str | None
 ) -> None:
     assert mask.resolved_align(*sizes) == resolved
@@ -220,7 +220,7 @@ def test_alignments_agree_where_queries_and_keys_are_as_many(
     ],
     ids=lambda value: repr(value),
 )
-def test_alignment_left_out_where_it_matters_is_an_error(mask: Mask, sizes: tuple[int, int, int], hint: str) -> None:
+def test_a_missing_alignment_is_an_error_if_it_matters(mask: Mask, sizes: tuple[int, int, int], hint: str) -> None:
     with pytest.raises(InputError, match=f"top-left and bottom-right differ(.|\n)*HINT(.|\n)*{hint}"):
         mask.resolved_align(*sizes)
     with pytest.raises(InputError, match="align must"):
@@ -339,7 +339,7 @@ def test_tensors_on_the_wrong_device_are_refused() -> None:
     ],
     ids=["numbers", "nothing", "another-shape"],
 )
-def test_a_predicate_that_returns_no_mask_is_refused(fn: Callable[..., Any], message: str) -> None:
+def test_a_predicate_that_does_not_return_a_mask_is_refused(fn: Callable[..., Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         masks.predicate(fn).intervals(3, 3)
 
@@ -366,11 +366,11 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
     ],
     ids=["starred", "default", "partial", "decorated"],
 )
-def test_a_predicate_is_whatever_can_be_called_with_four_indices(fn: Callable[..., Any]) -> None:
+def test_a_predicate_is_any_callable_of_four_indices(fn: Callable[..., Any]) -> None:
     assert masks.predicate(fn).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
 
 
-def test_a_predicate_without_a_signature_is_taken_as_it_is() -> None:
+def test_a_predicate_without_a_signature_is_accepted() -> None:
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(max)
     assert masks.predicate(max).kinds == {"predicate"}
@@ -379,7 +379,7 @@ def test_a_predicate_without_a_signature_is_taken_as_it_is() -> None:
 # Cached results and changes in place.
 
 
-def test_ranges_are_remembered_until_a_tensor_changes_in_place() -> None:
+def test_ranges_are_cached_until_a_tensor_changes_in_place() -> None:
     n = torch.tensor([1, 2])
     mask = lengths(n) & prefix(9)
     first = mask.normal_form(2, 1, 2, 3, CPU)
@@ -399,7 +399,7 @@ def test_ranges_are_remembered_until_a_tensor_changes_in_place() -> None:
     ],
     ids=["ids", "prefix-view", "offset-view", "dense-of-a-copy"],
 )
-def test_a_mask_means_what_its_tensors_hold_now(
+def test_a_mask_has_the_current_values_of_its_tensors(
     make: Callable[[Tensor], Mask], change: Callable[[Tensor], object]
 ) -> None:
     t = torch.tensor([[0, 1, 1]])
@@ -409,7 +409,7 @@ def test_a_mask_means_what_its_tensors_hold_now(
     assert torch.equal(mask.to_dense(1, 1, 3, 3), make(t).to_dense(1, 1, 3, 3))
 
 
-def test_a_predicate_sees_what_it_captured_change() -> None:
+def test_a_change_of_a_captured_tensor_changes_a_predicate() -> None:
     limit = torch.tensor(1)
     mask = masks.predicate(lambda b, h, q, k: k < limit)
     assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
@@ -454,8 +454,8 @@ def by_dict(limit: Tensor) -> Callable[..., Tensor]:
     [by_default, by_object, by_dict, Limit, lambda limit: Limit(limit).forward],
     ids=["default", "object", "dict", "module", "method"],
 )
-def test_a_predicate_sees_what_it_reaches_indirectly_change(make: Callable[[Tensor], Any]) -> None:
-    """Only closures, globals and partials were watched: a method's `self` was not, and its old ranges were used."""
+def test_a_change_of_an_indirectly_captured_tensor_changes_a_predicate(make: Callable[[Tensor], Any]) -> None:
+    """Only closures, globals and partials were tracked: a method's `self` was not, and its old ranges were used."""
     limit = torch.tensor(1)
     mask = masks.predicate(make(limit))
     assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
@@ -493,7 +493,7 @@ def test_alignment_is_compared_again_after_a_change_in_place() -> None:
         mask.resolved_align(2, 2, 2)
 
 
-def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
+def test_a_form_keeps_the_positions_of_the_values_it_was_built_from() -> None:
     n = torch.tensor([1, 2])
     form = (causal("bottom_right") & lengths(n)).normal_form(2, 1, 1, 3, CPU)
     n.zero_()
@@ -505,21 +505,21 @@ def test_a_form_keeps_the_positions_of_the_values_it_was_made_from() -> None:
 
 
 @pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
-def test_ranges_stay_within_the_keys_even_where_values_could_not_be_checked(mask: Mask) -> None:
-    """Lengths on a GPU are not read: wrong ones must not make a kernel access memory out of bounds."""
+def test_ranges_stay_within_the_keys_even_if_values_could_not_be_checked(mask: Mask) -> None:
+    """Lengths on a GPU are not checked: wrong ones must not make a kernel access memory out of bounds."""
     ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # as attention does; unlike intervals(), without checks
     assert int(ranges.min()) >= 0
     assert int(ranges.max()) == 4
 
 
 @pytest.mark.parametrize("ask", ["intervals", "to_dense", "draw"])
-def test_asking_a_mask_itself_checks_the_sizes_too(ask: str) -> None:
+def test_methods_of_a_mask_check_the_sizes_too(ask: str) -> None:
     sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
     with pytest.raises(InputError, match="at most 4"):
         getattr(lengths([9]), ask)(*sizes)
 
 
-def test_inference_tensors_have_no_version_and_are_never_remembered() -> None:
+def test_inference_tensors_have_no_version_and_are_never_cached() -> None:
     with torch.inference_mode():
         n = torch.tensor([1])
         mask = lengths(n)
@@ -532,7 +532,7 @@ def test_inference_tensors_have_no_version_and_are_never_remembered() -> None:
             mask.check(1, 1, 1, 3, packed=False, device=CPU)
 
 
-def test_forms_made_in_inference_mode_serve_training_later() -> None:
+def test_forms_built_in_inference_mode_can_be_used_in_training() -> None:
     with torch.inference_mode():
         form = causal().normal_form(1, 1, 5, 5, CPU)
     assert not form.ranges.is_inference()
@@ -600,7 +600,7 @@ def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
     assert all(t.device.type == "cpu" for t in mask.tensors)
 
 
-def test_a_moved_mask_knows_what_its_values_said() -> None:
+def test_a_moved_mask_keeps_the_longest_document() -> None:
     """Otherwise a kernel on a GPU waits to read the longest document."""
     moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
     assert moved.document_sizes == (2, 3, 1)
@@ -610,7 +610,7 @@ def test_a_moved_mask_knows_what_its_values_said() -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu", 3.5, None])
-def test_a_mask_moves_to_devices_only(device: Any) -> None:
+def test_a_mask_cannot_move_to_an_invalid_device(device: Any) -> None:
     with pytest.raises(InputError, match=r"device must be a torch\.device or its name, got"):
         causal().to(device)
 
@@ -625,7 +625,7 @@ def test_a_released_predicate_is_not_found_again() -> None:
         Mask.unflatten(spec, [])
 
 
-def test_copies_leave_remembered_values_behind() -> None:
+def test_copies_do_not_contain_cached_values() -> None:
     mask = causal("top_left") & lengths(torch.tensor([1, 3])) & masks.predicate(everywhere)
     dense = mask.to_dense(2, 1, 3, 3)
     for copied in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
@@ -669,7 +669,7 @@ def test_a_million_tokens_take_memory_in_proportion(name: str) -> None:
     assert largest.elements <= 4 * S
 
 
-def test_dense_masks_and_predicates_are_read_a_block_at_a_time() -> None:
+def test_dense_masks_and_predicates_are_evaluated_block_by_block() -> None:
     size = 4096
     mask = masks.predicate(lambda b, h, q, k: (q - k) % 3 == 0) & causal()
     with Largest() as largest:
@@ -709,7 +709,7 @@ def test_masks_are_built_inside_compiled_functions() -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled_tensors, tensors, strict=True))
 
 
-def test_a_predicate_mask_made_outside_is_used_in_a_compiled_function() -> None:
+def test_a_predicate_mask_built_outside_is_used_in_a_compiled_function() -> None:
     mask = masks.predicate(everywhere)
 
     def use(x: Tensor) -> tuple[Tensor, str]:
@@ -719,7 +719,7 @@ def test_a_predicate_mask_made_outside_is_used_in_a_compiled_function() -> None:
     assert Mask.unflatten(spec, []).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
 
 
-def test_a_predicate_made_while_compiling_is_refused() -> None:
+def test_a_predicate_built_while_compiling_is_refused() -> None:
     def build(x: Tensor) -> Tensor:
         masks.predicate(everywhere)
         return x
@@ -788,12 +788,12 @@ def test_str_draws_a_small_example(mask: Mask, picture: str | None) -> None:
     assert str(mask) == picture or (picture is None and str(mask).startswith("predicate(everywhere)\n"))
 
 
-def test_str_of_an_ambiguous_mask_says_so_instead_of_raising() -> None:
+def test_str_of_an_ambiguous_mask_contains_the_error_instead_of_raising() -> None:
     assert "align must be given" in str(causal() & lengths([1, 2]))
 
 
-def test_a_picture_in_text_that_nobody_reads_is_refused() -> None:
-    """It would take 10 GB of characters, and as many pairs first."""
+def test_a_text_picture_that_is_too_large_is_refused() -> None:
+    """It would need 10 GB of characters, and as many pairs."""
     with pytest.raises(InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"):
         causal().draw(100_000, 100_000)
 

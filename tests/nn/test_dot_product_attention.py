@@ -1,7 +1,7 @@
 """DotProductAttention matches the definitions of its mask types, windows, biases and softmax types, in every format.
 
 Masks are compared as sets of pairs: with values that are unit vectors the output is the row of probabilities, and a
-pair is allowed where its probability is not 0. What must be allowed is written out in `definition`, from the words of
+pair is allowed where its probability is not 0. `definition` has the allowed pairs, written from the documentation of
 the interface.
 """
 
@@ -115,7 +115,7 @@ def test_every_mask_type_and_window_is_its_exact_set_of_pairs(
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
 @pytest.mark.parametrize("q", [(3, 1, 4), (2, 4, 3)], ids=["self", "cross"])
-def test_packed_sequences_see_exactly_themselves(
+def test_packed_sequences_attend_exactly_to_themselves(
     kind: str, window: tuple[int, int] | None, asked: bool | None, padded: bool, q: tuple[int, ...]
 ) -> None:
     kv = (3, 1, 4)
@@ -194,7 +194,7 @@ def test_a_pair_of_padding_masks_is_for_queries_and_keys(kind: str) -> None:
     assert recovered(module, 3, 5, attention_mask=(padding_mask(3, *q), padding_mask(5, *kv))) == want
 
 
-def test_a_padding_mask_with_holes_hides_the_holes_and_keeps_the_places() -> None:
+def test_a_padding_mask_with_holes_hides_the_holes_and_keeps_the_positions() -> None:
     real = ([0, 2, 3], [1, 4])
     mask = padding_mask(5, *real)
     module = DotProductAttention(H, (D, 5), qkv_format="bshd", attn_mask_type="padding")
@@ -246,7 +246,7 @@ def test_arbitrary_masks_where_true(shape: tuple[int, ...], window: tuple[int, i
         ("padding", (-1, 0), (-1, -1)),
     ],
 )
-def test_a_window_that_is_rewritten_is_announced(kind: str, window: tuple[int, int], becomes: tuple[int, int]) -> None:
+def test_a_changed_window_gives_a_warning(kind: str, window: tuple[int, int], becomes: tuple[int, int]) -> None:
     with pytest.warns(UserWarning, match="becomes") as caught:
         module = DotProductAttention(H, D, qkv_format="bshd", attn_mask_type=kind, window_size=window)
     assert module.window_size == becomes
@@ -264,7 +264,7 @@ def test_a_window_at_the_call_replaces_that_of_construction() -> None:
 
 
 @pytest.mark.parametrize("kind", ["causal", "causal_bottom_right"])
-def test_the_mask_type_decides_its_diagonal_and_says_so(kind: str) -> None:
+def test_the_mask_type_defines_its_diagonal_with_a_warning(kind: str) -> None:
     contradicting = kind == "causal"
     module = DotProductAttention(H, (D, 6), qkv_format="bshd", attn_mask_type=kind)
     with warnings.catch_warnings():
@@ -417,7 +417,7 @@ def test_the_largest_score_over_many_blocks_is_that_over_one(monkeypatch: pytest
     q, k, v = (torch.randn(2, 300, H, D) for _ in range(3))
     _, whole = module(q, k, v)
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 9)
-    monkeypatch.setattr(reference, "MOST_ROWS", 32)
+    monkeypatch.setattr(reference, "MAX_ROWS", 32)
     torch.testing.assert_close(module(q, k, v)[1], whole)
 
 
@@ -437,7 +437,7 @@ def test_packed_qkv_and_kv_layers_are_their_parts(format: str, interleave: int) 
     )
 
 
-def test_dropout_is_on_in_training_alone() -> None:
+def test_dropout_is_applied_only_in_training() -> None:
     module = DotProductAttention(H, D, attention_dropout=0.5, qkv_format="bshd")
     q = torch.randn(2, 8, H, D)
     plain = DotProductAttention(H, D, qkv_format="bshd")(q, q, q)
@@ -469,8 +469,8 @@ def test_checkpointing_gives_the_same_gradients_with_dropout_bias_and_offset() -
         torch.testing.assert_close(plain, recomputed)
 
 
-def test_it_is_undivided_attention() -> None:
-    """The module adds no arithmetic: it equals the function bit by bit, on the same backend."""
+def test_the_module_equals_undivided_attention() -> None:
+    """The module adds no arithmetic: it equals the function bitwise, on the same backend."""
     q, k, v = (torch.randn(2, 33, heads, 64) for heads in (8, 2, 2))
     out = DotProductAttention(8, 64, 2, qkv_format="bshd", softcap=20.0)(q, k, v)
     want = undivided.attention(q, k, v, layout="bshd", mask=masks.causal(), softcap=20.0)

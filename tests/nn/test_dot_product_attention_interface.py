@@ -49,7 +49,7 @@ def positional(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def test_the_constructor_is_transformer_engines_but_for_the_format() -> None:
+def test_the_constructor_is_transformer_engines_except_the_format() -> None:
     """Argument by argument; only the format has no default, because shapes do not reveal a wrong one."""
     without_default = [word.replace("qkv_format='sbhd'", "qkv_format=None") for word in CONSTRUCTOR]
     assert positional(DotProductAttention.__init__) == without_default
@@ -72,9 +72,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (works|hint|refused|different)\b[^|]* \| [^|]+
     ("heading", "signature", "beyond"),
     [("## The constructor", CONSTRUCTOR, ["backend", "softcap", "device"]), ("## The call", FORWARD, [])],
 )
-def test_the_page_says_of_every_argument_what_becomes_of_it(
-    heading: str, signature: list[str], beyond: list[str]
-) -> None:
+def test_the_page_describes_every_argument(heading: str, signature: list[str], beyond: list[str]) -> None:
     section = PAGE.read_text(encoding="utf-8").split(heading + "\n")[1].split("\n## ")[0]
     rows = dict(ROW.findall(section))
     names = [word.split("=")[0] for word in signature]
@@ -125,7 +123,7 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"cp_comm_type": "ring"}, "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a+p2p', got 'ring'"),
     ],
 )  # fmt: skip
-def test_what_the_constructor_says_of_a_wrong_argument(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_the_constructor(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         DotProductAttention(**({"num_attention_heads": 4, "kv_channels": 8} | arguments))
     assert str(caught.value).startswith(said)
@@ -166,7 +164,7 @@ BAD_CALLS = [
     ((), {"qkv_layer": Q, "qkv_interleave_dim": 2}, "qkv_interleave_dim must be -3", ""),
     # packed sequences
     ((T, T, T), {"qkv_format": "thd"}, "attn_mask_type must be a padding type with qkv_format='thd', got 'causal'",
-     "attn_mask_type='padding_causal' keeps packed sequences apart"),
+     "attn_mask_type='padding_causal' separates packed sequences"),
     ((T, T, T), {**PACKED, "attn_mask_type": "no_mask"}, "attn_mask_type must be a padding type", "attn_mask_type='padding'"),
     ((T, T, T), PACKED, "cu_seqlens_q must be given in qkv_format='thd', got None", "[0, 300, 1100, 2348], int32"),
     ((T, T, T), {**PACKED, "cu_seqlens_q": [0, 5, 12]}, "cu_seqlens_q must be an int32 or int64 tensor, got list", "torch.tensor"),
@@ -233,9 +231,7 @@ BAD_CALLS = [
 @pytest.mark.parametrize(
     ("tensors", "call", "said", "hint"), BAD_CALLS, ids=[f"{n}-{c[2][:50]}" for n, c in enumerate(BAD_CALLS)]
 )
-def test_what_a_call_says_of_a_wrong_argument(
-    tensors: tuple[Tensor, ...], call: dict[str, Any], said: str, hint: str
-) -> None:
+def test_errors_of_a_call(tensors: tuple[Tensor, ...], call: dict[str, Any], said: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
         DotProductAttention(4, 8)(*tensors, **({"qkv_format": "bshd"} | call))
     message = str(caught.value)
@@ -281,7 +277,7 @@ def test_no_context_parallel_group_is_one() -> None:
         module.set_context_parallel_group(object(), [0, 1], None)
 
 
-def test_a_backend_that_is_asked_for_runs_or_says_why_not() -> None:
+def test_a_requested_backend_runs_or_gives_reasons() -> None:
     assert DotProductAttention(4, 8, qkv_format="bshd", backend="reference")(Q, Q, Q).shape == (2, 6, 32)
     with pytest.raises(NoBackendError, match="flash_attn"):
         DotProductAttention(4, 8, qkv_format="bshd", backend="flash_attn")(Q, Q, Q)
@@ -322,7 +318,7 @@ def test_a_checkpoint_of_transformer_engine_loads() -> None:
         DotProductAttention(4, 8).load_state_dict({"softmax_offset": offset})
 
 
-def test_a_module_made_on_the_meta_device_is_reset_when_it_gets_memory() -> None:
+def test_a_module_created_on_the_meta_device_is_initialised_by_reset_parameters() -> None:
     module = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="learnable", device="meta").to_empty(
         device="cpu"
     )
@@ -418,7 +414,7 @@ WRAPPERS: dict[str, Callable[[Layer], torch.nn.Module]] = {
 
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
-def test_data_parallel_and_sharded_training_step_as_one_process_does(tmp_path: Path) -> None:
+def test_data_parallel_and_sharded_training_equal_one_process(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = Layer()
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))

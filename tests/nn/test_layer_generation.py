@@ -50,7 +50,7 @@ GENERATION: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
-def test_tokens_step_by_step_are_those_of_one_pass(
+def test_tokens_step_by_step_equal_one_pass(
     options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool
 ) -> None:
     generate(options, steps, format, paged)
@@ -59,7 +59,7 @@ def test_tokens_step_by_step_are_those_of_one_pass(
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("format", ["bshd", "thd"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_arrangement_generates(options: dict[str, Any], format: str, paged: bool) -> None:
+def test_generation_with_every_arrangement_of_a_layer(options: dict[str, Any], format: str, paged: bool) -> None:
     """A decoder layer caches its self-attention; its cross-attention sees the whole encoder output at every step."""
     generate(options, STEPS["chunks"], format, paged)
 
@@ -108,7 +108,7 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_sequences_come_and_go_with_unequal_numbers_of_tokens(format: str, paged: bool) -> None:
+def test_sequences_start_and_end_with_unequal_numbers_of_tokens(format: str, paged: bool) -> None:
     """A ragged batch of prompts and single tokens, in which sequences end, start and change their order."""
     module = layer(format, self_attn_mask_type="padding_causal", window_size=(5, 0), num_gqa_groups=2).eval()
     plain_layer.shaken(module)
@@ -164,7 +164,7 @@ def test_a_cache_with_masks_of_pairs_and_slopes() -> None:
                 start = stop
 
 
-def test_a_refused_call_leaves_the_cache_alone() -> None:
+def test_a_refused_call_does_not_change_the_cache() -> None:
     """A decoder without encoder output is refused before its self-attention changes the cache."""
     module, params = layer("bshd", layer_type="decoder").eval(), cache(False)
     params.pre_step(OrderedDict(a=5))

@@ -92,7 +92,7 @@ def test_the_signature_is_transformer_engines(function: Callable[..., Any], sign
 
 
 @pytest.mark.parametrize("layer", [MultiheadAttention, TransformerLayer])
-def test_what_is_beyond_transformer_engine(layer: type) -> None:
+def test_arguments_beyond_transformer_engine(layer: type) -> None:
     extra = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert extra == ["softmax_scale", "softcap", "backend"]
 
@@ -108,7 +108,7 @@ def names(signature: list[str]) -> list[str]:
     return [word.split("=")[0] for word in signature]
 
 
-def test_the_page_says_of_every_argument_what_becomes_of_it() -> None:
+def test_the_page_describes_every_argument() -> None:
     beyond = ["softmax_scale", "softcap", "backend"]
     for heading, first, second, extra, refused in (
         ("The layers: constructors", LAYER, ATTENTION, beyond, tables.TRANSFORMER_LAYER_AT_CONSTRUCTION),

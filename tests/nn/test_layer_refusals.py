@@ -66,7 +66,7 @@ def step(**counts: int) -> InferenceParams:
         ({"set_parallel_mode": True}, "set_parallel_mode must be False, got True"),
         ({"get_rng_state_tracker": len}, "get_rng_state_tracker must be None, got"),
         ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation must be False, got True\n  HINT: gradients are in .grad"),
-        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: there is no tensor-parallel"),
+        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: tensor parallelism is not supported"),
         ({"ub_overlap_ag": False}, "ub_overlap_ag must be True, got False"),
         ({"ub_overlap_rs": False}, "ub_overlap_rs must be True, got False"),
         ({"ub_overlap_rs_dgrad": True}, "ub_overlap_rs_dgrad must be False, got True"),
@@ -74,7 +74,7 @@ def step(**counts: int) -> InferenceParams:
         ({"ub_bulk_wgrad": False}, "ub_bulk_wgrad must be True, got False"),
     ],
 )  # fmt: skip
-def test_what_the_constructor_says_of_a_wrong_argument(options: dict[str, Any], said: str) -> None:
+def test_errors_of_the_constructor(options: dict[str, Any], said: str) -> None:
     given = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "attn_input_format": "bshd"}
     with pytest.raises(InputError) as caught:
         TransformerLayer(**(given | options))
@@ -128,7 +128,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("options", "call", "said"), BAD_CALLS, ids=[f"{n}-{c[2][:40]}" for n, c in enumerate(BAD_CALLS)]
 )
-def test_what_a_call_says_of_a_wrong_argument(options: dict[str, Any], call: dict[str, Any], said: str) -> None:
+def test_errors_of_a_call(options: dict[str, Any], call: dict[str, Any], said: str) -> None:
     module = TransformerLayer(
         HIDDEN, FFN, HEADS, **({"attn_input_format": "bshd", "attention_dropout": 0.0, "layer_number": 1} | options)
     )
@@ -138,7 +138,7 @@ def test_what_a_call_says_of_a_wrong_argument(options: dict[str, Any], call: dic
     assert caught.value.argument == said.split(" ")[0]
 
 
-def test_process_groups_have_their_place() -> None:
+def test_process_groups_may_be_none() -> None:
     """Without parallelism both accept None, as TransformerEngine's models pass it."""
     module = layer("bshd", layer_type="decoder")
     module.set_context_parallel_group(None, None, None)

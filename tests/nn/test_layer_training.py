@@ -145,7 +145,7 @@ def test_a_compiled_decoder_layer() -> None:
     torch.testing.assert_close(compiled(x, encoder_output=encoder), module(x, encoder_output=encoder))
 
 
-def test_made_on_the_meta_device_and_started_later() -> None:
+def test_created_on_the_meta_device_and_initialised_later() -> None:
     """Nothing is allocated; after `to_empty` and `reset_parameters` every parameter is initialised."""
     init = functools.partial(torch.nn.init.constant_, val=0.5)
     options = {
@@ -184,7 +184,7 @@ def test_copies_are_the_same_layer() -> None:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_under_autocast_the_residual_stays_wide(normalization: str) -> None:
+def test_under_autocast_the_residual_keeps_its_precision(normalization: str) -> None:
     module = layer("bshd", params_dtype=torch.float32, normalization=normalization, qk_norm_type="RMSNorm")
     x = torch.randn(2, 5, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):

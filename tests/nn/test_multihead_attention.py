@@ -198,7 +198,7 @@ def test_a_fused_weight_has_the_rows_of_three_in_its_order(
     torch.testing.assert_close(fused(x, **call), apart(x, **call))
 
 
-def test_the_functions_that_start_weights_are_called_on_them() -> None:
+def test_the_init_functions_are_called_on_their_weights() -> None:
     """init_method on q, k, v and fc1, the other on proj and fc2, biases 0, normalisations as the identity."""
     shapes: dict[str, list[tuple[int, ...]]] = {"in": [], "out": []}
 
@@ -257,7 +257,7 @@ def test_the_bias_and_the_normalised_input_may_be_returned(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
-def test_the_attention_alone_in_every_format(format: str) -> None:
+def test_attention_without_other_options_in_every_format(format: str) -> None:
     """Alone, with cross-attention over keys of other lengths with their own rotary positions."""
     module = MultiheadAttention(
         HIDDEN,
@@ -296,7 +296,7 @@ def test_the_attention_alone_in_every_format(format: str) -> None:
     torch.testing.assert_close(out, flat(wanted), rtol=1e-4, atol=1e-5)
 
 
-def test_a_named_backend_runs_or_says_why_not() -> None:
+def test_a_named_backend_runs_or_gives_reasons() -> None:
     x = torch.randn(1, 5, HIDDEN)
     module = MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", backend="reference")
     assert module(x).shape == x.shape
@@ -342,7 +342,7 @@ def test_a_named_backend_runs_or_says_why_not() -> None:
         ),
     ],
 )
-def test_what_is_said_of_a_wrong_argument(options: dict[str, Any], call: dict[str, Any] | None, said: str) -> None:
+def test_errors_of_wrong_arguments(options: dict[str, Any], call: dict[str, Any] | None, said: str) -> None:
     given: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "qkv_format": "bshd"} | options
 
     def run() -> None:

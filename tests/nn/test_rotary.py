@@ -1,4 +1,4 @@
-"""Rotary embeddings against complex numbers, against the transformers library, and against other formats."""
+"""Rotary embeddings, compared with complex numbers, with the transformers library, and between formats."""
 
 # ruff: noqa: E501 (tables of messages)
 
@@ -43,7 +43,7 @@ def oracle(t: Tensor, positions: Tensor, size: int, interleaved: bool = False, b
 @pytest.mark.parametrize("percent", [1.0, 0.5], ids=["all", "partial"])
 @pytest.mark.parametrize("start", [None, [3, 0]], ids=["from-0", "own-starts"])
 @pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
-def test_pairs_turn_as_complex_numbers_do(
+def test_pairs_rotate_like_complex_numbers(
     format: str, start: list[int] | None, percent: float, interleaved: bool
 ) -> None:
     """Forward and backward; positions count within each packed sequence."""
@@ -81,7 +81,7 @@ def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     )
 
 
-def test_a_score_depends_on_the_distance_alone() -> None:
+def test_a_score_depends_only_on_the_distance() -> None:
     rope = RotaryPositionEmbedding(32)
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64)
 
@@ -115,7 +115,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 
 @pytest.mark.parametrize("length", [64, 700], ids=["within-training", "beyond-training"])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_the_transformers_library_turns_them_the_same_way(scaling: dict[str, Any] | None, length: int) -> None:
+def test_the_rotation_equals_that_of_the_transformers_library(scaling: dict[str, Any] | None, length: int) -> None:
     given = {"rope_type": "default"} if scaling is None else dict(scaling)
     config = LlamaConfig(
         hidden_size=256,
@@ -149,7 +149,7 @@ def test_interpolated_positions() -> None:
 
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
-def test_ranks_turn_their_chunks_as_the_whole_would_be_turned(format: str, cp_size: int) -> None:
+def test_ranks_rotate_their_chunks_like_the_whole_sequence(format: str, cp_size: int) -> None:
     """Chunks rank and 2 * cp_size - 1 - rank of every sequence."""
     freqs = RotaryPositionEmbedding(8)(64)
     lengths = [2 * cp_size * n for n in ((3, 1, 2) if format == "thd" else (3,))]
@@ -183,7 +183,7 @@ def test_padding_between_and_behind_packed_sequences_needs_no_rows() -> None:
     torch.testing.assert_close(out[7:], t[7:], rtol=0, atol=0)
 
 
-def test_rows_may_be_each_sequences_own() -> None:
+def test_angles_may_differ_per_sequence() -> None:
     """Angles per sequence, [s, b, 1, d2], for any positions, such as those of left-padded sequences."""
     rope = RotaryPositionEmbedding(8)
     positions = torch.tensor([[0, 0, 1, 2], [5, 6, 7, 8]])
@@ -197,7 +197,7 @@ def test_rows_may_be_each_sequences_own() -> None:
     )
 
 
-def test_the_frequencies_stay_fp32_and_travel() -> None:
+def test_the_frequencies_stay_fp32_and_move_with_the_module() -> None:
     """In bf16 positions 256 and 257 have the same angles; .to(bfloat16) of a model must not do that."""
     rope = RotaryPositionEmbedding(64, scaling=YARN)
     angles = rope(300)
@@ -308,7 +308,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ),
     ],
 )
-def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_wrong_calls(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         apply_rotary_pos_emb(**({"t": T, "freqs": FREQS, "tensor_format": "bshd"} | arguments))
     assert str(caught.value).startswith(said)
@@ -346,13 +346,13 @@ def test_what_is_said_of_a_wrong_call(arguments: dict[str, Any], said: str) -> N
         ),
     ],
 )
-def test_what_is_said_of_a_wrong_construction(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_wrong_constructions(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         RotaryPositionEmbedding(**({"dim": 8} | arguments))
     assert str(caught.value).startswith(said)
 
 
-def test_the_length_of_training_may_be_the_constructors() -> None:
+def test_the_training_length_may_be_given_to_the_constructor() -> None:
     """The configuration of a "dynamic" model omits it."""
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     ours = RotaryPositionEmbedding(8, scaling=scaling, pretrained_max_position_embeddings=16)

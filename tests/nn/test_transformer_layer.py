@@ -69,7 +69,7 @@ def close(ours: list[Tensor], theirs: list[Tensor], rotary: bool) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_arrangement_is_what_is_written_down(options: dict[str, Any], format: str) -> None:
+def test_every_arrangement_equals_plain_layer(options: dict[str, Any], format: str) -> None:
     check(format, options)
 
 
@@ -146,7 +146,7 @@ def test_biases_slopes_and_masks_reach_the_attention() -> None:
     torch.testing.assert_close(masked, by_bias)
 
 
-def test_a_padding_mask_says_what_cu_seqlens_say() -> None:
+def test_a_padding_mask_equals_cu_seqlens() -> None:
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
     module = layer("bshd", self_attn_mask_type="padding_causal")
     padding = (torch.arange(5) >= torch.tensor(LENGTHS)[:, None])[:, None, None]
@@ -174,7 +174,7 @@ def test_a_pair_of_rotary_embeddings_is_for_queries_and_keys() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=["no-sequence", "no-token"])
-def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
+def test_empty_inputs_give_empty_outputs(shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
     out = layer("bshd", drop_path_rate=0.5)(x, rotary_pos_emb=RotaryPositionEmbedding(6)(5))
     out.sum().backward()

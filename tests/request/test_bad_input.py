@@ -1,4 +1,4 @@
-"""One table of wrong calls: each raises InputError with exactly this message, and nothing else ever escapes.
+"""One table of wrong calls: each raises InputError with exactly this message, and no other exception.
 
 A message names the argument, what it must be, and what it was; a HINT follows where one step fixes it.
 """
@@ -623,12 +623,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "or-tensor": (
         lambda: masks.causal() | torch.ones(3, 3, dtype=torch.bool),
         "mask must be joined to another mask by `|`, got Tensor",
-        "masks.dense(tensor) makes a mask of a boolean tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
     ),
     "and-tensor": (
         lambda: masks.causal() & torch.ones(3, 3, dtype=torch.bool),
         "mask must be joined to another mask by `&`, got Tensor",
-        "masks.dense(tensor) makes a mask of a boolean tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
     ),
     "and-none": (lambda: masks.causal() & None, "mask must be joined to another mask by `&`, got NoneType", None),
     "and-two-aligns": (
@@ -833,12 +833,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "pages-no-mask": (
         lambda: paged(mask=None),
-        "mask must carry the keys' lengths when pages is given, got every pair",
+        "mask must contain the keys' lengths if pages is given, got every pair",
         "mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
     ),
     "pages-causal-only": (
         lambda: paged(mask=masks.causal("bottom_right")),
-        "mask must carry the keys' lengths when pages is given, got causal (bottom-right)",
+        "mask must contain the keys' lengths if pages is given, got causal (bottom-right)",
         "mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
     ),
     "pages-lengths-too-long": (
@@ -1095,7 +1095,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_call_says_what_is_wrong(name: str) -> None:
+def test_a_wrong_call_raises_its_message(name: str) -> None:
     call, message, hint = CALLS[name]
     with pytest.raises(InputError) as caught:
         call()
@@ -1105,8 +1105,8 @@ def test_a_wrong_call_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith(("merge", "machine"))])
-def test_a_wrong_call_is_as_wrong_the_second_time(name: str) -> None:
-    """Nothing that was remembered of the first call lets the second through."""
+def test_a_repeated_wrong_call_raises_the_same_error(name: str) -> None:
+    """Nothing that is cached from the first call makes the second one pass."""
     call, message, _ = CALLS[name]
     for _ in range(2):
         with pytest.raises(InputError) as caught:
@@ -1178,8 +1178,8 @@ FOREIGN = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_another_librarys_keyword_is_answered_with_ours(name: str, compiled: bool) -> None:
-    """They were a bare "unexpected keyword argument"."""
+def test_a_keyword_of_another_library_gives_a_hint_with_ours(name: str, compiled: bool) -> None:
+    """The error was once a bare "unexpected keyword argument"."""
     call = torch.compile(undivided.attention, backend="eager") if compiled else undivided.attention
     value, hint = FOREIGN[name]
     with pytest.raises(InputError, match=rf"attention must be given only its own .*, got \['{name}'\]") as caught:
@@ -1206,7 +1206,7 @@ def test_the_typed_signature_takes_no_other_keyword() -> None:
 
 @pytest.mark.parametrize("name", ["bias", "sinks"])
 def test_a_sparse_input_is_refused_after_a_dense_one_of_its_shape(name: str) -> None:
-    """What was known of a call did not tell the two apart."""
+    """The cache key of a call once did not distinguish the two."""
     tensor = torch.ones(2)
     q = torch.randn(1, 2, 2, 8)
     undivided.attention(q, q, q, layout="bshd", **{name: tensor})

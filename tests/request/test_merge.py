@@ -155,7 +155,7 @@ def test_gradients_through_merge_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradgradcheck(run, [*outs, *lses, sinks])
 
 
-def test_a_layout_that_the_shapes_do_not_tell_must_be_said() -> None:
+def test_an_ambiguous_layout_is_required() -> None:
     out, lse = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 4)
     with pytest.raises(InputError) as caught:
         undivided.merge([out], [lse])

@@ -1,6 +1,6 @@
-"""What is not plain memory never reaches a pointer: it is one operator for who looks on, or refused by name.
+"""Tensors without plain memory never reach a pointer: they go through one operator, or are refused by name.
 
-A FakeTensor, a DTensor, a storage that FSDP had freed, a default device of "meta": each ended the process once.
+A FakeTensor, a DTensor, a storage that FSDP had freed, a default device of "meta": each once ended the process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_no_kernel_can_read_is_refused_by_name(kind: str) -> None:
+def test_tensors_that_no_kernel_can_read_are_refused_by_name(kind: str) -> None:
     make, words = REFUSED[kind]
     for name in "qkv":
         with pytest.raises(InputError, match=rf"(?s){name} must .*{words}"):
@@ -115,12 +115,12 @@ def test_what_no_kernel_can_read_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("place", OTHERS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_every_tensor_counts(kind: str, place: str) -> None:
+def test_every_tensor_is_checked(kind: str, place: str) -> None:
     with pytest.raises(InputError):
         OTHERS[place](REFUSED[kind][0]())
 
 
-def test_a_storage_that_is_freed_between_two_calls_is_seen() -> None:
+def test_a_storage_freed_between_two_calls_is_detected() -> None:
     """The sizes and strides are those of a call that was checked before."""
     q, bias, dense = x(), torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool)
     mask = masks.dense(dense)
@@ -139,7 +139,7 @@ def test_a_storage_that_is_freed_between_two_calls_is_seen() -> None:
 
 def test_a_storage_may_be_freed_between_forward_and_backward_of_another_tensor() -> None:
     q, grad = x(True), x()
-    out = att(q, backend="native")  # PyTorch's own kernel has PyTorch's words for it
+    out = att(q, backend="native")  # PyTorch's own kernel raises PyTorch's message
     grad.untyped_storage().resize_(0)
     with pytest.raises(InputError, match="grad_out must have its 256 bytes in memory"):
         out.backward(grad)
@@ -166,7 +166,7 @@ def test_zeros_without_memory_are_zeros(mask: masks.Mask | None) -> None:
 
 
 def test_buffers_of_the_kernel_are_on_the_device_of_its_inputs() -> None:
-    """``torch.set_default_device("meta")`` ended the process: the log-sum-exp was made there."""
+    """``torch.set_default_device("meta")`` ended the process: the log-sum-exp was created there."""
     q, sinks = x(True), torch.zeros(2, requires_grad=True)
     with torch.device("meta"):
         out, lse = att(q, mask=FULL, sinks=sinks, return_lse=True)
@@ -225,7 +225,7 @@ def test_fake_tensors_give_fake_tensors_with_gradients() -> None:
     assert isinstance(undivided.scaled_dot_product_attention(q, k, v, is_causal=True), FakeTensor)
 
 
-def test_under_a_fake_mode_all_that_a_model_makes_is_fake() -> None:
+def test_under_a_fake_mode_everything_that_a_model_creates_is_fake() -> None:
     with FAKE:
         n = torch.tensor([3])
         q, bias, sinks, seed = (
@@ -317,8 +317,8 @@ def test_aot_function_has_the_eager_gradients() -> None:
     torch.testing.assert_close(ours, q.grad)
 
 
-def test_jit_trace_computes_anew() -> None:
-    """It recorded memory that nothing had written."""
+def test_jit_trace_computes_new_values() -> None:
+    """The trace once recorded uninitialised memory."""
     traced, q = torch.jit.trace(lambda q: att(q), (x(),)), x()
     torch.testing.assert_close(traced(q), att(q))
 
@@ -370,7 +370,7 @@ def test_a_class_with_torch_function_alone_has_plain_memory() -> None:
 
 @pytest.mark.parametrize("context", [Seen, lambda: FlopCounterMode(display=False), contextlib.nullcontext])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_second_derivatives_are_right_whoever_looks_on(context: Callable[[], Any], compiled: bool) -> None:
+def test_second_derivatives_are_right_under_every_mode(context: Callable[[], Any], compiled: bool) -> None:
     """The operator's backward had no derivative: under torch.compile(backend="eager") a second one was silently 0."""
     options = {"bias": torch.randn(2, 4, 4, requires_grad=True), "sinks": torch.randn(2, requires_grad=True)}
     leaves = [x(True), x(True), x(True), *options.values()]

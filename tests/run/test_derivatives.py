@@ -90,7 +90,7 @@ def test_double_backward_in_other_layouts(layout: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
-def test_what_pytorch_records_derives_twice_in_one_input_alone(wanted: str) -> None:
+def test_pytorchs_recorded_operator_has_second_derivatives_in_one_input(wanted: str) -> None:
     x = [random(2, 3, 2, 4, seed=s).requires_grad_(name == wanted) for s, name in enumerate("qkv")]
 
     def run(*t: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def test_what_pytorch_records_derives_twice_in_one_input_alone(wanted: str) -> N
     assert torch.autograd.gradgradcheck(run, x)
 
 
-def test_what_pytorch_records_holds_nothing_after_its_backward() -> None:
-    """What gives it a second derivative reads the tensors that the node saved, and has none of its own."""
+def test_pytorchs_recorded_operator_keeps_nothing_after_its_backward() -> None:
+    """The hook for the second derivative reads the tensors that the node saved, and keeps none itself."""
     x = [random(1, 4, 2, 4, seed=s).requires_grad_() for s in range(3)]
     inputs = [t * 2 for t in x]
     held = [weakref.ref(t) for t in inputs]
@@ -114,8 +114,7 @@ def test_what_pytorch_records_holds_nothing_after_its_backward() -> None:
 @pytest.mark.parametrize("same", [False, True], ids=["q-k-v", "one-tensor-thrice"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_third_derivatives_are_exact(backend: str, same: bool) -> None:
-    """They were silently wrong once: the double backward was marked once-differentiable, and autograd went around
-    it."""
+    """They were once silently wrong: the double backward was marked once-differentiable, and autograd bypassed it."""
     x = [random(1, 2, 4, 2, seed=s).requires_grad_() for s in range(1 if same else 3)]
 
     def third(out: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +168,7 @@ def test_forward_mode_is_that_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "sinks", "alibi_slopes"])
-def test_a_tangent_of_any_one_input_arrives(which: str) -> None:
+def test_the_tangent_of_any_single_input_is_used(which: str) -> None:
     extras = {"bias": random(3, 3, seed=4), "sinks": random(2, seed=5), "alibi_slopes": random(2, seed=6)}
     inputs = dict(zip("qkv", (random(1, 2, 3, 2, seed=s) for s in range(3)), strict=True)) | extras
 
@@ -235,8 +234,8 @@ def test_vmap_over_the_bias() -> None:
     assert error(torch.func.vmap(run)(bias), torch.stack([run(b) for b in bias])) < 1e-14
 
 
-def test_a_mask_seen_first_under_one_transform_serves_the_next() -> None:
-    """Its remembered ranges were tensors of a transform that had ended, and the next one broke on them."""
+def test_a_mask_first_used_under_one_transform_works_in_the_next() -> None:
+    """Its cached ranges were tensors of a transform that had ended, and the next transform failed on them."""
     x = random(1, 7, 1, 2)
 
     def run(y: Tensor) -> Tensor:
@@ -421,7 +420,7 @@ def test_checkpoint_gives_the_same_gradients(backend: str, use_reentrant: bool) 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_no_graph_is_built_where_none_is_wanted(mode: Callable[[], Any]) -> None:
+def test_no_graph_is_built_without_gradients(mode: Callable[[], Any]) -> None:
     q = random(1, 2, 3, 2).requires_grad_()
     with mode():
         out, lse = undivided.attention(q, q, q, layout="bhsd", return_lse=True)

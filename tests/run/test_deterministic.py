@@ -182,7 +182,7 @@ ENTRIES: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Problem]]) -> None:
-    """`explain` said so, and what ran was the problem as it was before the decision."""
+    """`explain` showed it, but the kernel once got the problem as it was before the decision."""
     call, passes = ENTRIES[entry]
     call()
     names = {name for name, _ in seen}
@@ -193,7 +193,7 @@ def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Prob
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if not name.startswith("context-parallel")])
-def test_what_runs_is_what_was_decided(entry: str, seen: list[tuple[str, Problem]]) -> None:
+def test_the_kernel_gets_the_decided_problem(entry: str, seen: list[tuple[str, Problem]]) -> None:
     """A backend gets the problem that `last_decision` explains (of its thread: simulated ranks have their own)."""
     ENTRIES[entry][0]()
     decision = undivided.last_decision()
@@ -201,7 +201,7 @@ def test_what_runs_is_what_was_decided(entry: str, seen: list[tuple[str, Problem
     assert any(problem == decision.problem for _, problem in seen)
 
 
-def test_without_the_word_nothing_is_deterministic(seen: list[tuple[str, Problem]]) -> None:
+def test_nothing_is_deterministic_by_default(seen: list[tuple[str, Problem]]) -> None:
     undivided.attention(*leaves(), layout="bshd").sum().backward()
     assert seen
     assert not any(problem.deterministic for _, problem in seen)

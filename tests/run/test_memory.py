@@ -1,5 +1,4 @@
-"""Memory follows the sequence, never its square: the reference by blocks, structured masks by ranges, kernels by
-tiles."""
+"""Memory is linear in the sequence length: the reference uses blocks, structured masks ranges, kernels tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def forward_and_backward(x: list[Tensor], **arguments: Any) -> tuple[Tensor, ...
     return torch.autograd.grad(out, x, torch.ones_like(out))  # type: ignore[arg-type,no-any-return]
 
 
-def test_the_recorder_sees_a_score_matrix() -> None:
+def test_the_recorder_detects_a_score_matrix() -> None:
     q = torch.randn(512, 8)
     with Largest() as seen:
         torch.softmax(q @ q.T, -1) @ q
@@ -87,11 +86,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_makes_no_tensor_much_larger_than_its_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_creates_no_tensor_much_larger_than_its_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 Ki scores a block: int64 temporaries (dropout's counters, four words each) are 2 MiB, S x S would be 64
     MiB."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 16)
-    monkeypatch.setattr(reference, "MOST_ROWS", 16)
+    monkeypatch.setattr(reference, "MAX_ROWS", 16)
     monkeypatch.setattr(pairs, "BLOCK_PAIRS", 1 << 16)
     x = qkv(4096)
     with Largest() as seen:
@@ -124,7 +123,7 @@ FLASH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FLASH)
-def test_torch_flash_makes_no_tensor_of_the_squared_length(name: str) -> None:
+def test_torch_flash_creates_no_tensor_of_the_squared_length(name: str) -> None:
     """A block of 256 rows against its keys: 256 x 8192 fp32 scores would be 8 MiB, S x S is 256 MiB."""
     x = qkv(8192, layout=FLASH[name]["layout"])
     with Largest() as seen:
@@ -180,7 +179,7 @@ def test_structured_masks_of_a_million_tokens_are_linear(name: str) -> None:
     assert some.shape[-2:] == (3, 3)
 
 
-def test_attention_over_packed_documents_makes_no_tensor_of_the_squared_length() -> None:
+def test_attention_over_packed_documents_creates_no_tensor_of_the_squared_length() -> None:
     x = qkv(1 << 17, layout="thd", grad=False, dim=8)
     mask = masks.documents(list(range(0, (1 << 17) + 1, 1 << 8))) & masks.causal()
     with Largest() as seen:

@@ -1,8 +1,8 @@
-"""A call on a GPU waits for nothing: no value is read on the host, no tensor is copied from or to it.
+"""A call on a GPU never waits: no value is read on the host, no tensor is copied from or to it.
 
-Without a GPU: the calls run on meta tensors, which have no values to read, kernels are stood in for, and every
-operation that would wait is written down. Inside a CUDA graph such an operation is an error; outside of one it empties
-the queue.
+These tests need no GPU: the calls run on meta tensors, which have no values to read, with fake kernels, and every
+operation that would wait is recorded. Inside a CUDA graph such an operation is an error; outside of one it empties the
+queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "is_nonze
 
 
 class Made(TorchFunctionMode):
-    """Writes down tensors that are made of numbers on the host for the device."""
+    """Records tensors that are created for the device from numbers on the host."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Made(TorchFunctionMode):
 
 
 class Waits(TorchDispatchMode):
-    """Writes down what reads a value on the host, or copies between host and device."""
+    """Records operations that read a value on the host, or copy between host and device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _asked(name: str, train: bool, kv_heads: int = 2, **options: Any) -> tuple[A
 
 
 def _waits(backend: Any, call: Any, given: Any) -> list[str]:
-    """What forward and backward, if there is one, wait for."""
+    """The operations of forward and backward, if there is one, that wait."""
     with Waits() as waits, Made(waits.found), torch.no_grad():
         result = backend.forward(call, given)
         if "backward" in call.problem.features:
@@ -117,7 +117,7 @@ def _waits(backend: Any, call: Any, given: Any) -> list[str]:
 
 
 class Launch:
-    """Stands for a Triton kernel."""
+    """A fake Triton kernel."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **named: None
@@ -128,7 +128,7 @@ class Launch:
     [(name, "plain") for name in MASKS] + [(name, "everything") for name in MASKS if name != "documents"],
 )
 def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed, and the tables of a call without a mask, were made on the host and copied at every call."""
+    """The seed, and the tables of a call without a mask, were once created on the host and copied at every call."""
     from undivided.kernels.triton import backward, forward
 
     for module, names in ((forward, ("forward", "combine")), (backward, ("rows", "keys", "pairs"))):
@@ -219,7 +219,7 @@ def test_cudnn_pages(cudnn_module: None) -> None:
 
 
 class TestCapture:
-    """What is remembered, and what is not, while a CUDA graph is captured: its kernels have not run yet."""
+    """What is cached while a CUDA graph is captured, whose kernels have not run yet."""
 
     @pytest.fixture
     def capturing(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
@@ -231,27 +231,29 @@ class TestCapture:
         set_to(False)
         return set_to
 
-    def test_what_is_made_in_a_capture_is_not_remembered(self, capturing: Callable[[bool], None]) -> None:
+    def test_values_computed_in_a_capture_are_not_cached(self, capturing: Callable[[bool], None]) -> None:
         """Its memory belongs to the graph and holds nothing before a replay: eager calls would read garbage."""
         mask = masks.window(3, 1)
         capturing(True)
         form = mask.normal_form(1, 1, 40, 40, "cpu")
-        inside = tables.of(form, 40, 40, 16, 16, torch.device("cpu"))
-        plain = tables.of(None, 40, 40, 16, 16, torch.device("cpu"))
+        inside = tables.cached_tables(form, 40, 40, 16, 16, torch.device("cpu"))
+        plain = tables.cached_tables(None, 40, 40, 16, 16, torch.device("cpu"))
         capturing(False)
         assert mask.normal_form(1, 1, 40, 40, "cpu") is not form
-        assert tables.of(form, 40, 40, 16, 16, torch.device("cpu")) is not inside
-        assert tables.of(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
+        assert tables.cached_tables(form, 40, 40, 16, 16, torch.device("cpu")) is not inside
+        assert tables.cached_tables(None, 40, 40, 16, 16, torch.device("cpu")) is not plain
 
     def test_lengths_on_the_gpu_are_read_again_by_the_graph(self, capturing: Callable[[bool], None]) -> None:
-        """What was worked out before the capture would keep the old lengths permanently."""
+        """Values computed before the capture would keep the old lengths permanently."""
         mask = masks.lengths(_int32(3, 4))
         before = mask.normal_form(2, 1, 40, 40, "meta")
         assert mask.normal_form(2, 1, 40, 40, "meta") is before
         capturing(True)
         assert mask.normal_form(2, 1, 40, 40, "meta") is not before
 
-    def test_lengths_on_the_cpu_are_taken_as_they_were(self, capturing: Callable[[bool], None]) -> None:
+    def test_lengths_on_the_cpu_keep_their_values_from_before_the_capture(
+        self, capturing: Callable[[bool], None]
+    ) -> None:
         """A copy from the host is forbidden in a capture."""
         mask = masks.lengths([3, 4])
         before = mask.normal_form(2, 1, 40, 40, "meta")

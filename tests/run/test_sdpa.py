@@ -172,7 +172,8 @@ def joined(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: A
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("shape", ["4d", "gqa", "3d"])
 def test_a_mask_and_is_causal_both_apply(shape: str, mask: tuple[int, ...], kind: str) -> None:
-    """PyTorch's CPU kernel takes both, and programs rely on it: here for every dtype and rank, gradients included."""
+    """PyTorch's CPU kernel accepts both, and programs rely on it: here every dtype and rank is tested, with
+    gradients."""
     case = SHAPES[shape]
     heads, q_len, kv_len = case.query[-3], case.query[-2], case.key[-2]
     sizes = (case.query[0], heads, q_len, kv_len)[-len(mask) :] if mask else ()
@@ -186,7 +187,7 @@ def test_a_mask_and_is_causal_both_apply(shape: str, mask: tuple[int, ...], kind
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_mask_and_is_causal_are_what_pytorchs_own_kernel_makes_of_them(kind: str, dtype: torch.dtype) -> None:
+def test_a_mask_and_is_causal_equal_pytorchs_kernel(kind: str, dtype: torch.dtype) -> None:
     q, k, v = qkv(grad=True, dtype=dtype)
     mask = torch.rand(3, 5) < 0.6
     mask[:, 0] = True
@@ -200,7 +201,7 @@ def test_a_mask_and_is_causal_are_what_pytorchs_own_kernel_makes_of_them(kind: s
         assert (a - b).double().norm() <= tolerance * max(b.double().norm(), up.double().norm())
 
 
-def test_a_mask_and_is_causal_are_an_error_where_only_the_math_kernel_is_allowed() -> None:
+def test_a_mask_and_is_causal_are_an_error_if_only_the_math_kernel_is_allowed() -> None:
     """As in PyTorch, whose math kernel takes one of them."""
     q, k, v = qkv()
     mask = torch.ones(3, 5, dtype=torch.bool)
@@ -277,7 +278,7 @@ def test_what_a_boolean_mask_hides_may_be_nan() -> None:
     assert math(q, k, v, mask).isnan().any()
 
 
-def test_a_boolean_mask_of_every_call_is_read_anew() -> None:
+def test_a_boolean_mask_is_read_again_at_every_call() -> None:
     q, k, v = qkv()
     mask = torch.ones(3, 5, dtype=torch.bool)
     ours(q, k, v, mask)
@@ -425,7 +426,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def switches() -> Iterator[None]:
-    """Whatever a test switches is switched back."""
+    """Restores all switches after a test."""
     on = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "cudnn", "math")]
     yield
     for set_to, was in zip(("flash", "mem_efficient", "cudnn", "math"), on, strict=True):
@@ -440,8 +441,8 @@ def test_only_math_runs_the_reference(ran: list[str]) -> None:
     assert ran[1] != "reference"
 
 
-def test_only_flash_says_why_it_cannot() -> None:
-    """PyTorch would say "No available kernel" here, or warn and fall to math."""
+def test_allowing_only_flash_raises_its_reasons() -> None:
+    """PyTorch would raise "No available kernel" here, or warn and fall back to math."""
     q, k, v = qkv()
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(NoBackendError) as error:
         ours(q.double(), k.double(), v[..., :3].double(), dropout_p=0.5)
@@ -458,7 +459,7 @@ def test_only_flash_runs_flash(ran: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
-def test_only_a_family_that_the_cpu_lacks_runs_nothing(kernel: str) -> None:
+def test_allowing_only_a_family_without_a_cpu_kernel_is_an_error(kernel: str) -> None:
     with sdpa_kernel(getattr(SDPBackend, kernel)), pytest.raises(NoBackendError, match="no backend can run"):
         ours(*qkv())
 
@@ -479,7 +480,7 @@ def test_set_priority_gives_the_order(ran: list[str]) -> None:
     both = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(both, set_priority=True):
         ours(*qkv())
-    with sdpa_kernel(both):  # PyTorch's order is not ours, and nobody asked for one
+    with sdpa_kernel(both):  # PyTorch's default order is not ours, and no order was requested
         ours(*qkv())
     with sdpa_kernel(both[::-1], set_priority=True):
         ours(*qkv())
@@ -494,13 +495,13 @@ def test_use_backends_stays_in_force_under_pytorchs_switches(ran: list[str]) -> 
     assert ran == ["torch_flash"]
 
 
-def test_attention_is_not_under_pytorchs_switches() -> None:
+def test_attention_ignores_pytorchs_switches() -> None:
     q, k, v = qkv()
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         undivided.attention(q, k, v, layout="bhsd")
 
 
-def test_every_switch_alone_names_itself() -> None:
+def test_every_switch_is_named_in_its_reason() -> None:
     for letter, family, switch in (
         ("f", "flash", "flash"),
         ("e", "efficient", "mem_efficient"),
@@ -517,7 +518,7 @@ def test_every_switch_alone_names_itself() -> None:
     ("traced", "now", "both"),
     [("", "", ""), ("fm:", "", "fm:"), ("", "c:", "c:"), ("fm:", "cm:01234", "cfm:01234"), ("f:", "f:", "f:")],
 )
-def test_switches_of_tracing_and_of_running_add_up(traced: str, now: str, both: str) -> None:
+def test_switches_of_tracing_and_of_running_are_combined(traced: str, now: str, both: str) -> None:
     assert _sdp_switches.combine(traced, now) == both
 
 
@@ -540,7 +541,7 @@ def test_switches_reach_a_compiled_call_from_inside_and_from_outside() -> None:
 
 
 @pytest.mark.parametrize("name", ["4d", "3d", "2d", "5d", "6d", "one-key-head", "gqa", "key-batch-1", "one-query-head"])
-def test_tensors_are_folded_by_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_reshaped_by_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = SHAPES[name].inputs()
     mask = torch.ones(inputs[0].shape[-2], inputs[1].shape[-2], dtype=torch.bool)
     seen: list[Tensor] = []
@@ -615,12 +616,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("args", "options", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_named(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_is_named(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.compile(message, re.DOTALL)):
         ours(*args, **options)
 
 
-def test_a_nested_tensor_is_an_error_with_the_way_out() -> None:
+def test_a_nested_tensor_is_an_error_with_a_hint() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(4, 3, 8), torch.zeros(4, 5, 8)], layout=torch.jagged)
     with pytest.raises(InputError, match="query must be a dense"):
         ours(nested, nested, nested)

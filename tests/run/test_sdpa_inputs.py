@@ -139,7 +139,7 @@ SAME_TEXT = (
     "not implemented for",
     "Number of heads",
 )
-"""What PyTorch's messages are found again by; the others differ between its CPU kernels and its meta tensors."""
+"""Parts of PyTorch's messages; other parts differ between its CPU kernels and meta tensors."""
 
 
 @pytest.mark.parametrize(("args", "options"), CASES.values(), ids=CASES)
@@ -157,7 +157,7 @@ def test_as_pytorch(args: tuple[Any, ...], options: dict[str, Any]) -> None:
 
 
 def outcome(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Exception | None, Any]:
-    """What PyTorch raises, and what it returns."""
+    """The error that PyTorch raises, or its result."""
     try:
         return None, F.scaled_dot_product_attention(*args, **options)
     except Exception as error:
@@ -199,7 +199,7 @@ def test_a_head_size_of_zero_has_gradients(rank: int) -> None:
     torch.testing.assert_close(found[2], torch.full(shapes[2], 3 / 5))
 
 
-def test_an_error_is_both_kinds_says_both_texts_and_can_be_pickled() -> None:
+def test_an_error_is_of_both_types_has_both_messages_and_can_be_pickled() -> None:
     with pytest.raises(InputError) as caught:
         ours(query(), key().double(), key())
     error = caught.value
@@ -214,7 +214,7 @@ def test_an_error_is_both_kinds_says_both_texts_and_can_be_pickled() -> None:
     assert (type(again), str(again), again.argument) == (type(error), str(error), "key")
 
 
-def test_where_no_kernel_may_run_pytorchs_words_are_found() -> None:
+def test_without_an_allowed_kernel_the_error_has_pytorchs_message() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         for function in (F.scaled_dot_product_attention, ours):
             with pytest.raises(RuntimeError, match="No viable backend for scaled_dot_product_attention was found"):
@@ -223,7 +223,7 @@ def test_where_no_kernel_may_run_pytorchs_words_are_found() -> None:
         ours(query(), key(), key())
 
 
-def test_what_pytorch_cannot_be_asked_is_a_runtime_error_too() -> None:
+def test_arguments_that_crash_pytorch_are_a_runtime_error_too() -> None:
     """It divides by the number of key heads, which ends the process where that is 0."""
     with pytest.raises(RuntimeError, match=r"key must have a number of heads that divides query's \(4\), got 0"):
         ours(query(), ones(2, 0, 5, 8), ones(2, 0, 5, 8), enable_gqa=True)

@@ -1,4 +1,4 @@
-"""What selection says of described GPUs: limits of other people's kernels, locked in a table.
+"""Selection on described GPUs: the limits of other libraries' kernels, as a table.
 
 Each row is a machine and a problem; a backend that is not named in it can run. Nothing here needs a GPU.
 """
@@ -67,7 +67,7 @@ SQUARE = (2, 4096, 16, 128)
 
 
 class Row(NamedTuple):
-    """A machine, a problem, the backend that selection takes, and a piece of every reason of each that cannot run."""
+    """A machine, a problem, the chosen backend, and a part of every reason of each backend that cannot run."""
 
     id: str
     machine: Machine
@@ -188,7 +188,7 @@ TABLE = [
         "bottom-right-more-queries-than-keys-h100",
         H100, ask(SQUARE, kv_len=100, mask=masks.causal("bottom_right")), "flash_attn",
         {
-            "torch_cudnn": ["bottom-right alignment"], "cudnn": ["more queries than keys (max as many)"],
+            "torch_cudnn": ["bottom-right alignment"], "cudnn": ["more queries than keys (at most as many)"],
             "torch_efficient": ["more queries than keys"],
         },
     ),
@@ -199,7 +199,7 @@ TABLE = [
     ),
     Row(
         "thd-causal-h100", H100, ask((1, 4096, 16, 128), layout="thd", mask=DOCUMENTS & masks.causal(), grad=True), "cudnn",
-        {"torch_cudnn": ["gradients of packed documents (PyTorch's operator takes the head size"]},
+        {"torch_cudnn": ["gradients of packed documents (PyTorch's operator uses the head size"]},
     ),
     Row(
         "thd-causal-sm80",
@@ -315,7 +315,7 @@ TABLE = [
             "torch_cudnn": [*BIAS_WORDS, "cuDNN 8.9.7 (min 9.0)"],
             "cudnn": [
                 "a bias (cuDNN 8.9.7 on compute capability 8.0; from 9.0)",
-                "the gradient of a bias (cuDNN 8.9.7; this library asks for it from 9.5)",
+                "the gradient of a bias (cuDNN 8.9.7; this library uses it from 9.5)",
             ],
         },
     ),
@@ -378,7 +378,7 @@ TABLE = [
         "softcap", A100, ask(SQUARE, softcap=30.0, grad=True), "flash_attn",
         {
             "torch_flash": ["softcap (PyTorch's operator"], "torch_efficient": ["softcap"], "torch_cudnn": ["softcap"],
-            "cudnn": ["softcap (only as a graph"],
+            "cudnn": ["softcap (cuDNN has it only in hand-built graphs"],
         },
     ),
     Row(
@@ -499,7 +499,7 @@ def test_flash_attn_versions_have_bounds() -> None:
     assert any("before 2.8" in reason for reason in flash_attn.BACKEND.reasons(problem, on_blackwell))
 
 
-def test_unavailable_says_what_is_missing() -> None:
+def test_unavailable_names_what_is_missing() -> None:
     cpu = Machine(device="cpu")
     for backend in (flash_attn, torch_efficient, torch_cudnn, cudnn):
         assert backend.BACKEND.unavailable(cpu) == "no CUDA device"

@@ -1,4 +1,4 @@
-"""What the caller allows: argument > context manager > environment, read at the call."""
+"""The backends that the caller allows: argument > context manager > environment, read at every call."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_all_of_transformer_engines_switches_off_leave_no_backend(monkeypatch: p
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False),
     ],
 )
-def test_determinism_is_asked_for_by_the_environment_unless_the_argument_says(
+def test_determinism_is_set_by_the_environment_unless_the_argument_is_given(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, want: bool
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -248,7 +248,7 @@ def test_set_backends_can_disable() -> None:
     assert chosen() == DEFAULT
 
 
-def test_a_block_in_one_thread_does_not_reach_another() -> None:
+def test_a_block_in_one_thread_does_not_affect_another() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def narrow() -> str:
@@ -357,7 +357,7 @@ def run(**arguments: object) -> None:
     undivided.attention(Q, Q, Q, layout="bshd", **arguments)  # type: ignore[call-overload]
 
 
-def test_nothing_is_printed_unless_asked(logged: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_by_default(logged: pytest.CaptureFixture[str]) -> None:
     run()
     assert logged.readouterr() == ("", "")
 
@@ -412,7 +412,7 @@ def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         run()
 
 
-def test_reading_the_policy_again_is_a_look_up() -> None:
+def test_reading_the_policy_again_is_a_cache_look_up() -> None:
     assert policy.policy() is policy.policy()
 
 
@@ -529,7 +529,7 @@ def test_another_word_for_determinism_is_an_error(monkeypatch: pytest.MonkeyPatc
         run()
 
 
-def test_backends_that_name_none_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_list_of_backends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lone comma forbade every backend."""
     monkeypatch.setenv("UNDIVIDED_BACKENDS", " , ")
     with pytest.raises(InputError, match=r"^UNDIVIDED_BACKENDS must name at least one of .*, got ' , '$"):
@@ -537,7 +537,7 @@ def test_backends_that_name_none_are_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("variable", ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"])
-def test_a_switch_of_transformer_engine_is_a_number(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_switch_of_transformer_engine_must_be_a_number(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """ "off" switched nothing off. TransformerEngine itself reads these with int()."""
     monkeypatch.setenv(variable, "off")
     with pytest.raises(InputError, match=rf"^{variable} must be 0 or 1, got 'off'$"):

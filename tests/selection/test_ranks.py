@@ -1,4 +1,4 @@
-"""Ranking by measurement: made tables on described machines, the files they lie in, and a report turned into one."""
+"""Measured ranks: synthetic tables on described machines, their files, and the conversion of a report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Measured = Callable[[Table], None]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Let selection know this table and nothing else, and nothing that was decided before."""
+    """Make selection use only this table, with empty decision caches."""
 
     def install(table: Table) -> None:
         monkeypatch.setattr(_measured, "tables", lambda: (table,))
@@ -83,7 +83,9 @@ class TestOrder:
         assert "  cudnn            chosen (fused); default rank: not measured on sm90" in str(decision)
         assert all(verdict.estimate is None for verdict in decision.verdicts)
 
-    def test_the_measured_trade_their_places_and_the_others_keep_theirs(self, measured: Measured) -> None:
+    def test_measured_backends_are_sorted_among_their_places_and_the_others_keep_theirs(
+        self, measured: Measured
+    ) -> None:
         measured(table(cudnn=3e14, flash_attn=5e14, triton=4e14))
         assert order(explain()) == [
             "flash_attn",
@@ -105,14 +107,14 @@ class TestOrder:
         measured(table(cudnn=4.74e14, flash_attn=5e14))
         assert explain().backend.name == "flash_attn"
 
-    def test_those_that_cannot_run_here_trade_nothing(self, measured: Measured) -> None:
+    def test_backends_that_cannot_run_keep_their_place(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, flash_attn=5e14))
         without = Machine("cuda", "H100", (9, 0), "9.16.0", {"triton": "3.5.0", "cudnn_frontend": "1.15.0"})
         decision = explain(machine=without)
         assert decision.backend.name == "cudnn"
         assert {v.backend.name: v.estimate is not None for v in decision.verdicts}["flash_attn"] is False
 
-    def test_a_name_that_no_backend_has_is_passed_over(self, measured: Measured) -> None:
+    def test_an_unknown_backend_in_a_table_is_ignored(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, somebody=9e15))
         assert order(explain()) == DEFAULT_ORDER
 
@@ -170,7 +172,7 @@ class TestOrder:
 
     @pytest.mark.parametrize(("length", "near"), [(8, False), (9, True), (16, True), (17, False), (32, False)])
     def test_of_short_sequences_only_the_same_length_is_near(self, measured: Measured, length: int, near: bool) -> None:
-        """Of 16 keys torch_flash may be the fastest and of 8 it is not: measured, by up to 1.6 times."""
+        """torch_flash may be the fastest for 16 keys and not for 8: measured, by up to 1.6x."""
         measured(table(length=16, cudnn=3e14, triton=5e14))
         assert (explain(length).backend.name == "triton") == near
 
@@ -185,7 +187,7 @@ class TestOrder:
         monkeypatch.setattr(_measured, "tables", lambda: (users, ours))
         assert explain().backend.name == "cudnn", "near, in the user's table, before exact, in ours"
 
-    def test_another_flash_behind_pytorchs_operators_is_another_architecture(self, measured: Measured) -> None:
+    def test_an_activated_flash_kernel_is_another_architecture(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, torch_flash=5e14))
         assert explain().backend.name == "torch_flash"
         assert explain(machine=dataclasses.replace(H100, flash_impl="FA3")).backend.name == "cudnn"
@@ -209,7 +211,7 @@ class TestEstimates:
         )
         assert "  reference        can run, ranked after triton; default rank: not measured on sm90" in lines
 
-    def test_where_the_caller_says_the_order_nothing_is_called_a_default(self, measured: Measured) -> None:
+    def test_with_the_callers_order_no_rank_is_called_a_default(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, triton=6e14))
         assert "default rank" not in str(explain(backend="torch_flash"))
         with undivided.use_backends("torch_flash", "cudnn"):
@@ -257,7 +259,7 @@ class TestFiles:
         yield tmp_path / "undivided" / "ranks.json"
         _measured.tables.cache_clear()
 
-    def test_what_is_written_is_read_and_used(self, users: Path) -> None:
+    def test_a_written_table_is_read_and_used(self, users: Path) -> None:
         _measured.write(users, table(cudnn=3e14, triton=5e14))
         assert _measured.read(users) == table(cudnn=3e14, triton=5e14)
         _measured.tables.cache_clear()
@@ -274,10 +276,10 @@ class TestFiles:
         assert _measured.read(users) == {}
         assert explain().backend is not None
 
-    def test_a_variable_that_names_no_file_is_said_once(
+    def test_a_variable_that_names_a_missing_file_gives_one_warning(
         self, users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A misspelt path was an empty table, and nobody heard of it."""
+        """A misspelt path was once treated as an empty table, without a message."""
         monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / "rank.json"))
         with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists, got .*rank\.json"):
             assert explain().backend is not None
@@ -295,7 +297,7 @@ class TestFiles:
             ('{"schema": 1, "runs": {"0": {}}, "rates": {}}', "missing"),
         ],
     )
-    def test_a_file_that_is_no_table_is_left_out_with_a_warning(self, users: Path, text: str, said: str) -> None:
+    def test_a_file_that_is_not_a_table_is_ignored_with_a_warning(self, users: Path, text: str, said: str) -> None:
         users.parent.mkdir()
         users.write_text(text)
         with pytest.raises(InputError, match=said):
@@ -307,7 +309,7 @@ class TestFiles:
         assert explain().backend is not None, "once is enough"
 
     @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-    def test_a_rate_that_is_no_rate_is_refused(self, users: Path, rate: float) -> None:
+    def test_an_invalid_rate_is_refused(self, users: Path, rate: float) -> None:
         _measured.write(users, table(cudnn=rate))
         with pytest.raises(InputError, match="is not a positive number"):
             _measured.read(users)
@@ -419,7 +421,7 @@ class TestCommands:
     def test_on_a_gpu_its_own_suites_run_with_every_backend_that_is_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They were the CPU's, with the native kernel: nothing that selection chooses between on a GPU was timed."""
+        """The CPU's suites ran with the native kernel: no backend that selection considers on a GPU was timed."""
         seen: list[Any] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(bench, "selectable_backends", lambda device: ("cudnn", "triton"))
@@ -430,7 +432,7 @@ class TestCommands:
         assert seen[0].small == ()
         assert seen[1].backends == ("cudnn", "triton")
 
-    def test_what_is_no_report_is_one_message(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_report_is_one_message(self, tmp_path: Path) -> None:
         for text in ("{", "{}", "[]"):
             (tmp_path / "other.json").write_text(text)
             done = command("ranks", str(tmp_path / "other.json"), "--into", str(tmp_path / "ranks.json"))
@@ -438,7 +440,7 @@ class TestCommands:
             assert "must be" in done.stderr
         assert not (tmp_path / "ranks.json").exists()
 
-    def test_a_table_is_not_put_over_a_file_that_is_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_table_does_not_overwrite_another_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kept, into = tmp_path / "report.json", tmp_path / "precious.txt"
         kept.write_text(json.dumps(report(case("a", cudnn=1.0))))
         into.write_text("a letter")
@@ -450,7 +452,7 @@ class TestCommands:
         assert (done.exit_code, "must be a table of ranks" in done.stderr) == (2, True)
         assert into.read_text() == "a letter"
 
-    def test_a_table_of_nothing_says_so(self, tmp_path: Path) -> None:
+    def test_an_empty_table_is_reported(self, tmp_path: Path) -> None:
         _measured.write(tmp_path / "none.json", {})
         done = command("ranks", "--into", str(tmp_path / "none.json"))
         assert "ordered by their default ranks" in done.stdout
@@ -459,7 +461,7 @@ class TestCommands:
     def test_a_table_that_does_not_exist_is_refused(
         self, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Both were shown as an empty table, or as the package's own."""
+        """Both were once shown as an empty table, or as the package's own."""
         path = str(tmp_path / "rnaks.json")
         if by == "UNDIVIDED_RANKS":
             monkeypatch.setenv(by, path)
@@ -502,7 +504,7 @@ class TestReports:
         assert not any("/training/" in kind for kind in found.table)
         assert found.left_out["no undisturbed forward for the backward"] == ("a-backward",)
 
-    def test_what_was_disturbed_wrong_or_not_the_librarys_does_not_count(self) -> None:
+    def test_disturbed_wrong_and_foreign_results_do_not_count(self) -> None:
         wrong = case("a", cudnn=0.001, triton=0.001, flash_attn=0.001)
         wrong["entries"][1] |= {"ok": False}
         wrong["entries"] += [
@@ -514,11 +516,11 @@ class TestReports:
         assert found.table["sm90/bfloat16/forward/128/full"][13, 40].rates == {"cudnn": 1e15, "flash_attn": 1e15}
         assert found.left_out == {"disturbed": ("b",)}
 
-    def test_a_backend_that_sat_out_a_case_of_its_place_is_left_out(self) -> None:
+    def test_a_backend_that_missed_a_case_of_a_place_is_omitted(self) -> None:
         found = made.ranks(report(case("a", cudnn=0.001, triton=0.001), case("b", cudnn=0.001)), "made.json")
         assert set(found.table["sm90/bfloat16/forward/128/full"][13, 40].rates) == {"cudnn"}
 
-    def test_an_older_report_says_why_it_gives_nothing(self) -> None:
+    def test_an_older_report_is_refused_with_a_reason(self) -> None:
         old = case("a", cudnn=1.0)
         del old["place"]
         found = made.ranks(report(old), "made.json")
@@ -554,7 +556,7 @@ ALONE = {
     "gpu": ["bf16-prefix-lm-16384", "bf16-prefix-lm-16384-backward", "bf16-sinks-8192", "bf16-sinks-8192-backward"],
     "gpu-decode": ["bf16-paged16-batch64-8192", "bf16-paged16-batch8-32768"],
 }
-"""Cases that only our own kernel can run there: they are there for its goals."""
+"""Cases that only our own kernel can run: they are there for its goals."""
 
 
 @pytest.mark.parametrize("suite", GPU_SUITES)
@@ -597,7 +599,7 @@ def test_rivals_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("machine", [H100, Machine("cpu", isa="amx")])
-def test_a_place_looks_at_lengths_by_their_class_only(machine: Machine) -> None:
+def test_a_place_depends_on_lengths_by_their_class_only(machine: Machine) -> None:
     def place(length: int) -> Place | None:
         return _measured.place(explain(length).problem._replace(device=machine.device or "cpu"), machine)
 

@@ -240,12 +240,12 @@ def test_a_failed_request_leaves_nothing_behind() -> None:
     assert undivided.attention(q, q, q, layout="bshd").isfinite().all()
 
 
-def test_a_backend_that_hesitates_runs_when_named_but_not_by_family_or_default() -> None:
+def test_a_backend_for_requests_only_runs_if_named_but_not_by_family_or_default() -> None:
     arguments = PROBLEMS["predicate"]
     machine = MACHINES["t4"]
     by_default = undivided.explain(**arguments, machine=machine)
     assert by_default.backend.name == "reference"
-    assert by_default.reasons["flex"] == ("compiles for seconds per shape; ask with backend='flex'",)
+    assert by_default.reasons["flex"] == ("compiles for seconds per shape; request it with backend='flex'",)
     assert undivided.explain(**arguments, machine=machine, backend="flex").backend.name == "flex"
     with undivided.use_backends("flex"):
         assert undivided.explain(**arguments, machine=machine).backend.name == "flex"
@@ -275,7 +275,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_every_loser_says_value_and_limit(name: str) -> None:
+def test_every_refusal_states_value_and_limit(name: str) -> None:
     problem, machine, backend, reason = REASONS[name]
     assert reason in undivided.explain(**PROBLEMS[problem], machine=MACHINES[machine]).reasons[backend]
 
@@ -369,7 +369,7 @@ def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> No
     assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
 
 
-def test_a_predicates_identity_does_not_count(decided: list[Problem]) -> None:
+def test_the_identity_of_a_predicate_does_not_affect_the_decision(decided: list[Problem]) -> None:
     q = torch.randn(1, 8, 2, 8)
     for shift in range(5):
         mask = masks.predicate(lambda b, h, i, j, shift=shift: i + shift >= j)  # type: ignore[misc]
@@ -377,21 +377,21 @@ def test_a_predicates_identity_does_not_count(decided: list[Problem]) -> None:
     assert len(decided) == 1
 
 
-def test_lengths_by_value_do_not_count(decided: list[Problem]) -> None:
+def test_values_of_lengths_do_not_affect_the_decision(decided: list[Problem]) -> None:
     q = torch.randn(2, 8, 2, 8)
     for n in range(1, 9):
         undivided.attention(q, q, q, layout="bshd", mask=masks.lengths([n, 1]))
     assert len(decided) == 1
 
 
-def test_gradients_count(decided: list[Problem]) -> None:
+def test_gradients_affect_the_decision(decided: list[Problem]) -> None:
     q = torch.randn(1, 8, 2, 8)
     undivided.attention(q, q, q, layout="bshd")
     undivided.attention(q.requires_grad_(), q, q, layout="bshd")
     assert ["backward" in problem.features for problem in decided] == [False, True]
 
 
-def test_policies_and_machines_count(decided: list[Problem]) -> None:
+def test_policies_and_machines_affect_the_decision(decided: list[Problem]) -> None:
     problem = problem_of(*(torch.randn(1, 8, 2, 8) for _ in range(3)), layout="bshd")
     anything = Policy()
     first = selection.select(problem, MACHINES["cpu"], anything)
@@ -404,7 +404,7 @@ def test_policies_and_machines_count(decided: list[Problem]) -> None:
 
 
 def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_MOST_DECISIONS", 5)
+    monkeypatch.setattr(selection, "_MAX_DECISIONS", 5)
     monkeypatch.setattr(selection, "_decisions", {})
     for length in range(1, 20):
         q = torch.randn(1, length, 1, 4)
@@ -412,7 +412,7 @@ def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(selection._decisions) <= 5
 
 
-def test_losers_reasons_are_built_when_somebody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_are_built_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     original = type(reference.BACKEND).reasons
 
@@ -435,7 +435,7 @@ STRUCTURES = [arguments["mask"].structure for arguments in PROBLEMS.values() if 
 
 @st.composite
 def lengths_of_one_class(draw: st.DrawFn) -> tuple[int, int]:
-    """Two lengths that selection may not tell apart."""
+    """Two lengths that selection must not distinguish."""
     if draw(st.booleans()):
         length = draw(st.integers(0, 16))
         return length, length
@@ -480,7 +480,9 @@ def problems_of_one_key(draw: st.DrawFn) -> tuple[Problem, Problem]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems_of_one_key(), st.sampled_from(sorted(MACHINES)))
-def test_problems_of_one_selection_key_are_the_same_to_every_backend(pair: tuple[Problem, Problem], name: str) -> None:
+def test_problems_with_one_selection_key_get_the_same_reasons_from_every_backend(
+    pair: tuple[Problem, Problem], name: str
+) -> None:
     one, other = pair
     if selection.selection_key(one) != selection.selection_key(other):
         return  # the two lengths compare differently
@@ -493,7 +495,7 @@ def test_problems_of_one_selection_key_are_the_same_to_every_backend(pair: tuple
 
 
 @pytest.mark.parametrize(("one", "other"), [(100, 101), (64, 65), (1023, 1025), (3, 4), (0, 1), (128, 96)])
-def test_lengths_that_a_backend_may_tell_apart_have_keys_of_their_own(one: int, other: int) -> None:
+def test_lengths_that_a_backend_may_distinguish_have_different_keys(one: int, other: int) -> None:
     problem = problem_of(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
     keys = {selection.selection_key(problem._replace(kv_len=length)) for length in (one, other)}
     assert len(keys) == 2

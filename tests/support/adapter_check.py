@@ -1,4 +1,4 @@
-"""Adapters against the definition of attention: what a kernel is given, and what the caller gets back."""
+"""Adapters compared with the definition of attention: the arguments of a kernel, and the results for the caller."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def check(
 
 
 def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
-    """A case of the catalogue in fp64, which the stand-ins compute in, with NaN wherever nothing may look."""
+    """A case of the catalogue in fp64, the precision of the fakes, with NaN in all memory that must not be read."""
     built = build(case, torch.float64, poison=True)
     return *call_of(**built.arguments, device="cuda"), built
 
@@ -155,5 +155,5 @@ def check_against_reference(backend: Backend, case: Case) -> None:
             for each, result in zip(backends, (want, have), strict=True)
         )
         for name, one, other in zip(("q", "k", "v", "bias"), wanted, found, strict=False):
-            if one is not None:  # the reference computes what is needed, kernels all or nothing
+            if one is not None:  # the reference computes only the requested gradients, kernels all or none
                 torch.testing.assert_close(other, one, msg=functools.partial("{}: {}".format, name))

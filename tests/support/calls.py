@@ -1,4 +1,4 @@
-"""Calls as a backend gets them, from the keywords of `attention`."""
+"""Calls and tensors of a backend, from the keywords of `attention`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def call_of(
     q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, needs: tuple[bool, ...] | None = None, **options: Any
 ) -> tuple[Call, Tensors]:
     """The checked call and its tensors; `device` replaces theirs."""
-    return normalise(Request.of(q, k, v, **options), device, needs)
+    return normalise(Request.from_keywords(q, k, v, **options), device, needs)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Any) -> Problem:

@@ -1,5 +1,4 @@
-"""A case run by several ranks and put together again: what the tests of context parallelism compare with one
-process."""
+"""A case that several ranks run, gathered again: the tests of context parallelism compare it with one process."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def grid() -> Iterator[tuple[Case, str]]:
 
 
 def in_double(case: Case) -> Inputs:
-    """Inputs in fp64 throughout, with NaN where nothing may look."""
+    """Inputs in fp64, with NaN in all memory that must not be read."""
     inputs = build(case, torch.float64, poison=True)
     small = {
         name: t.detach().double().requires_grad_(t.requires_grad)
@@ -94,7 +93,7 @@ def bound(inputs: Inputs, cp: undivided.ContextParallel) -> undivided.ContextPar
 
 
 def of_rank(inputs: Inputs, cp: undivided.ContextParallel, **overrides: Any) -> dict[str, Tensor]:
-    """What `alone` returns, from one rank; every rank returns the whole."""
+    """The results of `alone`, from one rank; every rank returns the tensors of the whole."""
     cp = bound(inputs, cp) if cp.bound is None else cp
     layout, whole = inputs.case.layout, dict(inputs.arguments)
     bias = whole.get("bias")
@@ -125,7 +124,7 @@ def everyone(cp: undivided.ContextParallel, tensor: Tensor) -> list[Tensor]:
 
 
 def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """What is further apart than a hundred roundings of fp64; two ways to do the same sums are never further."""
+    """The tensors that differ by more than a hundred roundings of fp64; two orders of the same sums differ by less."""
     assert found.keys() == right.keys()
     far = {name: distance(found[name], right[name]) for name in right}
     norms = {name: float(t[t.isfinite()].norm()) for name, t in right.items()}

@@ -1,10 +1,10 @@
-"""A stand-in for cudnn-frontend: graphs that compute, by plain torch on the CPU, what its sources say they mean.
+"""A fake cudnn-frontend: graphs that compute, by plain torch on the CPU, what its sources specify.
 
 Written from cudnn-frontend (python/pygraph/sdpa.cpp; node/scaled_dot_product_flash_attention.h, node/softmax.h and
 utils/attn_score_modifiers.h), not from our adapter: the order of scale, bias, ALiBi, padding and band, the exclusive
-left edge, statistics that contain the sink, gradients from the statistics that they are given. Where cuDNN is known to
-misbehave the stand-in refuses (-inf in a bias, misaligned rows, statistics that are not packed), or misbehaves too
-(rows without keys are NaN, what it masks it multiplies by 0).
+left edge, statistics that contain the sink, gradients from the statistics that they are given. If cuDNN is known to
+misbehave, the fake refuses (-inf in a bias, misaligned rows, statistics that are not packed) or misbehaves in the same
+way (rows without keys are NaN, masked values are multiplied by 0).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FakeGraph:
             self._sequence(memory, n)
 
     def _check(self, memory: dict[int, Tensor]) -> None:
-        """What the frontend refuses, and what it should."""
+        """The checks of the frontend, and further ones."""
         given, nodes = self.inputs, self.inputs | self.outputs
         for name in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
             if name in nodes:

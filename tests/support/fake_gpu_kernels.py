@@ -1,8 +1,7 @@
-"""Stand-ins for GPU kernels, with the kernels' own conventions, computed by plain torch on the CPU.
+"""Fake GPU kernels with the conventions of the real ones, computed by plain torch on the CPU.
 
 Each keeps what makes its kernel different: +inf for the log-sum-exp of rows without keys, memory that it does not write
-left NaN, bottom-right alignment, an exclusive left edge. They are written from the kernels' documentation, not from
-ours.
+left NaN, bottom-right alignment, an exclusive left edge. They are written from the kernels' documentation.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def efficient(
 
     The log-sum-exp is padded, [sequences, H, L], L the longest rounded up to 32: +inf up to a sequence's own multiple
     of 32, unwritten behind it, 0 in rows without keys. The output of a sequence without keys is not written. A
-    bottom-right diagonal that starts outside the keys leaves tiles unmasked, so it must not be asked for.
+    bottom-right diagonal that starts outside the keys leaves tiles unmasked, so it must not be requested.
     """
     packed = cu_q is not None
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)

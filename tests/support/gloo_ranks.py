@@ -1,4 +1,4 @@
-"""Processes that talk over gloo on the loopback interface, for the tests that need real ones."""
+"""Processes that communicate over gloo on the loopback interface, for tests that need real processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 300.0
-"""Of the default group, in seconds: what a rank waits for another, which may be busy with what only some of them do."""
+"""Timeout of the default group, in seconds: a rank may wait for another one that has more work."""
 
 
 def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0) -> list[list[Any]]:

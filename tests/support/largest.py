@@ -1,4 +1,4 @@
-"""The largest memory of any tensor that was made, for tests of memory."""
+"""The size of the largest tensor that was created, for tests of memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Each instruction set of the native library in this process: copies of it, each told by its environment what to
-run."""
+"""Each instruction set of the native library in this process, as copies of the library with different environments."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ def _library(level: str) -> cpu.Library:
 
 
 def here() -> tuple[str, ...]:
-    """The levels that this machine has, up to the one that the process was told; none without the library."""
+    """The levels of this machine, up to the one that UNDIVIDED_ISA names; none without the library."""
     loaded = cpu.load()
     return () if isinstance(loaded, str) else loaded.levels[: loaded.levels.index(loaded.level) + 1]
 
 
 @contextmanager
 def running(level: str, threads: int) -> Iterator[None]:
-    """What is called within runs on this level, on so many threads."""
+    """In the ``with`` block, the native kernel runs on this level and this number of threads."""
     library, before = _library(level), torch.get_num_threads()
     assert library.level == level
     with pytest.MonkeyPatch.context() as patch:

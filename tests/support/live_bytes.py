@@ -1,4 +1,4 @@
-"""What a rank holds while it attends, counted storage by storage: what the tests of plans compare their memory with."""
+"""The live bytes of a rank during attention, counted by storage, for the tests of plans."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def count_as_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels' scratch and the letters of the simulation are not counted; what is sent is held until the exchange is
-    over."""
+    """Scratch memory of kernels and messages of the simulation are not counted; sent tensors are held until the
+    exchange ends."""
     for name in ("forward", "backward"):
         monkeypatch.setattr(autograd, name, _only_results(getattr(autograd, name)))
     exchange = SimulatedGroup.exchange

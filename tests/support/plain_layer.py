@@ -1,6 +1,6 @@
 """A transformer layer for one sequence, from a state_dict: loops over heads, no formats, no kernels.
 
-What the layers of the package are compared with. It shares no code with them: formulas are those of the papers.
+The layers of the package are compared with it. It shares no code with them: the formulas are those of the papers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Sequences of different lengths as plain lists of tensors, and as one tensor in a layout: what the caches' tests
-share."""
+"""Sequences of different lengths as plain lists of tensors, and as one tensor in a layout, for the tests of the
+caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POISON = float("nan")
 
 
 def joined(sequences: Sequence[Tensor], layout: str, length: int | None = None) -> Tensor:
-    """Sequences [n_i, H, D] as one tensor in this layout; what is not theirs is NaN. A row has `length` tokens, or as
+    """Sequences [n_i, H, D] as one tensor in this layout; all other entries are NaN. A row has `length` tokens, or as
     many as the longest."""
     if layout == "thd":
         return torch.cat(list(sequences))

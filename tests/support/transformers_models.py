@@ -110,7 +110,7 @@ def build(name: str, implementation: str, **changes: Any) -> Any:
 
 
 def tokens(batch: int = 3, length: int = 11, seed: int = 0) -> Tensor:
-    """Random text, int64 ``[batch, length]``, without the ids that mean something."""
+    """Random text, int64 ``[batch, length]``, without special token ids."""
     return torch.randint(3, 50, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 

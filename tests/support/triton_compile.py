@@ -1,10 +1,9 @@
-"""Compile, for a GPU that is not there, every kernel that some problems launch: ``python triton_compile.py sm90
+"""Compile every kernel that some problems launch, for a GPU that this machine lacks: ``python triton_compile.py sm90
 [PROBLEM]``.
 
-The `triton` backend runs with each launch replaced by a compilation for the target. Prints a JSON line a kernel: its
-name, the problem, and what the assembler that comes with Triton says it takes: registers of a thread, bytes that spill,
-bytes of shared memory, and which of the architecture's instructions it has. Run as a program of its own, without
-Triton's interpreter.
+The `triton` backend runs with each launch replaced by a compilation for the target. Prints one JSON line per kernel:
+its name, the problem, and from the assembler that comes with Triton: registers per thread, spilled bytes, bytes of
+shared memory, and the special instructions it uses. Runs as a separate program, without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 
 def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[..., None]:
-    """What stands for the launch of a kernel."""
+    """A replacement of a kernel launch that compiles the kernel."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         names = [parameter.name for parameter in kernel.params]
@@ -72,7 +71,7 @@ def compiling(target: GPUTarget, told: Callable[[str, Any], None]) -> Callable[.
 
 
 def resources(compiled: Any, architecture: str) -> dict[str, int]:
-    """What a compiled kernel takes, and what it is made of."""
+    """The resources of a compiled kernel, and its special instructions."""
     ptx = compiled.asm["ptx"]
     tools, number = Path(triton.__file__).parent / "backends/nvidia/bin", int(architecture.removeprefix("sm"))
     later = tools / "ptxas-blackwell"  # Triton 3.6 and later

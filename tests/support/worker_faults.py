@@ -1,4 +1,4 @@
-"""What goes wrong in a process of its own, as functions that a fresh process finds by their names."""
+"""Faults in worker processes, as functions that a new process finds by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Verification itself: the oracle against the definition, the budget against sabotage, the report, the errors."""
+"""Verification itself: the oracle compared with the definition, the budget with wrong results, the report, the
+errors."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_case_makes_a_problem_of_its_sizes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("memory", ["packed-qkv", "sliced", "strided-last", "shared-kv"])
-def test_memory_is_what_the_case_says(memory: Any) -> None:
+def test_memory_has_the_strides_of_the_case(memory: Any) -> None:
     plain = inputs.build(Case("plain", batch=3)).arguments
     laid = inputs.build(Case("laid out", batch=3, memory=memory)).arguments
     assert not laid["k"].is_contiguous()
@@ -82,7 +83,7 @@ def test_memory_is_what_the_case_says(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["lengths-left-padding-causal", "documents-padded-offsets-thd", "paged-decode"])
-def test_poison_stands_outside_the_real_lengths(name: str) -> None:
+def test_memory_outside_the_real_lengths_is_poisoned(name: str) -> None:
     clean, poisoned = (inputs.build(cases.get(name)).arguments, inputs.build(cases.get(name), poison=True).arguments)
     assert not any(clean[x].isnan().any() for x in "qkv")
     assert poisoned["k"].isnan().any()
@@ -105,7 +106,7 @@ def test_a_case_or_tag_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize(
     "name", ["gqa-4", "value-head-wider", "scale-given", "softcap-20-causal", "bias-with-minus-infinity"]
 )
-def test_the_oracle_is_the_definition(name: str) -> None:
+def test_the_oracle_equals_the_definition(name: str) -> None:
     """Against loops over pairs that share nothing with it, gradients by torch's autograd through the loops."""
     case = dataclasses.replace(CASES[name], layout="bhsd", q_len=5, kv_len=7, return_lse=True, mask=None, sinks=True)
     call, given, upstream = _request(case, torch.float64)
@@ -123,7 +124,7 @@ def test_the_oracle_is_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=str)
-def test_the_backward_written_out_is_the_one_autograd_finds(case: Case) -> None:
+def test_the_explicit_backward_equals_autograds(case: Case) -> None:
     """The plain reference in fp64 and the oracle are two derivations of one gradient."""
     call, given, upstream = _request(dataclasses.replace(case, bias_dtype=None), torch.float64)
     right, plain = (
@@ -155,7 +156,7 @@ def test_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(CASES.values()), ids=str)
 def test_zeros_are_never_within_a_budget(case: Case, dtype: torch.dtype) -> None:
-    """Unless zero is what is right: then the budget is of the size of the rounding alone."""
+    """Unless zero is right: then the budget is only the rounding."""
     budget = budget_for(*_request(case, dtype))
     for name, right in budget.right.items():
         size = float(right[right.isfinite()].norm())
@@ -239,8 +240,8 @@ def test_a_wrong_backward_is_red(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert {row.quantity for row in report.failures} == where
 
 
-def test_a_shift_by_one_is_seen_where_padding_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row beyond a document, and nothing else: its size alone would hide in bfloat16's budget."""
+def test_a_shift_by_one_into_the_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one row beyond a document: its size would be within bfloat16's budget."""
     right = reference.BACKEND.forward
 
     def forward(call: Call, given: Tensors) -> Result:
@@ -269,7 +270,7 @@ def test_a_kernel_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -
     assert all(row.ok for row in report.of("reference").values())
 
 
-def test_every_backend_runs_or_says_why_not() -> None:
+def test_every_backend_runs_or_gives_reasons() -> None:
     tensors, arguments = _window()
     report = verify(*tensors, **arguments, backends=["math", "torch_flash", "fused"])
     assert report.ok
@@ -278,7 +279,7 @@ def test_every_backend_runs_or_says_why_not() -> None:
     assert set(report.of("reference")) == {"out", "lse", "dq", "dk", "dv"}
 
 
-def test_a_backend_without_one_gradient_is_asked_for_the_others() -> None:
+def test_a_backend_that_lacks_one_gradient_is_checked_for_the_others() -> None:
     q, k, v = (torch.randn(2, 5, 2, 8) for _ in range(3))
     report = verify(q, k, v, layout="bshd", bias=torch.randn(5, 5), backends=["reference", "torch_flash"])
     assert set(report.of("reference")) == {"out", "lse", "dq", "dk", "dv", "dbias"}
@@ -328,14 +329,14 @@ def test_dropout_without_a_seed_is_one_pattern_for_all() -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 128])
-def test_attention_to_oneself_is_no_false_alarm(dim: int) -> None:
-    """With q = k one key has all of the weight, and what is left of the error is that scores are computed twice."""
+def test_equal_queries_and_keys_are_not_a_false_alarm(dim: int) -> None:
+    """With q = k one key has all of the weight, and the remaining error is from computing the scores twice."""
     x = torch.randn(2, 64, 4, dim, generator=torch.Generator().manual_seed(0))
     report = verify(x, x, x, layout="bshd", mask=masks.causal(), backends=["reference", "torch_flash"])
     assert report.ok, str(report)
 
 
-def test_float64_is_held_to_float64() -> None:
+def test_float64_has_a_float64_budget() -> None:
     q = torch.randn(2, 9, 2, 8, dtype=torch.float64)
     report = verify(q, q, q, layout="bshd", backends=["reference", "torch_flash"])
     assert report.ok

@@ -10,6 +10,8 @@ Legend: B batch, S sequence, H heads, D head size, T total tokens of all packed 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -17,6 +19,25 @@ from torch import Tensor
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd", "thd")
+
+
+STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
+    "bshd": operator.itemgetter(0, 2, 1),
+    "sbhd": operator.itemgetter(1, 2, 0),
+    "bhsd": operator.itemgetter(0, 1, 2),
+    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
+}
+"""Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
+microsecond each."""
+
+Strides = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
+"""Strides of batch, head and token, of q, of k and of v."""
+
+
+def kernel_strides(q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> Strides:
+    """What a kernel reads of the strides. Paged k and v are [pages, page_size, N, D] in every layout."""
+    of_q, of_keys = STRIDES[layout], STRIDES["bshd" if paged else layout]
+    return of_q(q.stride()), of_keys(k.stride()), of_keys(v.stride())
 
 
 def rank(layout: Layout) -> int:

@@ -90,11 +90,27 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The tensors' in-place counters, or None if one has none (inference tensors, tracing)."""
+_MAX_COMPARED_VALUES = 1024
+
+
+def versions(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
+    """What differs once a tensor was changed in place: its counter, or the values of a small inference tensor on the
+    CPU, which has no counter. None if neither is known (other inference tensors, tracing)."""
     if torch.compiler.is_compiling():
         return None
     try:
         return tuple([t._version for t in tensors])
     except RuntimeError:  # raised by inference tensors; a check of each would cost every call
-        return None
+        return _values(tensors)
+
+
+def _values(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
+    found: list[object] = []
+    for tensor in tensors:
+        if not tensor.is_inference():
+            found.append(tensor._version)
+        elif tensor.numel() <= _MAX_COMPARED_VALUES and type(tensor) is Tensor and readable(tensor):
+            found.append(tensor.tolist())
+        else:
+            return None
+    return tuple(found)

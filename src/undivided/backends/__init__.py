@@ -1,4 +1,8 @@
-"""Every backend, one file each. A file ends in ``BACKEND = ...``; nothing else has to know that it exists."""
+"""Every backend: one file or folder each, or an entry point of another package.
+
+A file or folder ends in ``BACKEND = ...`` and needs no registration. A package names its backend in the entry points of
+the group ``undivided.backends``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import pkgutil
 
 from undivided.backends._base import Backend
+from undivided.backends._entry_points import installed_backends
 from undivided.errors import InputError
 
 FAMILY_ALIASES = {"unfused": "math"}
@@ -14,21 +19,23 @@ FAMILY_ALIASES = {"unfused": "math"}
 
 @functools.cache
 def all_backends() -> tuple[Backend, ...]:
-    """The backends, by name."""
+    """The backends, by name. The first decision imports them; later ones find them in this cache."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    return tuple(module.BACKEND for module in modules if hasattr(module, "BACKEND"))
+    ours = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+    others = installed_backends({backend.name for backend in ours})
+    return tuple(sorted([*ours, *others], key=lambda backend: backend.name))
 
 
 @functools.cache
 def names_and_families() -> frozenset[str]:
-    """Every word that may be given as ``backend=``."""
+    """Every string that ``backend=`` accepts."""
     found = {word for backend in all_backends() for word in (backend.name, backend.family)}
     return frozenset(found | set(FAMILY_ALIASES))
 
 
-def is_called(backend: Backend, word: str) -> bool:
-    """Whether this name or family means this backend."""
+def has_name(backend: Backend, word: str) -> bool:
+    """Whether this string is the backend's name or family."""
     return word == backend.name or FAMILY_ALIASES.get(word, word) == backend.family
 
 

@@ -1,8 +1,8 @@
 """What a backend is: limits as data, reasons, forward, backward.
 
-A backend is one file in this folder that ends in ``BACKEND = <an instance>``. It declares its limits as a `Limits`,
-adds what data cannot say in `reasons`, and computes. Predicate and executor stand side by side, so that they stay one
-truth.
+A backend is one file or folder here that ends in ``BACKEND = <an instance>``. It declares its limits as a `Limits`,
+adds the rules that data cannot express in `reasons`, and computes. Rules and computation are in one place, so that they
+stay consistent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
 ANY_PART = ALL_MASKS | {"ranges"}
-"""All masks, and what context parallelism makes of them: ranges for some rows, keys and heads (`NormalForm.shard`)."""
+"""All masks, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -50,14 +50,15 @@ _MASK_WORDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend can do, as data. The defaults allow nothing special: each ability is declared.
+    """What a backend can do, as data. By default no mask and no feature is supported: each is declared.
 
     devices: device types. dtypes: of q, k, v.
     max_head_dim, head_dim_multiple: of both head sizes; None / 1 for any.
-    masks: kinds of mask (`Mask.kinds`) that run natively. alignments: of causal masks and windows where they differ.
-    features: of `FEATURES`.
-    compute_capability: (lowest, highest), either None; only on CUDA.
-    packages: (name, lowest version or None, first version that no longer works or None) that must be installed.
+    masks: kinds of mask (`Mask.kinds`) that run natively.
+    alignments: supported alignments of causal masks and windows, for problems where the two alignments differ.
+    features: a subset of `FEATURES`.
+    compute_capability: (lowest, highest), None if unlimited; only on CUDA.
+    packages: required packages: (name, lowest version or None, first version that no longer works or None).
     """
 
     devices: frozenset[str]
@@ -74,7 +75,7 @@ class Limits:
 
 
 class Backend:
-    """The protocol of a backend. Subclasses set the class attributes and say `rank`, `forward` and `backward`."""
+    """The protocol of a backend. Subclasses set the class attributes and implement `rank`, `forward` and `backward`."""
 
     name: ClassVar[str]
     family: ClassVar[str]
@@ -82,22 +83,22 @@ class Backend:
     """One line for the table of backends."""
     limits: ClassVar[Limits]
     how_to_get: ClassVar[str] = ""
-    """What to do where it is not available, e.g. "pip install flash-attn"."""
+    """How to make it available, e.g. "pip install flash-attn"."""
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """Where it stands in the order to try: lower is tried first. 100 is the reference.
+        """The default rank: backends are tried from the lowest to the highest. The reference has 100.
 
-        A default: backends that were measured on such a problem are ordered by their measured rates instead
-            (`undivided.selection.measured`).
+        Backends that were measured on such a problem are ordered by their measured rates instead
+        (`undivided.selection.measured`).
         """
         raise NotImplementedError
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Why this machine cannot run it at all, whatever the problem; None if it can."""
+        """Why this machine cannot run any problem with it; None if it can."""
         return _missing_package(self.limits, machine)
 
     def needs_gpu(self, machine: Machine) -> bool:
-        """Whether what this machine lacks is a GPU, so that no package would help."""
+        """Whether the machine lacks a GPU for it, so that no package would help."""
         has_gpu = machine.compute_capability is not None or machine.hip
         return not has_gpu and "cpu" not in self.limits.devices
 
@@ -108,22 +109,23 @@ class Backend:
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """Every reason why it cannot run exactly this problem; empty means it can.
 
-        A reason states value and limit. It may look at lengths only by comparison, by divisibility by 8, 16, 32 or 64,
-        or against powers of two, because decisions are shared by lengths that agree in these
-        (`_selection.selection_key`).
+        A reason states value and limit. Of lengths it may use only comparisons with each other and with powers of two,
+        and divisibility by 8, 16, 32 or 64: lengths that agree in these share a decision
+        (`undivided.selection.decision.selection_key`).
         """
         return limit_reasons(self.limits, problem, machine)
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Why it is not chosen unless asked for by name, although it could run; None if it is."""
+        """Why it is chosen only if requested by name, although it could run; None if it is chosen without a request."""
         return None
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
-        """Attention. Called without autograd recording.
+        """Attention. Autograd does not record here.
 
         Args:
             call: the problem, which this backend has no reason to refuse, and its options.
-            tensors: q, k and v in the problem's layout (pools, if the call has pages), and a bias of four axes.
+            tensors: q, k and v in the problem's layout (k and v are pools if the call has pages), and a bias with four
+                axes.
 
         Returns:
             out in the problem's layout, with any strides, and lse [B, H, Sq].
@@ -135,26 +137,25 @@ class Backend:
     ) -> Gradients:
         """Gradients by recomputation from (out, lse).
 
-        With the feature "partial" the keys are some of all, and (out, lse) belong to all: the weights are
+        With the feature "partial" the call has only some of the keys, and (out, lse) are over all keys: the weights are
         exp(score - lse).
 
         Args:
             call, tensors: as for `forward`.
-            result: what `forward` returned, of this backend or another one.
+            result: what `forward` of this or another backend returned.
             grad_out: the gradient of out, in the problem's layout, with any strides.
             grad_lse: the gradient of lse [B, H, Sq], or None.
 
         Returns:
-            The gradient of each of `tensors`; None if ``call.needs`` does not want it.
+            The gradient of each of `tensors`; None if ``call.needs`` is False for it.
         """
         raise NotImplementedError
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
-        """The output [B, H, Sq, Dv] as one of PyTorch's operators that autograd records itself; None: `forward` is
-        recorded.
+        """The output [B, H, Sq, Dv] of a PyTorch operator that autograd records itself; None to use `forward`.
 
-        Called with recording on, where only q, k and v have gradients. Every node of ours costs a call of Python. The
-        node must be the operator's own and save query, key, value, output and logsumexp under these names: they are
+        Called while autograd records and only q, k and v need gradients. It saves the Python call of an autograd node
+        of our own. The operator's node must save query, key, value, output and logsumexp under these names: they are
         read for the second derivative.
         """
         return None
@@ -200,11 +201,11 @@ def _head_dim_reasons(limits: Limits, problem: Problem) -> list[str]:
 def _missing_package(limits: Limits, machine: Machine) -> str | None:
     for name, lowest, first_broken in limits.packages:
         version = machine.version(name)
-        wanted = f" {format_version(lowest)} or later" if lowest else ""
+        required = f" {format_version(lowest)} or later" if lowest else ""
         if version is None:
-            return f"{name}{wanted} is not installed"
+            return f"{name}{required} is not installed"
         if lowest is not None and version < lowest:
-            return f"{name} {format_version(version)} (needs{wanted})"
+            return f"{name} {format_version(version)} (needs{required})"
         if first_broken is not None and version >= first_broken:
             return f"{name} {format_version(version)} (must be before {format_version(first_broken)})"
     return None

@@ -18,7 +18,7 @@ PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend. `why_not` is empty where it is available; `how_to_get` may be empty too."""
+    """One backend. `why_not` is empty if it is available; `how_to_get` may be empty too."""
 
     name: str
     family: str
@@ -51,7 +51,7 @@ def backends(machine: Machine | None = None) -> BackendTable:
     for one exact problem.
 
     Args:
-        machine: the machine to ask about; this one, with all its devices, if None.
+        machine: the machine to describe; None for this one, with all its devices.
 
     Returns:
         A tuple of `BackendRow`, in order of name; ``print`` it for the table.
@@ -63,12 +63,12 @@ def backends(machine: Machine | None = None) -> BackendTable:
     >>> [row.available for row in undivided.backends(a100) if row.name == "torch_flash"]
     [True]
     """
-    machines = _these() if machine is None else [machine]
+    machines = _this_machine() if machine is None else [machine]
     return BackendTable(_row(backend, machines) for backend in all_backends())
 
 
-def _these() -> list[Machine]:
-    """This machine for tensors on the CPU, and for tensors on its GPU if it has one."""
+def _this_machine() -> list[Machine]:
+    """This machine as seen by tensors on the CPU, and as seen by tensors on its GPU if it has one."""
     return [Machine.this("cpu"), *([Machine.this("cuda")] if torch.cuda.is_available() else [])]
 
 
@@ -97,7 +97,7 @@ def _why_not(backend: Backend, machine: Machine) -> str:
 
 
 def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
-    """Attention that asks for nothing special: what a backend that is there at all can run."""
+    """Attention without a mask or any other option: every available backend can run it."""
     device = machine.device or ("cuda" if machine.compute_capability or machine.hip else "cpu")
     return Problem(
         device=device,
@@ -117,7 +117,7 @@ def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
 
 
 def _version(backend: Backend, machine: Machine, available: bool) -> str | None:
-    """Of the package that it needs first; PyTorch's own kernels and ours come with torch and with us."""
+    """The version of the first installed package that it needs; torch's version if it needs none."""
     for name, _, _ in backend.limits.packages:
         if found := machine.version(name):
             return f"{name} {format_version(found)}"

@@ -1,10 +1,10 @@
 """`flex`: PyTorch's FlexAttention, compiled. It takes any mask: ranges, dense tensors and predicates alike.
 
-Memory: the mask goes in as a `BlockMask` counted from row ranges (O(S + tiles)), never as an S x S tensor, unless the
+Memory: the mask is passed as a `BlockMask` built from row ranges (O(S + tiles)), never as an S x S tensor, unless the
 mask is itself dense. It compiles for seconds for every new set of sizes, so it runs only if it is requested by name.
 
 On the CPU, FlexAttention has no backward and cannot return the log-sum-exp (torch/_inductor/kernel/flex/flex_cpu.py);
-`Result.lse` is then NaN: nobody may read it, as `lse`, `sinks` and gradients are refused there.
+`Result.lse` is then NaN and never read: `lse`, `sinks` and gradients are refused there.
 
 Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496); torch/nn/attention/flex_attention.py.
 """
@@ -34,11 +34,11 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
-_MOST_SIZES = 1 << 10  # graphs kept per process before torch.compile gives up, instead of its 8
+_MAX_SIZES = 1 << 10  # sets of sizes that torch.compile compiles per process; its default is 8
 
-_ON_CPU = {
+_CPU_NOTES = {
     "backward": "FlexAttention has no CPU backward",
-    "lse": "FlexAttention's CPU kernel returns none",
+    "lse": "FlexAttention's CPU kernel does not return it",
     "sinks": "they need the log-sum-exp, which FlexAttention's CPU kernel does not return",
 }
 
@@ -76,17 +76,17 @@ class Flex(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No compiler for the CPU kernel."""
+        """Without a C++ compiler for the CPU kernel."""
         missing = super().unavailable(machine)
         if missing is None and machine.compute_capability is None:
             missing = _no_compiler(machine)
         return missing
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, then what they cannot say."""
+        """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cpu":
-            reasons += [_refused(name) for name in _ON_CPU if name in problem.features and name != "sinks"]
+            reasons += [_cpu_reason(name) for name in _CPU_NOTES if name in problem.features and name != "sinks"]
             reasons += [missing] if (missing := _no_compiler(machine)) else []
         if problem.device == "cuda":
             reasons += gpu.hip_reasons(problem, machine)
@@ -102,7 +102,7 @@ class Flex(Backend):
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
         """Compiling takes seconds for every new set of sizes."""
-        return "compiles for seconds per shape; ask with backend='flex'"
+        return "compiles for seconds per shape; request it with backend='flex'"
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by compiled FlexAttention."""
@@ -112,9 +112,9 @@ class Flex(Backend):
         if problem.device == "cpu":
             out = _compiled()(*inputs, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(gpu.settle(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+            return Result(gpu.fix_empty_rows(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
         out, lse = _with_lse(inputs, settings)
-        return Result(*gpu.settle(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
+        return Result(*gpu.fix_empty_rows(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -122,44 +122,44 @@ class Flex(Backend):
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
         problem = call.problem
         form = call.normal_form(tensors.q)
-        wanted = [
+        leaf_tensors = [
             (n, t.detach().requires_grad_()) for n, t in enumerate(tensors) if t is not None and _needs(problem, n)
         ]
         fresh: list[Tensor | None] = list(tensors)
-        for n, tensor in wanted:
+        for n, tensor in leaf_tensors:
             fresh[n] = tensor
         leaves = Tensors._make(fresh)
         with torch.enable_grad():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         grad = gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
-        found = torch.autograd.grad(outputs, [tensor for _, tensor in wanted], grads)
+        found = torch.autograd.grad(outputs, [tensor for _, tensor in leaf_tensors], grads)
         gradients: list[Tensor | None] = [None] * 6
-        for (n, _), gradient in zip(wanted, found, strict=True):
+        for (n, _), gradient in zip(leaf_tensors, found, strict=True):
             gradients[n] = gradient
         return gradients
 
 
-def prepared(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
-    """FlexAttention alone: a call over inputs and a block mask that were built beforehand, -> [B, H, Sq, Dv]."""
+def bind_kernel(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
+    """A function that runs FlexAttention alone, on inputs and a block mask that are built here: -> [B, H, Sq, Dv]."""
     form = call.normal_form(tensors.q)
     inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
     return lambda: _compiled()(*inputs, **settings)
 
 
-def _refused(feature: str) -> str:
+def _cpu_reason(feature: str) -> str:
     words = {"backward": "gradients", "lse": "the log-sum-exp returned"}
-    return f"no support for {words[feature]} on the CPU ({_ON_CPU[feature]})"
+    return f"no support for {words[feature]} on the CPU ({_CPU_NOTES[feature]})"
 
 
 def _needs(problem: Problem, position: int) -> bool:
-    """Whether this one of (q, k, v, bias, sinks, slopes) may have a gradient."""
+    """Whether the tensor at this position of (q, k, v, bias, sinks, slopes) may need a gradient."""
     name = (None, None, None, "bias_grad", "sinks_grad", "alibi_grad")[position]
     return name is None or name in problem.features
 
 
 def _no_compiler(machine: Machine) -> str | None:
-    """Why the CPU kernel cannot be compiled here; a described machine is taken to have a compiler."""
+    """Why the CPU kernel cannot be compiled here; a described machine is assumed to have a compiler."""
     if not machine.probed and machine.device is not None:
         return None
     if sys.platform == "darwin":
@@ -174,15 +174,15 @@ def _no_compiler(machine: Machine) -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention under torch.compile; a size that it cannot compile is an error, never the slow path."""
+    """FlexAttention under torch.compile; a size that it cannot compile is an error and never runs uncompiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Any = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
     def call(*tensors: Tensor, **settings: Any) -> Any:
-        limits = torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES)
+        limits = torch._dynamo.config.patch(recompile_limit=_MAX_SIZES, accumulated_recompile_limit=_MAX_SIZES)
         with limits, warnings.catch_warnings():
-            # Inductor's own imports use torch.jit (2.13); under `python -W error` that would end the compilation
+            # Inductor itself imports torch.jit (2.13), whose warning would be an error under `python -W error`
             warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
             return compiled(*tensors, **settings)
 
@@ -197,8 +197,8 @@ def _with_lse(tensors: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Te
 
 
 def _inputs(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, ...]:
-    """q, k, v as [B, H, S, D]: FlexAttention multiplies what it masks by 0, so garbage is cleared first."""
-    return tuple(t.transpose(1, 2) for t in gpu.cleaned(call, tensors, form))
+    """q, k, v as [B, H, S, D], without garbage: FlexAttention multiplies what it masks by 0."""
+    return tuple(t.transpose(1, 2) for t in gpu.clean_tensors(call, tensors, form))
 
 
 def _settings(call: Call, tensors: Tensors, form: NormalForm) -> dict[str, Any]:
@@ -212,32 +212,32 @@ def _settings(call: Call, tensors: Tensors, form: NormalForm) -> dict[str, Any]:
 
 
 def _block_mask(problem: Problem, form: NormalForm) -> Any:
-    """The mask as FlexAttention takes it: which tiles are touched, and a function for the pairs inside."""
+    """The mask as FlexAttention takes it: which tiles hold allowed pairs, and a function that decides single pairs."""
     from torch.nn.attention.flex_attention import BlockMask
 
     tiles = form.tiles(_BLOCK, _BLOCK)
     full = tiles == 2
-    full[..., problem.q_len // _BLOCK :, :] = False  # a tile that hangs over the end is not full
+    full[..., problem.q_len // _BLOCK :, :] = False  # a tile that extends past the end is not full
     full[..., problem.kv_len // _BLOCK :] = False
     partial = (tiles > 0) & ~full
     return BlockMask.from_kv_blocks(
-        *_listed(partial),
-        *_listed(full),
+        *_key_tile_lists(partial),
+        *_key_tile_lists(full),
         BLOCK_SIZE=_BLOCK,
         mask_mod=_mask_mod(form),
         seq_lengths=(problem.q_len, problem.kv_len),
     )
 
 
-def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many, which) key tiles of each row of tiles, int32; the chosen ones come first, in order."""
+def _key_tile_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """(number, indices) of the key tiles of each row of tiles, int32; the indices are in order, padded with others."""
     order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
 def _mask_mod(form: NormalForm) -> MaskMod:
     """The pairs as a function of indices that torch.compile can follow."""
-    mods = [_of_ranges(form.ranges), *map(_of_extra, form.extras)]
+    mods = [_range_mod(form.ranges), *map(_extra_mod, form.extras)]
     if len(mods) == 1:
         return mods[0]
 
@@ -250,9 +250,9 @@ def _mask_mod(form: NormalForm) -> MaskMod:
     return every
 
 
-def _of_ranges(ranges: Tensor) -> MaskMod:
+def _range_mod(ranges: Tensor) -> MaskMod:
     one_batch, two = ranges.shape[0] == 1, ranges.shape[-1] == 4
-    # copies: of one row `contiguous` would give views of one buffer, which Inductor's CPU kernel cannot tell apart
+    # `contiguous` would return views of one buffer for a single row, and Inductor's CPU kernel confuses those
     columns = [column.clone(memory_format=torch.contiguous_format) for column in ranges.unbind(-1)]
 
     def first(b: Index, h: Index, i: Index, j: Index) -> Tensor:
@@ -266,8 +266,8 @@ def _of_ranges(ranges: Tensor) -> MaskMod:
     return either if two else first
 
 
-def _of_predicate(extra: PredicatePairs) -> MaskMod:
-    """The function, asked about real tokens where these indices are padding."""
+def _predicate_mod(extra: PredicatePairs) -> MaskMod:
+    """The predicate, called with the positions of real tokens if padding was inserted between them."""
     fn, rows, keys = extra.fn, extra.rows, extra.keys
     if rows is None and keys is None:
         return fn
@@ -278,11 +278,11 @@ def _of_predicate(extra: PredicatePairs) -> MaskMod:
     return real
 
 
-def _of_extra(extra: object) -> MaskMod:
+def _extra_mod(extra: object) -> MaskMod:
     if isinstance(extra, RangePairs):
-        return _of_ranges(extra.ranges)
+        return _range_mod(extra.ranges)
     if isinstance(extra, PredicatePairs):
-        return _of_predicate(extra)
+        return _predicate_mod(extra)
     if isinstance(extra, DensePairs):
         return lambda b, h, i, j: _broadcast(extra.tensor, b, h, i, j)
     assert isinstance(extra, IdPairs)
@@ -296,12 +296,12 @@ def _of_extra(extra: object) -> MaskMod:
 
 
 def _broadcast(tensor: Tensor, *indices: Index) -> Tensor:
-    """``tensor[indices]``, a broadcast axis read at 0."""
+    """``tensor[indices]``, where the index of a broadcast axis is 0."""
     return tensor[tuple(index * 0 if size == 1 else index for size, index in zip(tensor.shape, indices, strict=True))]
 
 
 def _score_mod(call: Call, tensors: Tensors, form: NormalForm) -> ScoreMod | None:
-    """Softcap, then ALiBi, then the bias; None if there is none of them."""
+    """Softcap, then ALiBi, then the bias; None if the call has none of them."""
     softcap, slopes, bias = call.softcap, tensors.alibi_slopes, tensors.bias
     if softcap is None and slopes is None and bias is None:
         return None

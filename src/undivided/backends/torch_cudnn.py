@@ -2,9 +2,10 @@
 
 Packed documents run forward only: [T, H, D], int32 offsets, a log-sum-exp of [T, H, 1].
 
-Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention) and
-native/cudnn/MHA.cpp, whose causal flag is top-left; for documents there ``run_cudnn_SDP_fprop_nestedtensor``, and
-cuda/attention_backward.cu, as they were from 2.10 to 2.13; cuDNN's own by version in `cudnn_rules`.
+Source of the limits: PyTorch 2.10 to 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+(can_use_cudnn_attention) and native/cudnn/MHA.cpp, whose causal flag is top-left; for documents also
+``run_cudnn_SDP_fprop_nestedtensor`` there and cuda/attention_backward.cu. The limits of each cuDNN version are in
+`cudnn_rules`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from undivided.request.result import Result
 OPS = torch.ops.aten
 
 _TILE = 128
-"""The longest document is rounded up to this: for one query cuDNN has kernels of their own, which were wrong
-(`cudnn_rules`, and cudnn-frontend issue 1083: the log-sum-exp of one head in each group). Nothing is allocated by
-it."""
+"""The longest document's length is passed rounded up to this, at no cost in memory. For a length of 1 cuDNN would use
+its single-query kernels, some of which are wrong (`cudnn_rules`; cudnn-frontend issue 1083: the log-sum-exp of one head
+in each group)."""
 _OFFSETS = 1 << 30  # elements: PyTorch multiplies int32 offsets by the size of a token, and 1 << 31 is one too many
 
 
@@ -49,9 +50,9 @@ class TorchCudnn(Backend):
         notes={
             "dropout": "it draws its own pattern",
             "bias": "PyTorch's operator returns no gradient of it and leaves rows of -inf undefined",
-            "window": "PyTorch's operator has no argument for it; the cudnn backend has",
-            "padded": "PyTorch's offsets leave no room for it; the cudnn backend has it",
-            "lengths": "the cudnn backend has them",
+            "window": "PyTorch's operator has no argument for it; the cudnn backend supports it",
+            "padded": "PyTorch's offsets have no gaps; the cudnn backend supports it",
+            "lengths": "the cudnn backend supports them",
             "lse_grad": "cuDNN's backward has no input for it",
         },
     )
@@ -61,13 +62,13 @@ class TorchCudnn(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No GPU, no package, or neither."""
+        """Without a GPU or cuDNN."""
         if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
             return "cuDNN is not installed"
         return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, then what they cannot say."""
+        """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cuda":
@@ -79,20 +80,19 @@ class TorchCudnn(Backend):
         capability = machine.compute_capability
         if capability is not None and capability[0] == 9 and problem.q_len == 1 and "backward" in problem.features:
             reasons.append(
-                "gradients for one query on compute capability 9.x (NaN where the log-sum-exp is "
-                "far below 0: cudnn-frontend "
-                "issue 1072; the cudnn backend passes a padding mask)"
+                "gradients for one query on compute capability 9.x (NaN if the log-sum-exp is far below 0: "
+                "cudnn-frontend issue 1072; the cudnn backend avoids it by a padding mask)"
             )
         if problem.deterministic and "backward" in problem.features:
-            reasons.append(
-                "deterministic gradients (PyTorch's operator does not ask cuDNN for them; the cudnn backend does)"
-            )
+            reasons.append("deterministic gradients (PyTorch's operator does not request them; the cudnn backend does)")
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Up to 2.13 PyTorch looks for a graph of such a call and never keeps one."""
+        """Documents: up to 2.13 PyTorch never caches the graph of such a call."""
         if problem.documents is not None:
-            return "PyTorch builds cuDNN's graph anew at every call with documents; ask with backend='torch_cudnn'"
+            return (
+                "PyTorch builds cuDNN's graph again at every call with documents; request it with backend='torch_cudnn'"
+            )
         return None
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
@@ -100,7 +100,7 @@ class TorchCudnn(Backend):
         problem = call.problem
         if problem.documents is not None:
             return _packed_forward(call, tensors)
-        q, k, v = (gpu.aligned(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (gpu.align(t) for t in tensors.heads_first(call.problem.layout))
         out, lse, *_ = OPS._cudnn_attention_forward(
             q,
             k,
@@ -117,17 +117,17 @@ class TorchCudnn(Backend):
             scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*gpu.settle(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
+        return Result(*gpu.fix_empty_rows(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
         problem = call.problem
-        q, k, v = (gpu.aligned(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (gpu.align(t) for t in tensors.heads_first(call.problem.layout))
         grad = layout.heads_first(grad_out, problem.layout)
-        out = gpu.aligned(layout.heads_first(result.out, problem.layout))
-        if grad.stride() != out.stride() or gpu.aligned(grad) is not grad:  # cuDNN is told one layout for both
+        out = gpu.align(layout.heads_first(result.out, problem.layout))
+        if grad.stride() != out.stride() or gpu.align(grad) is not grad:  # cuDNN gets the strides of out for both
             grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         grads = OPS._cudnn_attention_backward(
@@ -153,10 +153,10 @@ class TorchCudnn(Backend):
 
 
 def _packed_forward(call: Call, tensors: Tensors) -> Result:
-    """Documents: packed tokens that lie one after another, their offsets, and what no pair reads cleared."""
+    """Attention over packed documents: contiguous tokens, their offsets, and 0 where no pair reads them."""
     problem = call.problem
     packing = gpu.packing(call, tensors)
-    q, k, v = (gpu.aligned(t.contiguous()) for t in gpu.cleaned_views(call, tensors))
+    q, k, v = (gpu.align(t.contiguous()) for t in gpu.clean_views(call, tensors))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
     out, stats, *_ = OPS._cudnn_attention_forward(
         q,
@@ -173,12 +173,12 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    settled = gpu.settle(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
-    return Result(*settled).in_layout(problem.layout)
+    fixed = gpu.fix_empty_rows(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
+    return Result(*fixed).in_layout(problem.layout)
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
-    """What PyTorch's operator does not do for packed documents; lengths against powers of two."""
+    """What PyTorch's operator cannot do for packed documents; lengths are compared with powers of two."""
     if problem.documents is None:
         return []
     found, version = [], machine.version("torch")
@@ -186,9 +186,8 @@ def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
         found.append(f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)")
     if "backward" in problem.features:
         found.append(
-            "gradients of packed documents (PyTorch's operator takes the head size for the longest "
-            "document: pytorch pull "
-            "request 186142; the cudnn backend has them)"
+            "gradients of packed documents (PyTorch's operator uses the head size as the longest length: "
+            "pytorch pull request 186142; the cudnn backend computes them)"
         )
     if problem.documents[0] > 32768:
         found.append(f"documents={problem.documents[0]} (max 32768)")

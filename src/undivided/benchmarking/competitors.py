@@ -96,7 +96,7 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     1
     """
     inputs = build(benchmark.case, benchmark.dtype, device=device)
-    return Prepared(benchmark, inputs, *normalise(Request.of(**inputs.arguments)))
+    return Prepared(benchmark, inputs, *normalise(Request.from_keywords(**inputs.arguments)))
 
 
 def selectable_backends(device: str) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
         "dropout_p": case.dropout_p,
         "dropout_seed": None,
     }
-    call, tensors = normalise(Request.of(**arguments))
+    call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
     return _ours(Prepared(prepared.benchmark, inputs, call, tensors), None, "without")
 
@@ -283,7 +283,7 @@ def _flex(prepared: Prepared) -> Competitor:
     reasons = flex.BACKEND.reasons(prepared.problem, Machine.this(prepared.tensors.q.device))
     if reasons:
         raise Absent("; ".join(reasons))
-    call = flex.prepared(prepared.call, prepared.tensors)
+    call = flex.bind_kernel(prepared.call, prepared.tensors)
     leaves = prepared.tensors.heads_first(prepared.problem.layout)
     return _competitor("flex", "FlexAttention, compiled", prepared, call, leaves, prepared.grad_out)
 

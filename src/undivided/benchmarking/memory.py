@@ -78,7 +78,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     once(64)  # loads libraries and starts threads
     added, leaves, out = once(length)
     with torch.no_grad():
-        call, inputs = normalise(Request.of(*leaves, layout="bhsd", mask=masks.causal()))
+        call, inputs = normalise(Request.from_keywords(*leaves, layout="bhsd", mask=masks.causal()))
     sample = sample_of(call, inputs, None)
     error, budget = sample.error("out", out), sample.allowed["out"]
     if not error <= budget:

@@ -87,7 +87,7 @@ def _overhead_cases() -> dict[str, _Case]:
 
 def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
     tensors, arguments, sdpa = case
-    call, given = normalise(Request.of(*tensors, **arguments))
+    call, given = normalise(Request.from_keywords(*tensors, **arguments))
     backend = select(call.problem, Machine.this(tensors[0].device), policy()).backend
     report = verify(*tensors, **arguments, backends=[backend.name])
     if not report.ok:

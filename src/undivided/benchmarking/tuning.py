@@ -82,7 +82,7 @@ def _passes(device: str, dtype: torch.dtype, width: int, length: int) -> Iterato
     def build(q_len: int, heads: int, grad: bool, mask: masks.Mask) -> tuple[Call, Tensors]:
         q = torch.randn(1, q_len, heads, width, device=device, dtype=dtype, requires_grad=grad)
         k, v = (torch.randn(1, length, 4, width, device=device, dtype=dtype, requires_grad=grad) for _ in range(2))
-        return normalise(Request.of(q, k, v, layout="bshd", mask=mask))
+        return normalise(Request.from_keywords(q, k, v, layout="bshd", mask=mask))
 
     causal = masks.causal()
     for name, q_len, heads, grad in (

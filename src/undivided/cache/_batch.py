@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
+from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
+
+FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
 
 class BatchPages(Pages):
@@ -53,14 +56,14 @@ class Batch:
         return OrderedDict((name, self.ledger.lengths[slot]) for name, slot in self.slots.items())
 
     def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
-        """The step of these new tokens, once finished sequences are freed and shared pages copied in each storage."""
-        counts = self._checked(step_dict)
+        """The step of these new tokens, after freeing finished sequences and copying shared pages in each storage."""
+        counts = self._check_counts(step_dict)
         ended = [slot for name, slot in self.slots.items() if name not in counts]
         # a copy replaces the ledger only after everything fits
         ledger = self.ledger.copy() if ended else self.ledger
         for slot in ended:
             ledger.free(slot)
-        slots = self._assigned(counts)
+        slots = self._assign_slots(counts)
         new = [0] * self.max_sequences
         for name, slot in slots.items():
             new[slot] = counts[name]
@@ -74,7 +77,16 @@ class Batch:
         rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
         return Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
 
-    def _checked(self, step_dict: object) -> dict[Hashable, int]:
+    def tables(self, slots: Counts) -> list[list[int]]:
+        """The pages of these slots, or the slots themselves if not paged."""
+        ledger = self.ledger
+        return [ledger.tables[slot] if isinstance(ledger, Pages) else [slot] for slot in slots]
+
+    def evicted_tables(self, slots: Counts) -> list[list[int]] | None:
+        """The pages of these slots if any were evicted, otherwise None."""
+        return self.tables(slots) if isinstance(self.ledger, Pages) and any(self.ledger.evicted) else None
+
+    def _check_counts(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
             raise InputError(
                 "step_dict",
@@ -96,7 +108,7 @@ class Batch:
                 )
         return counts
 
-    def _assigned(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
+    def _assign_slots(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
         """The slot of each sequence: its own, or an unused one."""
         kept = {name: self.slots[name] for name in names if name in self.slots}
         unused = iter(sorted(set(range(self.max_sequences)) - set(kept.values())))
@@ -109,10 +121,10 @@ class Batch:
             raise InputError("dst", "not be the id of a sequence in the batch", repr(dst))
         if len(self.slots) == self.max_sequences:
             raise InputError("dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst))
-        slots = self._assigned([*self.slots, dst])
+        slots = self._assign_slots([*self.slots, dst])
         pairs = [(slot, slots[dst])]
         for storage in storages:
-            storage.copy(*self.ledger.forked(pairs))
+            storage.copy(*self.ledger.fork_copies(pairs))
         self.ledger.fork(pairs)
         self.slots = slots
 
@@ -149,3 +161,10 @@ def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Ten
     offsets = [0, *accumulate(counts)]
     offsets += offsets[-1:] * (entries - len(counts))
     return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def checked_format(value: object) -> Layout:
+    """A layout of TransformerEngine's caches, or InputError."""
+    if value not in FORMATS:
+        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value))
+    return value

@@ -1,4 +1,4 @@
-"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ in the place of a token only."""
+"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ only in where a token is stored."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Cache(ABC):
                 unchanged.
         """
         pairs = self._pairs(src, dst)
-        self._storage.copy(*self._ledger.forked(pairs))
+        self._storage.copy(*self._ledger.fork_copies(pairs))
         self._ledger.fork(pairs)
         self._last = None
 

@@ -1,6 +1,6 @@
-"""Ledgers: the place of every token, as lengths, pages and reference counts on the host, without tensors.
+"""Ledgers: where every token is stored, as lengths, pages and reference counts on the host, without tensors.
 
-One ledger serves all layers, because they hold the same tokens. `plan` allocates room and changes nothing, so that a
+One ledger serves all layers, because they hold the same tokens. `plan` reserves memory and changes nothing, so that a
 refused request has no effect. Tokens are written to the rows of the plan, then `commit` applies it.
 """
 
@@ -13,9 +13,12 @@ from typing import NamedTuple, Protocol
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
+EVICTED = -1
+"""The entry of an evicted page in the list of a sequence's pages."""
+
 
 class Plan(NamedTuple):
-    """Room for new tokens that is not yet committed.
+    """Memory for new tokens, not yet committed.
 
     Args:
         lengths: tokens of every sequence after the commit.
@@ -39,7 +42,7 @@ class Ledger(Protocol):
         ...
 
     def plan(self, counts: Counts) -> Plan:
-        """Room for this number of new tokens of each sequence; InputError if there is none."""
+        """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
         ...
 
     def commit(self, plan: Plan) -> None:
@@ -54,7 +57,7 @@ class Ledger(Protocol):
         """Drop the last tokens of each sequence, down to these lengths, which are at most the current ones."""
         ...
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         """Pages to copy, (from, to), and the number of their rows, before `fork` of these pairs."""
         ...
 
@@ -68,7 +71,7 @@ class Ledger(Protocol):
 
 
 class Slots:
-    """A ledger in which page b holds sequence b alone."""
+    """A ledger in which page b belongs to sequence b."""
 
     def __init__(self, batch: int, max_len: int) -> None:
         self.lengths: Counts = (0,) * batch
@@ -96,7 +99,7 @@ class Slots:
     def truncate(self, lengths: Counts) -> None:
         self.lengths = lengths
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         moved = [pair for pair in pairs if pair[0] != pair[1]]
         return moved, max((self.lengths[source] for source, _ in moved), default=0)
 
@@ -131,6 +134,7 @@ class Pages:
         self.tables: list[list[int]] = [[] for _ in range(batch)]
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
+        self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
         self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
@@ -191,9 +195,11 @@ class Pages:
 
     def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
         rows: list[int] = []
-        size, pages = self.page_size, plan.tables.get(sequence, self.tables[sequence])
-        end = plan.lengths[sequence]
+        size, end = self.page_size, plan.lengths[sequence]
+        pages = plan.tables.get(sequence) or self.tables[sequence]
         at = end - count
+        if count == 1:  # decoding
+            return [pages[at // size] * size + at % size]
         while at < end:  # one page per pass
             stop = min(end, (at // size + 1) * size)
             first = pages[at // size] * size + at % size
@@ -201,8 +207,29 @@ class Pages:
             at = stop
         return rows
 
+    def evict(self, sequence: int, places: Sequence[int]) -> int:
+        """Release the pages at these places in the list of a sequence; how many were not released before."""
+        pages = self.tables[sequence]
+        held = [place for place in places if pages[place] != EVICTED]
+        if held:
+            self._release([pages[place] for place in held])
+            for place in held:
+                pages[place] = EVICTED
+            self.evicted[sequence] = self.lengths[sequence]
+            self.changes += 1
+        return len(held)
+
     def truncate(self, lengths: Counts) -> None:
         for n, length in enumerate(lengths):
+            if 0 < length < self.evicted[n]:
+                raise InputError(
+                    f"lengths[{n}]",
+                    f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted",
+                    length,
+                    hint="evict after the rejected tokens were truncated",
+                )
+        for n, length in enumerate(lengths):
+            self.evicted[n] = self.evicted[n] if length else 0
             keep = -(-length // self.page_size)
             pages = self.tables[n]
             if keep < len(pages):
@@ -211,28 +238,32 @@ class Pages:
                 self.changes += 1
         self.lengths = lengths
 
-    def forked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         return (), 0
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        tables, lengths = list(self.tables), list(self.lengths)
+        tables, lengths, evicted = list(self.tables), list(self.lengths), list(self.evicted)
         for source, target in pairs:
             for page in self.tables[source]:
-                self.references[page] += 1
+                if page != EVICTED:
+                    self.references[page] += 1
             tables[target], lengths[target] = list(self.tables[source]), self.lengths[source]
+            evicted[target] = self.evicted[source]
         for _, target in pairs:
             self._release(self.tables[target])
-        self.tables, self.lengths = tables, tuple(lengths)
+        self.tables, self.lengths, self.evicted = tables, tuple(lengths), evicted
         self.changes += 1
 
     def free(self, sequence: int) -> None:
         self._release(self.tables[sequence])
-        self.tables[sequence] = []
+        self.tables[sequence], self.evicted[sequence] = [], 0
         self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
         self.changes += 1
 
     def _release(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):
+            if page == EVICTED:
+                continue
             self.references[page] -= 1
             if not self.references[page]:
                 self.unused.append(page)
@@ -242,5 +273,5 @@ class Pages:
         twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]
-        twin.references, twin.unused = list(self.references), list(self.unused)
+        twin.references, twin.unused, twin.evicted = list(self.references), list(self.unused), list(self.evicted)
         return twin

@@ -3,7 +3,7 @@
 Legend: P pages, R rows (tokens) of a page, B sequences, S new tokens, T new tokens of all sequences, N key/value heads,
 D head size (Dk, Dv).
 
-A contiguous cache is a pool whose page b holds sequence b and has room for the longest possible sequence.
+A contiguous cache is a pool whose page b holds sequence b and is as long as the longest possible sequence.
 """
 
 from __future__ import annotations

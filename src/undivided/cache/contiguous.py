@@ -1,4 +1,4 @@
-"""`KVCache`: a contiguous cache with equal room for every sequence."""
+"""`KVCache`: a contiguous cache with the same capacity for every sequence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from undivided.cache._storage import Heads, Storage
 
 
 class KVCache(Cache):
-    """A contiguous cache of keys and values for a batch of sequences, with room for `max_len` tokens each.
+    """A contiguous cache of keys and values for a batch of sequences of up to `max_len` tokens each.
 
-    Any number of tokens may be appended at a time, a different number for each sequence. Unused memory reaches no
-    result.
+    Any number of tokens may be appended at a time, also a different number for each sequence. Unused memory never
+    affects a result.
 
     Args:
         batch: number of sequences, B.

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_tensor
-from undivided.arguments.layout import LAYOUTS, Layout
-from undivided.cache import _attend
+from undivided.arguments.layout import Layout
+from undivided.cache import _attend, _eviction
 from undivided.cache._attend import CachedSequences, Output
-from undivided.cache._batch import Batch, BatchPages, Step, cumulative, padded, pool_sizes
+from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
-
-FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
 
 class InferenceParams:
@@ -32,8 +30,8 @@ class InferenceParams:
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: any number of new tokens per sequence and step (chunked prompts, drafts), sequences in any
-    order, fewer pages than all sequences could need, `fork`, `truncate`, and any device.
+    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than all sequences
+    could need, `fork`, `truncate`, `evict`, and any device.
 
     Axes: b sequences of the step, s new tokens, t packed new tokens, h query heads, g key/value heads, d head size.
 
@@ -53,7 +51,7 @@ class InferenceParams:
         device: device of the caches. None: the device of the first keys.
 
     Raises:
-        InputError: an argument is wrong, or a required one is missing.
+        InputError: an argument is wrong or missing.
 
     Source: the interface of transformer_engine.pytorch.InferenceParams.
 
@@ -97,19 +95,15 @@ class InferenceParams:
         if custom_cache_manager is not None:
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None
-        self._heads = Heads.checked(
-            num_heads_kv, head_dim_k, head_dim_v, dtype, ("num_heads_kv", "head_dim_k", "head_dim_v")
-        )
+        names = "num_heads_kv", "head_dim_k", "head_dim_v"
+        self._heads = Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names)
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
         if not isinstance(is_paged, bool):
             raise InputError("is_paged", "be True or False", repr(is_paged))
-        self.is_paged, self.qkv_format = is_paged, _checked_format(qkv_format)
-        self.page_size, self.total_num_pages = self.max_sequence_length, self.max_batch_size  # one page per sequence
-        if is_paged:
-            self.page_size, self.total_num_pages = pool_sizes(
-                page_size, total_num_pages, self.max_sequence_length, self.max_batch_size
-            )
+        self.is_paged, self.qkv_format = is_paged, checked_format(qkv_format)
+        sizes = self.max_sequence_length, self.max_batch_size  # one page per sequence
+        self.page_size, self.total_num_pages = pool_sizes(page_size, total_num_pages, *sizes) if is_paged else sizes
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
         self.device = None if device is None else torch.device(device)
@@ -158,8 +152,7 @@ class InferenceParams:
         """
         number = as_integer("layer_number", layer_number, 0)
         if self.device is not None and number not in self._storages:
-            storage = Storage(self.total_num_pages, self.page_size, self._heads, self.device)
-            self._storages[number] = storage
+            self._storages[number] = Storage(self.total_num_pages, self.page_size, self._heads, self.device)
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
@@ -209,7 +202,7 @@ class InferenceParams:
         Raises:
             InputError: the tokens do not match `pre_step`.
         """
-        format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
+        format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         storage = self._write(layer_number, new_k, new_v, format)
         k, v = storage.k, storage.v
         if not self.is_paged:
@@ -246,13 +239,12 @@ class InferenceParams:
             InputError: the tokens do not match `pre_step`, or an argument is wrong.
             NoBackendError: no allowed backend can run the problem.
         """
-        format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
+        format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
-        axis = format.index("t" if format == "thd" else "s")
         check_tensor("new_k", new_k)
-        if new_k.dim() == q.dim() and new_k.shape[axis] != q_len:
-            raise InputError("q", f"have the tokens of new_k ({new_k.shape[axis]})", q_len)
+        if new_k.dim() == q.dim() and (new := new_k.shape[format.index("t" if format == "thd" else "s")]) != q_len:
+            raise InputError("q", f"have the tokens of new_k ({new})", q_len)
         storage = self._write(layer_number, new_k, new_v, format)
         all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
         counts = None if all_real else step.counts
@@ -308,7 +300,9 @@ class InferenceParams:
         first, count = step.slots[0], len(step.slots)
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
             return CachedSequences(storage.k[first : first + count], storage.v[first : first + count], step.after)
-        return CachedSequences(storage.k, storage.v, step.after, self.page_table)
+        return CachedSequences(
+            storage.k, storage.v, step.after, self.page_table, self._batch.evicted_tables(step.slots)
+        )
 
     @property
     def page_table(self) -> Tensor:
@@ -318,10 +312,7 @@ class InferenceParams:
         """
         if self._table is None:
             slots = self._step.slots if self._step is not None else ()
-            tables: Sequence[Sequence[int]] = [[slot] for slot in slots]
-            if isinstance(ledger := self._batch.ledger, Pages):
-                tables = [ledger.tables[slot] for slot in slots]
-            self._table = _attend.table(tables, self.device or torch.device("cpu"))
+            self._table = _attend.table(self._batch.tables(slots), self.device or torch.device("cpu"))
         return self._table
 
     @property
@@ -363,6 +354,25 @@ class InferenceParams:
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
+    def evict(self, mask: Mask) -> int:
+        """As `PagedKVCache.evict`, between two steps.
+
+        Args:
+            mask: the mask of all layers, or the union of their masks.
+
+        Returns:
+            The number of released pages, counted for each sequence.
+
+        Raises:
+            InputError: not paged, or not such a mask.
+        """
+        ledger = self._batch.ledger
+        if not isinstance(ledger, Pages):
+            raise InputError("is_paged", "be True to evict pages", False)
+        released = _eviction.evict(ledger, mask)
+        self._set_step(None)
+        return released
+
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """A contiguous copy of the keys and values of the batch.
 
@@ -378,8 +388,8 @@ class InferenceParams:
         self._current_step()
         if layer_number not in self._storages:
             raise InputError("layer_number", "be that of a layer with a cache", layer_number)
-        storage, pages = self._storages[layer_number], self.page_table
-        return storage.k[pages].flatten(1, 2), storage.v[pages].flatten(1, 2)
+        storage = self._storages[layer_number]
+        return storage.k[self.page_table].flatten(1, 2), storage.v[self.page_table].flatten(1, 2)
 
     def __repr__(self) -> str:
         paged = f", total_num_pages={self.total_num_pages}, page_size={self.page_size}" if self.is_paged else ""
@@ -388,9 +398,3 @@ class InferenceParams:
             f"num_heads_kv={self.num_heads_kv}, head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, "
             f"dtype={self.dtype}{paged}, sequences={dict(self.sequences)})"
         )
-
-
-def _checked_format(value: object) -> Layout:
-    if value not in FORMATS:
-        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value))
-    return value

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
-from undivided.cache import _attend
+from undivided.cache import _attend, _eviction
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
+from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages
 from undivided.cache._storage import Heads, Storage
+from undivided.masks import Mask
 
 
 class PagedKVCache(Cache):
@@ -78,14 +80,52 @@ class PagedKVCache(Cache):
 
     @property
     def block_table(self) -> Tensor:
-        """The pages of each sequence in order, int32 [B, pages of the longest]; 0 after the end of a sequence."""
+        """The pages of each sequence in order, int32 [B, pages of the longest].
+
+        0 after the end of a sequence, and for evicted pages.
+        """
         known = self._table
         if known is None or known[0] != self._ledger.changes:
             known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)
         return known[1]
 
+    @outside_of_graphs
+    def evict(self, mask: Mask) -> int:
+        """Release the pages that no later query can see under a mask.
+
+        With ``window(left, 0) | sinks(n)`` a sequence of any length then holds the pages of its first n and last
+        left + 1 tokens only. Call it after `attend`, at every step or from time to time; later calls of `attend` need
+        this mask or a narrower one. `lengths` and positions do not change, and `block_table` has 0 for evicted pages.
+
+        Args:
+            mask: causal, window, sinks, prefix and chunks (without offset), joined by ``&`` and ``|``, aligned
+                bottom-right. If layers have different masks, their union.
+
+        Returns:
+            The number of released pages, counted for each sequence; pages that another sequence shares stay in use.
+
+        Raises:
+            InputError: the mask contains something else, such as a predicate, which may show a hidden key again.
+
+        Source: Xiao et al. 2023 (arXiv:2309.17453), StreamingLLM.
+
+        >>> import torch, undivided
+        >>> from undivided import masks
+        >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=1, head_dim=8, batch=1, dtype=torch.float32)
+        >>> streaming = masks.window(7, 0) | masks.sinks(4)
+        >>> for _ in range(100):
+        ...     cache.append(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8))
+        ...     out = cache.attend(torch.randn(1, 1, 1, 8), streaming)
+        ...     released = cache.evict(streaming)
+        >>> cache.lengths, cache.free_pages
+        ((100,), 5)
+        """
+        return _eviction.evict(self._ledger, mask)
+
     def _cached_sequences(self) -> CachedSequences:
-        return CachedSequences(self._storage.k, self._storage.v, self._ledger.lengths, self.block_table)
+        ledger = self._ledger
+        tables = ledger.tables if any(ledger.evicted) else None
+        return CachedSequences(self._storage.k, self._storage.v, ledger.lengths, self.block_table, tables)
 
     def __repr__(self) -> str:
         heads = self._storage.heads

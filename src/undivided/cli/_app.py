@@ -18,9 +18,11 @@ from undivided.cli.commands.demo import demo
 from undivided.cli.commands.diagnose import diagnose
 from undivided.cli.commands.doctor import doctor
 from undivided.cli.commands.explain import explain
+from undivided.cli.commands.init_example import init_example
 from undivided.cli.commands.mask import mask
 from undivided.cli.commands.plan import plan
 from undivided.cli.commands.ranks import ranks
+from undivided.cli.commands.report import report
 from undivided.cli.commands.tune import tune
 from undivided.cli.commands.verify import verify
 from undivided.errors import InputError, NoBackendError
@@ -68,5 +70,5 @@ app = typer.Typer(
 )
 
 app.callback(help=app.info.help)(_common)
-for command in (demo, doctor, explain, verify, bench, ranks, mask, plan, diagnose, tune):
+for command in (demo, doctor, explain, verify, bench, report, ranks, mask, plan, diagnose, tune, init_example):
     app.command()(command)

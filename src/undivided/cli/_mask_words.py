@@ -5,18 +5,25 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+import torch
+
 from undivided import masks
+from undivided.cli._index_words import index_function
 from undivided.errors import InputError
 
-CALLS = ("causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks")
+CALLS = (
+    "causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks", "dense", "predicate",
+)  # fmt: skip
 
 
 def parse(text: str) -> masks.Mask:
     """The mask that the text describes. Names, numbers, lists, ``None``, calls, ``&`` and ``|`` are parsed, never
-    executed.
+    executed. ``dense`` takes rows of True and False, and ``predicate`` a lambda that compares numbers.
 
     >>> parse("window(3, 0, align='bottom_right') | prefix(2)")
     window(3, 0, align='bottom_right') | prefix(2)
+    >>> parse("predicate(lambda b, h, q, k: (q + k) % 2 == 0)").intervals(2, 4).tolist()
+    [[[0, 3], [1, 4]]]
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -34,12 +41,18 @@ def _mask(node: ast.expr, text: str) -> masks.Mask:
         case ast.Name(name) if name in CALLS:
             return _call(name, [], {}, text)
         case ast.Call(ast.Name(name), arguments, keywords) if name in CALLS:
+            names = [str(keyword.arg) for keyword in keywords]
+            if len(set(names)) < len(names):
+                raise InputError("mask", f"name each argument of {name} once", repr(text))
             named = {str(keyword.arg): _value(keyword.value, text) for keyword in keywords}
             return _call(name, [_value(argument, text) for argument in arguments], named, text)
     raise _wrong(text)
 
 
 def _call(name: str, arguments: list[Any], named: dict[str, Any], text: str) -> masks.Mask:
+    if name == "dense":
+        arguments = [_matrix(value) for value in arguments]
+        named = {argument: _matrix(value) for argument, value in named.items()}
     try:
         mask: masks.Mask = getattr(masks, name)(*arguments, **named)
     except TypeError as error:
@@ -47,7 +60,17 @@ def _call(name: str, arguments: list[Any], named: dict[str, Any], text: str) -> 
     return mask
 
 
+def _matrix(value: Any) -> torch.Tensor:
+    """The bool tensor [q, kv] of nested lists."""
+    is_matrix = isinstance(value, list | tuple) and all(isinstance(row, list | tuple) and row for row in value)
+    if not is_matrix or len({len(row) for row in value}) != 1 or not all(one in (0, 1) for row in value for one in row):
+        raise InputError("tensor", "be rows of equal length of True and False (or 1 and 0)", repr(value))
+    return torch.tensor([[bool(one) for one in row] for row in value])
+
+
 def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Lambda):
+        return index_function(node)
     try:
         return ast.literal_eval(node)
     except ValueError:

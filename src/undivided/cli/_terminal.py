@@ -15,7 +15,7 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -82,12 +82,15 @@ def print_json(answer: Any) -> None:
 
 @contextmanager
 def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; the function that it yields is called with the name of each step before it starts."""
+    """A progress bar with the time left, on stderr; the function that it yields is called with the name of each step
+    before it starts."""
     bar = Progress(
         SpinnerColumn(),
         BarColumn(bar_width=24),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
+        TextColumn("left", style="dim"),
+        TimeRemainingColumn(),
         console=Console(file=sys.stderr),
         transient=True,
         disable=quiet or not sys.stderr.isatty(),

@@ -220,7 +220,7 @@ class Backward:
         dq = None if q is None else _layout.restore(row_grads[0], layout)
         dk, dv = (None if t is None else _layout.restore(key_grads.pop(0), layout) for t in (k, v))
         dbias = row_grads[-1].transpose(1, 2) if bias_has_rows else self._broadcast_bias_gradient()
-        return dq, dk, dv, dbias, *map(_rounded, (self.dsinks, self.dslopes), self.shapes[4:])
+        return dq, dk, dv, dbias, *map(_round_to, (self.dsinks, self.dslopes), self.shapes[4:])
 
     def _spec(self, like: Tensor, layout: Layout) -> TensorSpec:
         batch, rows, heads, size = like.shape
@@ -274,5 +274,5 @@ class GradientSum:
         return total
 
 
-def _rounded(total: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _round_to(total: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if total is None or like is None else total.to(like.dtype)

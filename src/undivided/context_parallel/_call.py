@@ -84,7 +84,7 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
 def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:
     """(number, round, keys, values) of every round; those of the next round are in flight while the caller computes.
 
-    The caller must ``del`` a round's keys and values before it asks for the next round, or both are alive at once.
+    The caller must ``del`` a round's keys and values before the next round, or both are alive at the same time.
     """
     rounds = call.schedule.rounds
     wait = _post_exchange(call, rounds[0], k, v)

@@ -11,14 +11,14 @@ from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.errors import InputError
 
 
-def mesh_of(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
+def rank_mesh(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
     """The mesh coordinates of a rank without a group, which are enough to shard."""
     if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
         raise InputError("rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}")
-    return Mesh.of(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
+    return Mesh.from_rank(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
 
 
-def axes_of(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:
+def group_axes(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:
     """The communicators (ring, heads) of a group; see `ContextParallel` for what a group may be."""
     axes = list(_communicators(group))
     expected = 2 if strategy == "ring+all_to_all" else 1

@@ -87,7 +87,7 @@ def build_global_request(
     call, _ = normalise(request._replace(tensors=tensors), device or q.device.type, needs)
     problem = call.problem
     form_device = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
-    schedule = _remembered_schedule(problem, call.mask, strategy, mesh, placement, form_device)
+    schedule = _cached_schedule(problem, call.mask, strategy, mesh, placement, form_device)
     parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
     return GlobalRequest(call, placement, schedule, parts, bias_has_rows)
 
@@ -188,7 +188,7 @@ def resized_meta(tensor: Tensor, axis: int, length: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _remembered_schedule(
+def _cached_schedule(
     problem: Problem, mask: Mask, strategy: Strategy, mesh: Mesh, placement: Placement, device: torch.device
 ) -> Schedule:
     """The schedule, cached on the mask."""
@@ -210,7 +210,7 @@ def _remembered_schedule(
             form = mask.normal_form(problem.batch, problem.heads, problem.q_len, problem.kv_len, device)
             return _schedule.build(form, placement, strategy, mesh, problem.heads, problem.kv_heads, with_positions)
 
-    return mask.remembered(key, build)
+    return mask.cached(key, build)
 
 
 def _comparable_bias_axes(request: GlobalRequest) -> str | None:

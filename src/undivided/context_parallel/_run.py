@@ -93,7 +93,7 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
 class _ShareResult:
     """The result of a share, accumulated piece by piece: out [B, R, H, Dv] and lse [B, H, R].
 
-    A share of a single piece takes that piece's result as it is. If no head has two pieces, results are written side by
+    A share of a single piece uses that piece's result directly. If no head has two pieces, results are written side by
     side in the dtype of the inputs; otherwise they are merged in the precision of the softmax.
     """
 

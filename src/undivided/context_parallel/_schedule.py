@@ -1,6 +1,6 @@
-"""Everything that one rank does for one mask, sizes and placement: what it computes, and what is sent for that.
+"""The work of one rank for one mask, sizes and placement: what it computes, and what it sends and receives.
 
-Every strategy is two steps, one after the other:
+Every strategy has two steps:
 
     heads     all-to-all: rows are exchanged for heads; nothing if the heads axis has one rank
     rounds    ring or all-gather: which keys arrive when; only its own if the ring axis has one rank
@@ -40,7 +40,7 @@ class Mesh:
     heads_world: int
 
     @staticmethod
-    def of(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
+    def from_rank(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
         """The coordinates of a rank. A mesh of one axis is the ring, or the heads for "all_to_all"."""
         return Mesh(*divmod(rank, heads_world), ring_world, heads_world)
 
@@ -149,8 +149,8 @@ def build(
     group_shares = [ranks.shares(mesh.ring, member) for member in members]
     row_targets = [[(share.rows, share.heads) for share in shares] for shares in group_shares]
     key_targets = [[(group_keys, ranks.kv_span(member))] for member in members]
-    queries = HeadExchange.of(mesh.heads, [ranks.rows[rank] for rank in group], row_targets, heads)
-    keys = HeadExchange.of(mesh.heads, [ranks.keys[rank] for rank in group], key_targets, kv_heads)
+    queries = HeadExchange.build(mesh.heads, [ranks.rows[rank] for rank in group], row_targets, heads)
+    keys = HeadExchange.build(mesh.heads, [ranks.keys[rank] for rank in group], key_targets, kv_heads)
     own = group_shares[mesh.heads]
     ring_shares = [own if p == mesh.ring else ranks.shares(p, mesh.heads) for p in range(mesh.ring_world)]
     kv_span = ranks.kv_span(mesh.heads)

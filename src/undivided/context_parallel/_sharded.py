@@ -12,7 +12,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments.layout import Layout
 from undivided.context_parallel._schedule import Mesh
-from undivided.context_parallel._shards import Gathered, checked_side, sequence_axis
+from undivided.context_parallel._shards import GatherParts, checked_side, sequence_axis
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
 from undivided.context_parallel.sharding import Placement, PlacementName, Side, document_edges, mask_sizes
 from undivided.errors import InputError
@@ -179,7 +179,7 @@ class ShardedTokens:
             if self._axes is None:
                 raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
             counts = [rows.numel() for rows in placement.rows(checked_side(of))]
-            parts = list(Gathered.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
+            parts = list(GatherParts.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
         else:
             parts = list(shards)
             placement = self.bound or self._placement_for_length(sum(p.shape[axis] for p in parts), of, layout)

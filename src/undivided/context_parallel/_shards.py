@@ -17,7 +17,7 @@ from undivided.request.checks import check_layout
 SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 
-class Gathered(torch.autograd.Function):
+class GatherParts(torch.autograd.Function):
     """The parts of all ranks of a tensor; the gradient of this rank's part is its part of the gradient."""
 
     @staticmethod

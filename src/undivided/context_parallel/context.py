@@ -12,7 +12,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import RankCall, Run
-from undivided.context_parallel._groups import axes_of, mesh_of
+from undivided.context_parallel._groups import group_axes, rank_mesh
 from undivided.context_parallel._request import (
     GlobalRequest,
     agree_on_bias_rows,
@@ -91,12 +91,12 @@ class ContextParallel(ShardedTokens):
         self.check = check
         self.traffic = Traffic()
         if rank is None and world is None:
-            ring, heads = axes_of(group, strategy)
+            ring, heads = group_axes(group, strategy)
             mesh = Mesh(ring.rank, heads.rank, ring.world, heads.world)
             axes = CountingCommunicator(ring, self.traffic), CountingCommunicator(heads, self.traffic)
             super().__init__(mesh, placement, axes)
         else:
-            super().__init__(mesh_of(strategy, rank, world), placement, None)
+            super().__init__(rank_mesh(strategy, rank, world), placement, None)
 
     def __repr__(self) -> str:
         bound = "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
@@ -127,11 +127,11 @@ class ContextParallel(ShardedTokens):
             request: with this rank's tensors.
 
         Returns:
-            out in the caller's layout; (out, lse) if the request asks for lse.
+            out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
         allowed = policy(request.backend, request.deterministic)
-        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._ready(request, allowed))
+        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, allowed))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
 
@@ -207,7 +207,7 @@ class ContextParallel(ShardedTokens):
 
         Args:
             q: the new queries, the same on every rank.
-            k, v: the cached keys and values of this rank, for example ``cache.k[:, :n]`` of its own `KVCache`.
+            k, v: the cached keys and values of this rank, for example ``cache.k[:, :n]`` of a `KVCache` on each rank.
             positions: int64 [keys of this rank], their positions in the sequence, ascending; every key is on exactly
                 one rank. If rank ``n % world`` appends token n, the caches of all ranks grow alike.
             kv_len: number of keys of all ranks together.
@@ -249,7 +249,7 @@ class ContextParallel(ShardedTokens):
 
         Args:
             request: with this rank's tensors, which may be on the meta device.
-            machine: the machine to ask about.
+            machine: the machine to decide for.
             device: replaces the device of the tensors; None keeps it.
 
         Returns:
@@ -288,7 +288,7 @@ class ContextParallel(ShardedTokens):
         placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
-    def _ready(
+    def _request_and_runs(
         self, request: Request, allowed: Policy
     ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""

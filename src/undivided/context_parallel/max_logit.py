@@ -1,6 +1,6 @@
 """The largest score of each head over all ranks: keys arrive in rounds, and only maxima are stored.
 
-The rounds are those of the forward pass, so no two ranks look at the same pair. Values are not sent.
+The rounds are those of the forward pass, so each pair is computed on one rank only. Values are not sent.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
 Side = Literal["q", "kv"]
 
 MAX_IMBALANCE = 1.01
-"""Largest over mean pairs at which `balanced` stops cutting finer: 1 % of a step's time is not worth more pieces."""
+"""The imbalance at which `balanced` stops using smaller chunks: 1 % of a step's time is not worth more pieces."""
 
 MAX_CHUNKS = 64
 """Chunks per rank in the finest cut of `balanced`: more chunks are more, and shorter, ranges of keys to send."""

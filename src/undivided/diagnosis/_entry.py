@@ -42,7 +42,7 @@ class Entry:
     >>> import undivided
     >>> entry = undivided.diagnose("sdpa-no-kernel").entries[0]
     >>> entry.title
-    'Every kernel that sdpa_kernel(...) left allowed refused the inputs'
+    'Every kernel that sdpa_kernel(...) allows refused the inputs'
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What the numbers in an error say: versions, lengths, sizes, shapes, and the reasons that others logged."""
+"""Facts from the values in the text of an error: versions, lengths, sizes, shapes, and logged reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def observed(text: str) -> dict[str, str]:
-    """Everything in a text that a person who helps would ask for, by name."""
+    """The versions, sizes and shapes in a text, by name."""
     found: dict[str, Sequence[str]] = {
         name: re.findall(pattern, text, re.IGNORECASE) for name, pattern in _VERSIONS.items()
     }
@@ -60,7 +60,7 @@ def _capability(word: str) -> str:
 
 
 def alignment(match: re.Match[str], text: str) -> list[str]:
-    """Lengths against what cuDNN and context parallelism ask of them, and the reasons in the debug log."""
+    """Whether lengths fit cuDNN and context parallelism, and the reasons in the debug log."""
     version, said = cudnn(text), []
     old = version is not None and int(version.split(".")[0]) < 9
     for length in lengths(text):
@@ -79,7 +79,7 @@ def alignment(match: re.Match[str], text: str) -> list[str]:
 
 
 def ranks(match: re.Match[str], text: str) -> list[str]:
-    """Lengths against twice the number of ranks."""
+    """Whether lengths are multiples of twice the number of ranks."""
     return _per_rank(text)
 
 
@@ -114,16 +114,16 @@ def kernel_warnings(match: re.Match[str], text: str) -> list[str]:
 
 
 def operator_reasons(match: re.Match[str], text: str) -> list[str]:
-    """xFormers' reasons, operator by operator."""
+    """The reasons of xFormers, one per operator."""
     found = re.findall(r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text)
     return [f"{name}: {' '.join(why.split())[:150]}" for name, why in found][:8]
 
 
 def heads(match: re.Match[str], text: str) -> list[str]:
-    """Two numbers of heads, or what was taken for them."""
+    """What the two sizes in the message are: numbers of heads, or other axes."""
     ours, theirs = int(match["a"]), int(match["b"])
     if theirs > 1 and ours % theirs == 0:
-        return [f"{ours} and {theirs}: grouped-query attention, {ours // theirs} query heads to a key head."]
+        return [f"{ours} and {theirs}: grouped-query attention, {ours // theirs} query heads per key head."]
     return [
         f"{ours} and {theirs}: {theirs} does not divide {ours}, so this is not grouped-query attention. "
         "Either the axes are in another order ([B, S, H, D] was passed) or the mask has three dimensions."
@@ -131,13 +131,13 @@ def heads(match: re.Match[str], text: str) -> list[str]:
 
 
 def mask_sizes(match: re.Match[str], text: str) -> list[str]:
-    """Which side of the scores the mask does not fit."""
+    """Which axis of the scores the mask does not fit."""
     axis = "queries" if match["dim"] == "2" else "keys"
     return [f"The scores have {match['a']} {axis} and the mask {match['b']}."]
 
 
 def head_size(match: re.Match[str], text: str) -> list[str]:
-    """Head sizes against flash-attn's limits."""
+    """Which limit of flash-attn the head sizes exceed."""
     said = []
     for size in dict.fromkeys(int(n) for n in _HEAD_SIZE.findall(text)):
         if size > 256:
@@ -148,7 +148,7 @@ def head_size(match: re.Match[str], text: str) -> list[str]:
 
 
 def allocation(match: re.Match[str], text: str) -> list[str]:
-    """How long a sequence has scores of that size."""
+    """The sequence length whose scores have the size of the allocation."""
     if match["size"] is None:
         return []
     count = float(match["size"]) * _UNITS[match["unit"][0].lower()] / 4
@@ -168,12 +168,12 @@ def ours_hint(match: re.Match[str], text: str) -> list[str]:
 
 
 def symbol(match: re.Match[str], text: str) -> list[str]:
-    """What the missing symbol gives away."""
+    """What the missing symbol says about the cause."""
     name = match["symbol"]
     if "__cxx11" in name:
         return [
             "The symbol has __cxx11 in it: the wheel and PyTorch were built with different C++ ABIs. "
-            "Take the wheel whose name says cxx11abi as torch.compiled_with_cxx11_abi() does."
+            "Install the wheel whose cxx11abi tag equals torch.compiled_with_cxx11_abi()."
         ]
     if "SetDevice" in name:
         return ["The symbol is c10::cuda::SetDevice, whose type changed in PyTorch 2.3: built for another version."]

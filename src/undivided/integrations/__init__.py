@@ -1,1 +1,1 @@
-"""Undivided under other libraries' own names: PyTorch's function (`torch_sdpa`) and model libraries, one file each."""
+"""Undivided behind the interfaces of other libraries: PyTorch's function (`torch_sdpa`), Hugging Face Transformers."""

@@ -25,8 +25,8 @@ class Replacement:
     """An active replacement of PyTorch's function; ``restore()`` ends it.
 
     Attributes:
-        calls: number of calls that ran on Undivided since. A call inside ``torch.compile`` counts when it is traced
-            (once or a few times), not when the compiled graph runs.
+        calls: number of calls that ran on Undivided during the replacement. A call inside ``torch.compile`` counts when
+            it is traced (once or a few times), not when the compiled graph runs.
 
     >>> import undivided
     >>> with undivided.replace_sdpa() as replaced:
@@ -135,8 +135,7 @@ def _replacement(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, computed by Undivided."""
     if has_torch_function_variadic(query, key, value) and not _are_nested(query, key, value):
-        # proxies of torch.fx put this function into their graph; tensor subclasses that override PyTorch's function get
-        # this one
+        # torch.fx records this function in its graph; tensor subclasses that override PyTorch's function get this one
         return handle_torch_function(
             _replacement,
             (query, key, value),

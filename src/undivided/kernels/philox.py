@@ -2,10 +2,10 @@
 
 Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). The key is
 the seed (low and high 32 bits), the counter is (j // 8, i, h, b). Its four 32-bit words are eight 16-bit draws for the
-keys 8 * (j // 8) .. + 7: word w serves keys 2w (low half) and 2w + 1 (high half). An entry is dropped where draw <
-round(65536 p); survivors are scaled by 1 / (1 - round(65536 p) / 65536).
+keys 8 * (j // 8) .. + 7: word w serves keys 2w (low half) and 2w + 1 (high half). An entry is dropped if its draw is
+below round(65536 p); survivors are scaled by 1 / (1 - round(65536 p) / 65536).
 
-Torch has no unsigned 64-bit product, so a 32 x 32 -> 64 bit product is put together from two of 16 x 32 bits in int64.
+PyTorch has no unsigned 64-bit product, so a 32 x 32 -> 64 bit product is computed as two 16 x 32 bit products in int64.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def survivor_scale(dropout_p: float) -> float:
-    """What survivors are multiplied by; 0 where nothing survives."""
+    """The factor of the survivors; 0 if everything is dropped."""
     kept = 1 - threshold(dropout_p) / 65536
     return 1 / kept if kept > 0 else 0.0
 
@@ -58,8 +58,8 @@ def keep(
 
     Args:
         seed: the key, an int or a 0-d int64 tensor.
-        sequence, head, q_position, kv_position: integer tensors that broadcast against each other. Every kv_position is
-            computed on its own, so any set of keys may be asked for.
+        sequence, head, q_position, kv_position: integer tensors that broadcast against each other. kv_position may hold
+            any keys in any order.
         dropout_p: probability of dropping, 0 to 1.
     """
     device = q_position.device
@@ -72,14 +72,14 @@ def keep(
 
 
 def _draws(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """The 16-bit draw of every entry, each from a generator call of its own: nothing is asked of the device."""
+    """The 16-bit draw of every entry, with one generator call each, so that no value is read from the device."""
     words = torch.stack(philox4x32((j // 8 & _LOW, *counter), key), dim=-1)
     which = (j % 8 // 2).expand(words.shape[:-1]).unsqueeze(-1)
     return (words.gather(-1, which).squeeze(-1) >> (j % 2 * 16)) & 0xFFFF
 
 
 def _draws_by_group(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor | None:
-    """The same with one generator call for eight keys, where the keys on the last axis lie close together."""
+    """The same with one generator call per eight keys; None if the keys on the last axis are too far apart."""
     if j.numel() == 0 or any(x.shape[-1:] not in ((), (1,)) for x in counter):
         return None
     first, last = int(j.min()) // 8, int(j.max()) // 8
@@ -87,7 +87,7 @@ def _draws_by_group(j: Tensor, counter: tuple[Tensor, Tensor, Tensor], key: tupl
         return None
     groups = torch.arange(first, last + 1, device=j.device)
     words = torch.stack(philox4x32((groups & _LOW, *counter), key), dim=-1)
-    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(-3)  # eight a group, in the order of the keys
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(-3)  # eight per group, in the order of the keys
     index = j - 8 * first
     if index.numel() == index.shape[-1]:
         return draws.index_select(-1, index.flatten())

@@ -74,7 +74,7 @@ def _content(part: Part) -> object:
 def _operand(sign: str, other: object) -> MaskFields:
     if isinstance(other, MaskFields):
         return other
-    hint = "masks.dense(tensor) makes a mask of a boolean tensor" if isinstance(other, Tensor) else None
+    hint = "masks.dense(tensor) turns a boolean tensor into a mask" if isinstance(other, Tensor) else None
     raise InputError("mask", f"be joined to another mask by `{sign}`", type(other).__name__, hint)
 
 

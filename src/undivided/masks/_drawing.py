@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALLOWED, MASKED = "■", "·"
-EXAMPLE = 8  # size of the picture of a mask that has no size of its own
+EXAMPLE = 8  # size of the picture of a mask without sizes
 LARGEST_PICTURE = 32  # a longer line does not fit a terminal
 MAX_DRAWN_PAIRS = 1 << 22  # of a picture in text: 8 MiB of characters
 PLOT_INCHES = 5

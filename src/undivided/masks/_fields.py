@@ -14,7 +14,7 @@ from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
 from undivided.masks._parts import Documents, Part
 from undivided.masks._predicate import Predicate
-from undivided.masks._structure import Structure, detail_of, kinds_of
+from undivided.masks._structure import Structure, mask_kinds, part_detail
 
 T = TypeVar("T")
 
@@ -77,14 +77,14 @@ class MaskFields(DerivedValues):
         ``causal`` or ``window`` for the band, the constructors' names for the parts, ``global`` for a window joined to
         a prefix or sinks, and ``q_lengths``, ``starts`` and ``padded`` if lengths or documents hold these.
         """
-        return kinds_of(self.band, self.parts)
+        return mask_kinds(self.band, self.parts)
 
     @property
     def structure(self) -> Structure:
         """The mask without its tensors; kernels are selected by it."""
         found = self.__dict__.get("_structure")
         if found is None:
-            detail = tuple(detail_of(part) for part in self.parts)
+            detail = tuple(part_detail(part) for part in self.parts)
             found = Structure(self.align, self.left, self.right, self.kinds, detail)
             self.__dict__["_structure"] = found
         return found
@@ -121,7 +121,7 @@ class MaskFields(DerivedValues):
         now = versions((*self.tensors, *captured))
         return None if now is None else (now, TensorIdentities(captured))
 
-    def remembered(self, key: object, build: Callable[..., T], *arguments: object) -> T:
+    def cached(self, key: object, build: Callable[..., T], *arguments: object) -> T:
         """The result of ``build(*arguments)``, cached under ``key`` until a tensor of the mask changes.
 
         Nothing is cached while a call is traced. In a CUDA graph, tensors on the GPU are read again at every replay,
@@ -138,7 +138,7 @@ class MaskFields(DerivedValues):
 
         >>> from undivided import masks
         >>> mask = masks.causal()
-        >>> mask.remembered("key", list) is mask.remembered("key", list)
+        >>> mask.cached("key", list) is mask.cached("key", list)
         True
         """
         if is_traced() and not (is_captured() and self._is_on_host()):

@@ -113,7 +113,7 @@ class Mask(MaskFields):
             InputError: the sizes or the device do not fit.
         """
         key = ("check", batch, heads, q_len, kv_len, packed, device)
-        self.remembered(key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device))
+        self.cached(key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device))
 
     def _check(self, call: Call, packed: bool, device: torch.device) -> bool:
         for side, length in (("q", call.q_len), ("kv", call.kv_len)):
@@ -144,7 +144,7 @@ class Mask(MaskFields):
 
         Args:
             batch, q_len, kv_len: sizes of the call.
-            needed: whether something outside of the mask needs an alignment too (ALiBi).
+            needed: whether the call needs an alignment also without the mask (ALiBi).
 
         Returns:
             The alignment.
@@ -157,7 +157,7 @@ class Mask(MaskFields):
         )
         if not shaped and not needed:
             return None
-        return self.remembered(
+        return self.cached(
             ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len, self.is_full)
         )
 
@@ -176,7 +176,7 @@ class Mask(MaskFields):
         [[[0, 1], [0, 2], [0, 3]]]
         """
         sizes = (batch, heads, q_len, kv_len)
-        return self.remembered(("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device)))
+        return self.cached(("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device)))
 
     def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
         batch, _, q_len, kv_len = sizes

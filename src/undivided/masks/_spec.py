@@ -35,16 +35,16 @@ def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Seque
 def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...]]:
     """Alignment, band and parts from the string and tensors of `write`."""
     align, band, *words = spec.split(";")
-    left, right = (_parsed(field, tensors) for field in band.split(","))
+    left, right = (_parse(field, tensors) for field in band.split(","))
     parts: list[Part] = []
     for word in words:
         name, *fields = word.split(",")
-        values = [_parsed(field, tensors) for field in fields]
+        values = [_parse(field, tensors) for field in fields]
         parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
     return None if align == "None" else align, (left, right), tuple(parts)  # type: ignore[return-value]
 
 
-def _parsed(field: str, tensors: Sequence[Tensor]) -> Any:
+def _parse(field: str, tensors: Sequence[Tensor]) -> Any:
     if field == "None":
         return None
     return tensors[int(field[1:])] if field.startswith("t") else int(field)

@@ -34,7 +34,7 @@ class Structure(NamedTuple):
     detail: tuple[tuple[str | int | None, ...], ...]
 
 
-def kinds_of(band: tuple[int | None, int | None], parts: Sequence[Part]) -> frozenset[str]:
+def mask_kinds(band: tuple[int | None, int | None], parts: Sequence[Part]) -> frozenset[str]:
     """``Mask.kinds`` for a band and parts."""
     names = [part.name for part in parts]
     if band != (None, None):
@@ -48,7 +48,7 @@ def kinds_of(band: tuple[int | None, int | None], parts: Sequence[Part]) -> froz
     return frozenset(names)
 
 
-def detail_of(part: Part) -> tuple[str | int | None, ...]:
+def part_detail(part: Part) -> tuple[str | int | None, ...]:
     """The properties of a part that matter to a kernel: sizes, and which tensors it has."""
     if isinstance(part, Dense):
         return (part.name, *(min(size, 2) for size in part.tensor.shape[:2]))

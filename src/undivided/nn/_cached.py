@@ -1,7 +1,7 @@
 """Attention over the cache of `InferenceParams`: the mask, and the checks of other arguments.
 
-New tokens are the last ones of their sequences, so that causal masks and windows are aligned bottom-right, as in
-TransformerEngine; the mask type of the training can be used unchanged. The lengths come from the cache.
+New tokens are the last ones of their sequences, so causal masks and windows are aligned bottom-right, as in
+TransformerEngine, and the mask type of the training works unchanged. The lengths come from the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from undivided.nn.arguments.mask_types import MaskType, Window, band
 from undivided.nn.arguments.sequences import SequenceArguments
 
 
-def checked(params: object) -> InferenceParams | None:
+def checked_params(params: object) -> InferenceParams | None:
     """The cache or None; InputError for another type."""
     if params is not None and not isinstance(params, InferenceParams):
         raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)

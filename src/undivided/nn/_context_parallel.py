@@ -19,7 +19,9 @@ from undivided.nn.arguments.formats import Inputs
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
 
-def group_of(cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str) -> ContextParallel | None:
+def context_parallel_group(
+    cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str
+) -> ContextParallel | None:
     """The ranks; None without a group. A `ContextParallel` is used unchanged, with its own strategy."""
     strategy = STRATEGIES[checked_choice("cp_comm_type", cp_comm_type, tuple(STRATEGIES))]
     if cp_group is None:
@@ -46,7 +48,7 @@ def global_inputs(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor 
     return Inputs(sized(inputs.q, q_len), sized(inputs.k, kv_len), sized(inputs.v, kv_len), inputs.format)
 
 
-def freqs_of_rank(
+def rank_freqs(
     freqs: Tensor, t: Tensor, format: Layout, cp: ContextParallel, offsets: Tensor | None, side: Side
 ) -> Tensor:
     """The rows of freqs for this rank's tokens, one row per token."""

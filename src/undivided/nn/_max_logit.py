@@ -60,8 +60,8 @@ def max_logit(
             return largest
         for block, score in reference.score_blocks(call, inputs):
             if score.shape[-1]:
-                of_heads = largest[block.heads]
-                torch.maximum(of_heads, score.amax((0, 2, 3)), out=of_heads)
+                block_maxima = largest[block.heads]
+                torch.maximum(block_maxima, score.amax((0, 2, 3)), out=block_maxima)
         return largest
 
 

@@ -29,7 +29,7 @@ from undivided.nn.arguments.checks import (
 )
 from undivided.nn.arguments.error_names import with_module_names
 from undivided.nn.arguments.formats import Heads, Inputs
-from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalised_window
+from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window
 from undivided.nn.arguments.refused import AT_CALL, AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
@@ -120,7 +120,7 @@ class DotProductAttention(Module):
         kind = checked_mask_type(attn_mask_type)
         self.attn_mask_type = kind.name
         window = checked_window(window_size)
-        self.window_size = None if window is None else normalised_window(kind, window)
+        self.window_size = None if window is None else normalise_window(kind, window)
         self.bottom_right_diagonal = checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
         self.softmax_type = checked_choice("softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
@@ -168,7 +168,9 @@ class DotProductAttention(Module):
         Raises:
             InputError: an argument is wrong.
         """
-        self.context_parallel = _context_parallel.group_of(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.context_parallel = _context_parallel.context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
 
     def forward(
         self,
@@ -260,7 +262,7 @@ class DotProductAttention(Module):
             pad_between_seqs,
         )
         try:
-            params = _cached.checked(inference_params)
+            params = _cached.checked_params(inference_params)
             if params is not None:
                 inputs = _cached.with_cached_keys(inputs, params)
             full = self._global_inputs(inputs, arguments, params)
@@ -290,7 +292,7 @@ class DotProductAttention(Module):
         qkv_format: str | None,
     ) -> Inputs:
         format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
-        q, k, v = formats.unpacked(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
+        q, k, v = formats.unpack(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
         inputs = Inputs(q, k, v, format)
         formats.check(inputs, self.heads)
         return inputs

@@ -294,9 +294,9 @@ class MultiheadAttention(Module):
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
             hidden.check_evidence(hidden_states, self.qkv_format, "qkv_format", evidence)
-        q, k, v, normalised = self._projected(hidden_states, encoder_output)
+        q, k, v, normalised = self._project(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
-            q, k = self._normalised(q, k)
+            q, k = self._normalise(q, k)
         if rotary_pos_emb is not None:
             q, k = rotate_queries_and_keys(
                 q,
@@ -311,7 +311,7 @@ class MultiheadAttention(Module):
                 cp=self.core_attention.context_parallel,
             )
         if not self.qk_norm_before_rope:
-            q, k = self._normalised(q, k)
+            q, k = self._normalise(q, k)
         context = self.core_attention(
             q,
             k,
@@ -361,7 +361,7 @@ class MultiheadAttention(Module):
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
 
-    def _projected(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""
         if self.attention_type == "self":
             parts, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
@@ -370,7 +370,7 @@ class MultiheadAttention(Module):
         parts, _ = self.key_value(encoder)
         return split_q(q, self.heads), *split_kv(parts, self.heads, self.qkv_weight_interleaved), mapped
 
-    def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def _outputs(self, context: Tensor, normalised: Tensor) -> Tensor | tuple[Tensor | None, ...]:

@@ -322,7 +322,7 @@ class TransformerLayer(Module):
         else:  # before self-attention changes a cache
             _call_with_names(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        attended, residual = self._attended(
+        attended, residual = self._run_attention(
             "self",
             hidden_states,
             both,
@@ -333,10 +333,10 @@ class TransformerLayer(Module):
         )
         if self.parallel_attention_mlp:
             fed, _ = self.layernorm_mlp(hidden_states)
-            return self._added(attended + fed, hidden_states, offsets, drop_path=True)
-        x = self._added(attended, residual, offsets, drop_path=True)
+            return self._add_residual(attended + fed, hidden_states, offsets, drop_path=True)
+        x = self._add_residual(attended, residual, offsets, drop_path=True)
         if self.layer_type == "decoder":
-            attended, residual = self._attended(
+            attended, residual = self._run_attention(
                 "cross",
                 x,
                 both,
@@ -349,20 +349,20 @@ class TransformerLayer(Module):
                 cu_seqlens_kv_padded=cu_seqlens_kv_padded,
                 max_seqlen_kv=max_seqlen_kv,
             )
-            x = self._added(attended, residual, offsets, drop_path=False)
+            x = self._add_residual(attended, residual, offsets, drop_path=False)
         fed, normalised = self.layernorm_mlp(x)
-        x = self._added(
+        x = self._add_residual(
             fed, normalised if self.apply_residual_connection_post_layernorm else x, offsets, drop_path=True
         )
         return self.layernorm(x) if self.output_layernorm else x
 
-    def _attended(self, kind: str, x: Tensor, both: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    def _run_attention(self, kind: str, x: Tensor, both: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """The output of an attention module, and its residual."""
         module = self.self_attention if kind == "self" else self.inter_attention
         out = _call_with_names(_SELF if kind == "self" else _INTER, module, x, **both, **options)
         return out if self._returns_normalised(kind) else (out, x)
 
-    def _added(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:
+    def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:
         """residual + dropout(out); with drop_path, without out for the dropped sequences."""
         if self.training and self.hidden_dropout:
             out = functional.dropout(out, self.hidden_dropout)

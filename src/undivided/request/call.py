@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from undivided.arguments.layout import Strides
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm
 from undivided.request.problem import Problem
@@ -22,7 +23,7 @@ class CheckedMask:
         self.form: NormalForm | None = None
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
-        self.pages: tuple[Tensor, int, int] | None = None
+        self.pages: tuple[Tensor, object, int] | None = None
         """The block table that was checked last, its in-place version, and the number of pages of the pool."""
 
 
@@ -46,6 +47,8 @@ class Call:
     needs: tuple[bool, ...] = (False,) * 6
     checked_mask: CheckedMask | None = field(default=None, repr=False)
     """Caches the mask's normal form for repeated calls."""
+    strides: Strides | None = field(default=None, repr=False)
+    """Those of the tensors that were prepared with the call, for its first run; None: read them."""
 
     def normal_form(self, like: Tensor) -> NormalForm:
         """The mask's row ranges and positions for these sizes on the device of `like`, built at the first use."""
@@ -58,6 +61,6 @@ class Call:
         return checked.form
 
     def with_problem(self, problem: Problem, **changes: Any) -> Call:
-        """A copy of the call with another problem, and other changed fields."""
+        """A copy of the call with another problem, for other tensors, and with other changed fields."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return Call(**{**fields, "problem": problem, **changes})
+        return Call(**{**fields, "strides": None, "problem": problem, **changes})

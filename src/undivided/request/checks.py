@@ -142,8 +142,8 @@ def _heads_hint(heads: int, kv_heads: int) -> str:
 
 
 def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
-    """A hint for the only other layout that these shapes fit, if the sequence is longer in it: it mostly is the longest
-    axis."""
+    """A hint for another layout that these shapes fit: if there is just one in which the sequence is longer, because
+    the sequence is mostly the longest axis."""
     here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
     fitting = []
     for other in LAYOUTS:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from undivided import masks
 
-_CAUSAL = 'mask=masks.causal(); "top_left" (PyTorch) or "bottom_right" (flash-attn) inside, where the lengths differ'
+_CAUSAL = 'mask=masks.causal(); with "top_left" (PyTorch) or "bottom_right" (flash-attn) if the lengths differ'
 _DENSE = "mask=masks.dense(tensor) for booleans (True = attend), bias=tensor for numbers that are added to the scores"
 _PACKED = 'layout="thd" and mask=masks.documents(cu_seqlens_q, cu_seqlens_k)'
 _WINDOW = "mask=masks.window(left, right)"
@@ -34,10 +34,10 @@ _WRITTEN = {
     "dropout": "dropout_p=",
     "p": "dropout_p=",
     "attention_dropout": "dropout_p=",
-    "enable_gqa": "leave it out: fewer key heads than query heads are taken as they are",
+    "enable_gqa": "leave it out: fewer key heads than query heads need no flag",
     "logit_cap": "softcap=",
     "logits_soft_cap": "softcap=",
-    "return_attn_probs": "return_lse=True gives the log-sum-exp; no backend makes the probabilities",
+    "return_attn_probs": "return_lse=True gives the log-sum-exp; no backend computes the probabilities",
     "return_softmax_lse": "return_lse=True",
     "attn_bias": "bias=tensor for numbers that are added to the scores, mask= for a structured mask",
     "mask_mod": "mask=masks.predicate(mask_mod)",

@@ -15,7 +15,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_memory, check_tensor
-from undivided.arguments.layout import LAYOUTS
+from undivided.arguments.layout import LAYOUTS, Strides
 from undivided.arguments.tensors import span, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -42,10 +42,12 @@ from undivided.request.slopes import are_usual
 
 
 class Known(NamedTuple):
-    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element."""
+    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element. strides:
+    those of the call. Both are None if sizes are symbolic."""
 
     problem: Problem
     spans: tuple[int, int, int, int] | None
+    strides: Strides | None
 
 
 Facts = tuple[str | None, tuple[bool, ...], bool]
@@ -76,7 +78,7 @@ def normalise(
         if torch.is_grad_enabled():
             try:
                 needs = _NEEDS[q.requires_grad, k.requires_grad, v.requires_grad]
-            except (AttributeError, KeyError):  # not tensors: the checks to come say so
+            except (AttributeError, KeyError):  # not tensors: the checks below raise
                 needs = _NO_GRADIENTS
             if not (bias is sinks is slopes is None):
                 needs = (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
@@ -87,24 +89,25 @@ def normalise(
     try:
         known = _known.get(key)
     except TypeError:  # a symbolic size has no hash
-        known = Known(_specialised(describe(request, facts)), None)
+        known = Known(_with_concrete_sizes(describe(request, facts)), None, None)
     if known is None:
-        known = Known(describe(request, facts), _spans(q, k, v))
-        if len(_known) >= _MOST_KNOWN:
+        problem = describe(request, facts)
+        known = Known(problem, _spans(q, k, v), _layout.kernel_strides(q, k, v, layout, pages is not None))
+        if len(_known) >= _MAX_KNOWN:
             _known.clear()
         _known[key] = known
-    problem, spans = known
+    problem, spans, strides = known
     if spans is not None:
-        of_q, of_k, of_v, size = spans
+        q_end, k_end, v_end, size = spans
         try:
-            is_held = (
-                q.untyped_storage().nbytes() >= of_q + q.storage_offset() * size
-                and k.untyped_storage().nbytes() >= of_k + k.storage_offset() * size
-                and v.untyped_storage().nbytes() >= of_v + v.storage_offset() * size
+            is_complete = (
+                q.untyped_storage().nbytes() >= q_end + q.storage_offset() * size
+                and k.untyped_storage().nbytes() >= k_end + k.storage_offset() * size
+                and v.untyped_storage().nbytes() >= v_end + v.storage_offset() * size
             )
-        except NotImplementedError:  # raised for a storage that is not there: sparse tensors, those of torch.func
-            is_held = False
-        if not is_held:  # storages can be resized at any time
+        except NotImplementedError:  # tensors without a storage: sparse ones, those of torch.func
+            is_complete = False
+        if not is_complete:  # storages can be resized at any time
             for name, given in (("q", q), ("k", k), ("v", v)):
                 check_tensor(name, given)
     if not (bias is sinks is slopes is pages is None):
@@ -113,8 +116,8 @@ def normalise(
                 check_memory(name, tensor)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        # the id of `known` is the key: hashing the signature costs five times as much; the mask keeps `known` alive
-        checked = checked_mask(mask).remembered(id(known), _with_mask, known, mask, q.device, slopes, pages)
+        # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
+        checked = checked_mask(mask).cached(id(known), _with_mask, known, mask, q.device, slopes, pages)
         mask, problem = checked.mask, checked.problem
         if "dense" in problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
             for tensor in mask.take("dense")[0]:
@@ -129,7 +132,7 @@ def normalise(
         scale = problem.qk_dim**-0.5
     if softcap is not None:
         softcap = float(softcap)
-    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked), tensors
+    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked, strides), tensors
 
 
 def check_kinds_and_sizes(request: Request) -> None:
@@ -160,14 +163,14 @@ def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     return span(q) * size, span(k) * size, span(v) * size, size
 
 
-def _specialised(problem: Problem) -> Problem:
+def _with_concrete_sizes(problem: Problem) -> Problem:
     """The problem with concrete sizes in place of symbolic ones."""
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
 
 
 _known: dict[object, Known] = {}
-_MOST_KNOWN = 4096
+_MAX_KNOWN = 4096
 _NO_GRADIENTS = (False,) * 6
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
@@ -188,9 +191,9 @@ def _signature(request: Request, facts: Facts) -> object:
             q.is_cpu or q.device,  # comparing a bool costs a third of comparing a device
             k.is_cpu or k.device,
             v.is_cpu or v.device,
-            q.stride(),
-            k.stride(),
-            v.stride(),
+            q.is_contiguous() or q.stride(),  # of sizes above 1, the only ones that a kernel reads
+            k.is_contiguous() or k.stride(),
+            v.is_contiguous() or v.stride(),
             return_lse,
             *facts,
         )
@@ -302,7 +305,7 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     if not mask.kinds & {"lengths", "documents"}:
         raise InputError(
             "mask",
-            "carry the keys' lengths when pages is given",
+            "contain the keys' lengths if pages is given",
             masks.describe(mask.structure),
             hint="mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
         )

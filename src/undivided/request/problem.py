@@ -15,7 +15,7 @@ from undivided.masks import Structure
 
 
 class Problem(NamedTuple):
-    """The request without its tensors. Built once, validated once, never changed.
+    """The request without its tensors: validated when it is built, then never changed.
 
     device: "cpu", "cuda", ...: the device that it runs on.
     dtype: of q, k, v and the result.
@@ -23,13 +23,13 @@ class Problem(NamedTuple):
     batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
         documents.
     mask: the mask's structure; mask.kinds names its parts.
-    align: "both" where top-left and bottom-right agree, "top_left", "bottom_right", or None if it does not matter.
+    align: "both" if top-left and bottom-right agree, "top_left", "bottom_right", or None if it does not matter.
     features: what the problem needs of a backend beyond plain attention; see `FEATURES`.
     bias: which axes of the bias are broadcast, as "bhqk" with 1 for a broadcast axis, e.g. "1h1k"; None without a bias.
     documents: (number, longest query, longest key length) of packed documents; lengths are None if only the device
         knows.
     page_size: of a paged key/value cache, or None.
-    deterministic: the result must repeat bit for bit.
+    deterministic: the result must be bit-reproducible.
     bias_dtype: dtype of the bias, which may differ from that of q; None without a bias.
     usual_slopes: the ALiBi slopes are known to be the usual ones (see `undivided.request.slopes`).
     """
@@ -92,7 +92,7 @@ FEATURES: dict[str, str] = {
     "value_dim": "a value head size other than the query's",
     "lse": "the log-sum-exp returned",
     "lse_grad": "the gradient through the log-sum-exp",
-    "partial": "the gradient of a part of the keys, from the output and log-sum-exp of the whole",
+    "partial": "the gradient of a part of the keys, from the output and log-sum-exp of all keys",
     "some_heads": "dropout for heads that do not start at the first",
     "paged": "paged keys and values",
     "flipped": "a scale of 0 or below",

@@ -1,6 +1,6 @@
 """The arguments of `attention` as values: the tensors that may have gradients, and the options.
 
-Nothing is checked here. `undivided.request.normalise` checks a request and makes a `Call` of it.
+Nothing is checked here. `undivided.request.normalise` checks a request and turns it into a `Call`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.masks import Mask
 
-made = tuple.__new__
-"""``made(Tensors, (...))`` is ``Tensors(...)`` at half the cost, for the tuples that every call makes."""
+new_tuple = tuple.__new__
+"""``new_tuple(Tensors, (...))`` is ``Tensors(...)`` at half the cost, for the tuples that every call creates."""
 
 
 class Tensors(NamedTuple):
@@ -41,11 +41,11 @@ class Tensors(NamedTuple):
         """The tensors with k and v in `layout`: copies of the pages of every sequence, in order."""
         if pages is None:
             return self
-        k, v = (_layout.restore(_gathered(pool, pages, layout), layout) for pool in (self.k, self.v))
+        k, v = (_layout.restore(_gather_pages(pool, pages, layout), layout) for pool in (self.k, self.v))
         return self._replace(k=k, v=v)
 
 
-def _gathered(pool: Tensor, pages: Tensor, layout: Layout) -> Tensor:
+def _gather_pages(pool: Tensor, pages: Tensor, layout: Layout) -> Tensor:
     """The pages of every sequence, in order: [B, max_pages * page_size, N, D], or one long row for thd."""
     rows = pool[pages.clamp(0, max(pool.shape[0] - 1, 0))].flatten(1, 2)
     return rows.flatten(0, 1).unsqueeze(0) if layout == "thd" else rows
@@ -69,7 +69,7 @@ class Request(NamedTuple):
 
     >>> import torch
     >>> q = torch.randn(1, 4, 2, 8)
-    >>> Request.of(q, q, q, layout="bshd", softcap=5.0).options.softcap
+    >>> Request.from_keywords(q, q, q, layout="bshd", softcap=5.0).options.softcap
     5.0
     """
 
@@ -79,7 +79,7 @@ class Request(NamedTuple):
     deterministic: bool | None = None
 
     @staticmethod
-    def of(
+    def from_keywords(
         q: Tensor,
         k: Tensor,
         v: Tensor,

@@ -74,7 +74,7 @@ def merge(
     >>> torch.allclose(out, undivided.attention(q, k, v, layout="bshd"), atol=1e-5)
     True
     """
-    outs, lses = _listed("outs", outs), _listed("lses", lses)
+    outs, lses = _as_list("outs", outs), _as_list("lses", lses)
     layout = _check_parts(outs, lses, sinks, layout)
     dtype = torch.promote_types(lses[0].dtype, torch.float32)
     lse_parts = torch.stack([part.to(dtype) for part in lses])
@@ -113,8 +113,8 @@ def merge_into(total: Result, part: Result) -> None:
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
     rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
-    for out, of_part, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
-        out.mul_(weights[0]).addcmul_(of_part.to(out.dtype), weights[1])
+    for out, part_out, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
+        out.mul_(weights[0]).addcmul_(part_out.to(out.dtype), weights[1])
     total.lse.copy_(lse)
 
 
@@ -128,7 +128,7 @@ def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     return factor.masked_fill(empty, 0.0)
 
 
-def _listed(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+def _as_list(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
     try:
         return list(parts)
     except TypeError:

@@ -1,7 +1,7 @@
 """ALiBi's usual slopes, and whether a tensor is known to hold them.
 
 cuDNN computes the slopes itself and supports no others. Reading a tensor would wait for its device, so only tensors
-that were made here and not modified since are known to hold them.
+that this module created and not modified since are known to hold them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
-_made: dict[tuple[int, torch.device], tuple[Tensor, tuple[int, ...] | None]] = {}
-"""(number of heads, device) -> the slopes, and the in-place version that they were made with."""
+_usual: dict[tuple[int, torch.device], tuple[Tensor, tuple[object, ...] | None]] = {}
+"""(number of heads, device) -> the slopes, and the in-place version that they were created with."""
 
 
-_own: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
-"""The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was made with."""
+_returned: dict[int, tuple[weakref.ref[Tensor], tuple[object, ...]]] = {}
+"""The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was created with."""
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -46,10 +46,10 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     >>> undivided.alibi_slopes(4).tolist(), undivided.alibi_slopes(3).tolist()
     ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
     """
-    slopes = _computed(as_integer("heads", heads, 1), device)
+    slopes = _compute(as_integer("heads", heads, 1), device)
     if not is_traced() and (version := versions((slopes,))) is not None:
         key = id(slopes)
-        _own[key] = weakref.ref(slopes, lambda _: _own.pop(key, None)), version
+        _returned[key] = weakref.ref(slopes, lambda _: _returned.pop(key, None)), version
     return slopes
 
 
@@ -62,17 +62,17 @@ def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     """
     if is_traced():
-        return _computed(heads, device)
+        return _compute(heads, device)
     key = (heads, torch.empty(0, device=device).device)
-    known = _made.get(key)
+    known = _usual.get(key)
     if known is None or versions((known[0],)) != known[1]:
         with torch.inference_mode(False):  # an inference tensor has no version counter
-            slopes = _computed(heads, device)
-        known = _made[key] = slopes, versions((slopes,))
+            slopes = _compute(heads, device)
+        known = _usual[key] = slopes, versions((slopes,))
     return known[0]
 
 
-def _computed(heads: int, device: torch.device | str) -> Tensor:
+def _compute(heads: int, device: torch.device | str) -> Tensor:
     n = 1 << int(math.log2(heads))
     first = torch.arange(1, n + 1, dtype=torch.float32, device=device) * (-8 / n)
     rest = torch.arange(1, 2 * (heads - n) + 1, 2, dtype=torch.float32, device=device) * (-4 / n)
@@ -80,7 +80,7 @@ def _computed(heads: int, device: torch.device | str) -> Tensor:
 
 
 def are_usual(slopes: Tensor) -> bool:
-    """Whether the slopes are known to be the usual ones: False for equal numbers that were not made here.
+    """Whether the slopes are known to be the usual ones: False for equal numbers from elsewhere.
 
     >>> slopes = usual_slopes(8)
     >>> are_usual(slopes), are_usual(slopes.detach()), are_usual(slopes.clone()), are_usual(slopes.mul_(2))
@@ -88,13 +88,13 @@ def are_usual(slopes: Tensor) -> bool:
     """
     if slopes.dim() != 1 or torch.compiler.is_compiling() or has_dispatch(slopes):
         return False
-    if (own := _own.get(id(slopes))) is not None and own[0]() is slopes:
-        return own[1] == versions((slopes,))
-    made, version = _made.get((slopes.shape[0], slopes.device), (None, None))
-    if made is None or version is None or versions((slopes,)) != version:
+    if (known := _returned.get(id(slopes))) is not None and known[0]() is slopes:
+        return known[1] == versions((slopes,))
+    usual, version = _usual.get((slopes.shape[0], slopes.device), (None, None))
+    if usual is None or version is None or versions((slopes,)) != version:
         return False
-    if made is slopes:
+    if usual is slopes:
         return True
-    # a view or detached tensor shares memory and version; `_made` keeps the memory from being reused
-    same = slopes.dtype == made.dtype and slopes.stride() == made.stride() and slopes.device.type != "meta"
-    return same and slopes.data_ptr() == made.data_ptr()
+    # a view or detached tensor shares memory and version; `_usual` keeps the memory from being reused
+    same = slopes.dtype == usual.dtype and slopes.stride() == usual.stride() and slopes.device.type != "meta"
+    return same and slopes.data_ptr() == usual.data_ptr()

@@ -21,7 +21,7 @@ from undivided.arguments.checks import check_tensor
 from undivided.arguments.tensors import is_observed, versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
-from undivided.backends.reference.block_gradients import gradients_of
+from undivided.backends.reference.block_gradients import leaf_gradients
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -39,35 +39,35 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
     if _functorch_stack() is not None or (forward_ad._current_level >= 0 and _has_tangent(tensors)):
         with torch.autocast(tensors.q.device.type, enabled=False):
             result = reference.composite(call, tensors)
-        return _returned(result, call.problem) if "lse" in features else result.out
+        return _for_caller(result, call.problem) if "lse" in features else result.out
     if "backward" not in features:
         if tensors.q.is_meta or any_autocast():
             result = forward(backend, call, tensors)
         else:
             result = backend.forward(call, tensors)
-        return _returned(result, call.problem) if "lse" in features else result.out
+        return _for_caller(result, call.problem) if "lse" in features else result.out
     inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs time, even None
         if "lse" not in features and (out_BHSD := backend.recorded(call, tensors)) is not None:
-            return _derivable_twice(out_BHSD, backend, call)
+            return _with_second_derivative(out_BHSD, backend, call)
     return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _returned(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+def _for_caller(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) in the shapes for the caller: lse is [H, T] in thd."""
     return result.out, result.lse.squeeze(0) if problem.packed else result.lse
 
 
-def _derivable_twice(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
-    """The output that PyTorch recorded, in the caller's layout. The gradients of its kernel have no derivative: if one
-    may be needed, the gradients of `_AttentionBackward` replace them."""
+def _with_second_derivative(out_BHSD: Tensor, backend: Backend, call: Call) -> Tensor:
+    """The output that PyTorch recorded, in the caller's layout. Its gradients have no derivative: if one may be needed,
+    those of `_AttentionBackward` replace them."""
     assert out_BHSD.grad_fn is not None
-    out_BHSD.grad_fn.register_hook(functools.partial(_exchange_gradients, backend, call))
+    out_BHSD.grad_fn.register_hook(functools.partial(_replace_gradients, backend, call))
     return _layout.from_heads_first(out_BHSD, call.problem.layout).contiguous()
 
 
-def _exchange_gradients(
+def _replace_gradients(
     backend: Backend, call: Call, grads: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """Called after the node's backward; reads the tensors that the node saved, so that none are kept twice."""
@@ -128,7 +128,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_tangent(tensors: Tensors) -> bool:
-    """Whether forward-mode differentiation is looking: like torch.func, it sees through plain operations only."""
+    """Whether forward-mode differentiation is active; like torch.func, it needs plain operations."""
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, backend_and_call: tuple[Backend, Call], *inputs: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend, call = backend_and_call
-        out, lse = _returned(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
+        out, lse = _for_caller(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, call, state(call)
         ctx.set_materialize_grads(False)
@@ -162,7 +162,7 @@ class _Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without its checks for torch.func, which `run` has made: they cost as much as the rest."""
+"""`_Attention.apply` without its checks for torch.func: they cost as much as the rest, and `run` has done them."""
 
 
 def state(call: Call) -> object:
@@ -175,7 +175,7 @@ def check_unchanged(call: Call, before: object) -> None:
     """RuntimeError if the mask or the pages were changed in place since `before`, a `state`."""
     if state(call) != before:
         raise RuntimeError(
-            "the mask's tensors (lengths, cu_seqlens, what a predicate captures) or the pages were changed in place "
+            "the mask's tensors (lengths, cu_seqlens, tensors of a predicate) or the pages were changed in place "
             "between forward and backward; pass a clone, or call backward first"
         )
 
@@ -209,7 +209,7 @@ def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as an operation of its own, so that it has a derivative and a batching rule."""
+    """The backward as a separate operation, so that it has a derivative and a batching rule."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -225,7 +225,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         check_unchanged(ctx.call, ctx.state)
-        found = differentiated(ctx.call, *ctx.saved_tensors, *grad_gradients)
+        found = double_backward(ctx.call, *ctx.saved_tensors, *grad_gradients)
         return (None,) * 4 + found
 
     @staticmethod
@@ -234,7 +234,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _DoubleBackward(torch.autograd.Function):
-    """The double backward as an operation of its own, so that it has a batching rule."""
+    """The double backward as a separate operation, so that it has a batching rule."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -249,7 +249,7 @@ class _DoubleBackward(torch.autograd.Function):
         return vmap_rule(_DoubleBackward, info, axes, arguments)
 
 
-def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The derivatives of the backward with respect to (grad_out, grad_lse, *inputs). `tensors`: the inputs, grad_out,
     grad_lse, and the gradients of the backward's results."""
     assert tensors[0] is not None
@@ -260,7 +260,7 @@ def differentiated(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, 
 
 def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Derivatives for (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors`: as in
-    `_double_backward`."""
+    `double_backward`."""
     (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
     if grad_lse is not None and call.problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
@@ -279,13 +279,15 @@ def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tens
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
     grad_gradients = tensors[8:]
     result = reference.composite(call, Tensors._make(inputs))
-    out, lse = _returned(result, call.problem)
+    out, lse = _for_caller(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
-    first = gradients_of([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
+    first = leaf_gradients([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
     pairs = [
         (g, o)
         for g, o in zip(first, grad_gradients, strict=True)
         if g is not None and g.requires_grad and o is not None
     ]
-    found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True)
+    found = leaf_gradients(
+        [g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True
+    )
     return tuple(found)

@@ -93,7 +93,7 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*call)
     else:
-        out, lse = _dispatched(call)
+        out, lse = _call_operator(call)
     return (out, lse) if options.return_lse else out
 
 
@@ -101,7 +101,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     """The seed as a tensor for the operator; None without dropout."""
     seed = options.dropout_seed
     if isinstance(seed, int) and not 0 <= seed < 2**63:
-        check_seed(seed, device)  # raises; the tensor made of it would not be checked
+        check_seed(seed, device)  # raises here, because the values of a tensor are not checked
     if not options.dropout_p:
         return None
     if isinstance(seed, Tensor):
@@ -110,7 +110,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     return torch.randint(2**62, (), device=device) if seed is None else torch.tensor(seed, device=device)
 
 
-def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The result of the operator; InputError if the classes of the tensors or the active modes do not support it."""
     register_if_counting()
     try:
@@ -126,26 +126,13 @@ def _dispatched(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask_tensors: list[Tensor],
-    dropout_seed: Tensor | None,
-    pages: Tensor | None,
-    spec_text: str,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-) -> tuple[Backend, Call, Tensors]:
+def _prepare(*arguments: Any) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
+    mask_tensors, seed, pages, spec_text, scale, softcap, dropout_p = arguments[6:]
     spec = _Spec.read(spec_text)
     mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
-    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)
-    request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
+    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages)
+    request = Request(Tensors(*arguments[:6]), options)
     deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
     switches = ""
     if spec.switches != "-":
@@ -158,7 +145,7 @@ def _prepared(
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        backend, call, tensors = _prepared(*arguments)
+        backend, call, tensors = _prepare(*arguments)
         problem = call.problem
         out, lse = autograd.forward(backend, call, tensors)
         if not problem.lse_is_read:  # the fake implementation returns this shape in any case
@@ -172,12 +159,12 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
     *given, out, lse, grad_out, grad_lse = arguments
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
-        backend, call, tensors = _prepared(*given)
+        backend, call, tensors = _prepare(*given)
         found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
-    return [_like(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
+    return [_as_gradient(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
 
 
-def _like(gradient: Tensor | None, tensor: Tensor) -> Tensor:
+def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if gradient is None else gradient.reshape(tensor.shape).contiguous()
 
 
@@ -223,7 +210,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
 
 
-def _shaped(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if g is None or t is None else g.reshape(t.shape) for g, t in zip(gradients, tensors, strict=True)]
 
 
@@ -238,13 +225,14 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     saved: Sequence[Any] = ctx.saved_tensors
     inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
     seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
-    _, call, tensors = _prepared(*inputs, mask, seed, pages, *ctx.rest)  # type: ignore[call-arg]
+    _, call, tensors = _prepare(*inputs, mask, seed, pages, *ctx.rest)
     given = iter(gradients)
-    wanted = _shaped([next(given) if n else None for n in call.needs], tensors)  # the bias has four axes there
-    of_grad, of_lse, *found = autograd.differentiated(call, *tensors, *grads, *wanted)
-    of_inputs = _shaped(found, inputs)
+    # the bias of `tensors` has four axes
+    grad_gradients = _reshape_like([next(given) if n else None for n in call.needs], tensors)
+    for_grad_out, for_grad_lse, *found = autograd.double_backward(call, *tensors, *grads, *grad_gradients)
+    for_inputs = _reshape_like(found, inputs)
     nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
-    return (*of_inputs, [None] * len(mask), *nothing, of_grad, of_lse)
+    return (*for_inputs, [None] * len(mask), *nothing, for_grad_out, for_grad_lse)
 
 
 torch.library.register_autograd(

@@ -26,7 +26,7 @@ def register_if_counting() -> None:
     """
     if "torch.utils.flop_counter" not in sys.modules:
         return
-    formulas = _registered()
+    formulas = _register()
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if counter is not None and hasattr(counter, "flop_registry"):
@@ -34,7 +34,7 @@ def register_if_counting() -> None:
 
 
 @functools.cache
-def _registered() -> dict[Any, Any]:
+def _register() -> dict[Any, Any]:
     """The formulas of both operators, registered with PyTorch."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 

@@ -33,8 +33,8 @@ def prepare(request: Request, allowed: Policy, needs: tuple[bool, ...] | None = 
     return decision, call, tensors
 
 
-def explained(request: Request, machine: Machine, allowed: Policy, device: str | None) -> Decision:
-    """The decision alone, also if no backend can run the request.
+def decide_request(request: Request, machine: Machine, allowed: Policy, device: str | None) -> Decision:
+    """The decision for a request, also if no backend can run it.
 
     Args:
         request, allowed: as for `prepare`; the tensors may be on the meta device.

@@ -1,4 +1,4 @@
-"""The error of PyTorch's scaled_dot_product_attention for a call that ours refuses, found by a call without data."""
+"""The error of PyTorch's scaled_dot_product_attention for a call that ours refuses, found by a call on meta tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_KERNEL = "No viable backend for scaled_dot_product_attention was found. No av
 """PyTorch's messages if its switches leave no kernel: the first sentence if all are off, the others if one is on."""
 
 
-def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
+def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
     """`error` as an exception that is also of PyTorch's type and contains PyTorch's message.
 
     Args:
@@ -26,12 +26,12 @@ def as_pytorchs(error: InputError, *arguments: Any) -> InputError:
     Returns:
         An `InputError` that is also a RuntimeError, or of the type that PyTorch raises for the same arguments.
     """
-    found = None if is_traced() else _asked(*arguments)
+    found = None if is_traced() else _pytorchs_error(*arguments)
     kind = next((kind for kind in _KINDS if isinstance(found, kind)), RuntimeError)
     return error.as_also(kind, None if found is None else str(found).partition("\n")[0])
 
 
-def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
+def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     """PyTorch's error for the shapes (with meta tensors), or else for dtypes and devices (tensors of one element)."""
     tensors = (query, key, value)
     given = [t for t in tensors if isinstance(t, Tensor)]
@@ -39,13 +39,13 @@ def _asked(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
         return None
     if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
-    found = _raised(*map(_without_data, tensors), *map(_without_data, others))
+    found = _error_of_call(*map(_without_data, tensors), *map(_without_data, others))
     if found is None and len(given) == 3:
-        found = _raised(*(t.new_empty((1,) * t.dim()) for t in tensors))
+        found = _error_of_call(*(t.new_empty((1,) * t.dim()) for t in tensors))
     return found
 
 
-def _raised(
+def _error_of_call(
     query: Any,
     key: Any,
     value: Any,

@@ -3,7 +3,7 @@
 The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
 
 Candidates are tried in the caller's order, if there is one, then by rank. If two or more that can run were measured
-on such a problem (`_measured`), these exchange their places, the fastest first; the others keep theirs.
+on such a problem (`_measured`), they are sorted among their places, the fastest first; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from undivided.backends import all_backends, is_called
+from undivided.backends import all_backends, has_name
 from undivided.backends._base import Backend
 from undivided.errors import NoBackendError
 from undivided.machine import Machine
@@ -27,9 +27,9 @@ from undivided.selection.policy import Policy
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of selection for one backend. Without reasons it can run; `note` then tells why it was not chosen.
+    """The result of selection for one backend. Without reasons it can run; `note` then explains why it was not chosen.
 
-    estimate: what it may take, by a benchmark; None if it cannot run, or was not measured on such a problem.
+    estimate: its time by a benchmark; None if it cannot run, or was not measured on such a problem.
     """
 
     backend: Backend
@@ -125,10 +125,10 @@ class Decision:
         width = max(len(v.backend.name) for v in self.verdicts)
         for verdict in self.verdicts:
             name, backend = verdict.backend.name.ljust(width), verdict.backend
-            said = verdict.reasons or (verdict.note or f"chosen ({backend.family})",)
+            texts = verdict.reasons or (verdict.note or f"chosen ({backend.family})",)
             if standing := self.standing(verdict):
-                said = (f"{said[0]}; {standing}",)
-            for i, reason in enumerate(said):
+                texts = (f"{texts[0]}; {standing}",)
+            for i, reason in enumerate(texts):
                 lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
         if self.chosen is None and self.policy.forced is not None:
             lines.append(
@@ -218,13 +218,13 @@ def _maybe_class(length: int | None) -> int | None:
 
 
 _decisions: dict[object, tuple[Problem, Policy, Machine, Decision]] = {}
-"""By the ids of problem, policy and machine, which are kept alive here so that their ids stay unique."""
+"""Keys are the ids of problem, policy and machine, which are kept alive here so that their ids stay unique."""
 _by_class: dict[object, Decision] = {}
-_MOST_DECISIONS = 4096
+_MAX_DECISIONS = 4096
 
 
 def _remember(cache: dict[object, Any], key: object, value: object) -> None:
-    if len(cache) >= _MOST_DECISIONS:
+    if len(cache) >= _MAX_DECISIONS:
         cache.clear()
     cache[key] = value
 
@@ -251,7 +251,7 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
     listed = policy.allowed or ()
 
     def turn(backend: Backend) -> int:
-        return next((i for i, word in enumerate(listed) if is_called(backend, word)), len(listed))
+        return next((i for i, word in enumerate(listed) if has_name(backend, word)), len(listed))
 
     order = sorted(all_backends(), key=lambda backend: (turn(backend), backend.rank(problem, machine)))
     entry = _measured.nearest(problem, machine)
@@ -268,15 +268,15 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
 
 def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
     """Every reason against this backend: those of the policy, then its own."""
-    said = []
-    asked = policy.forced is not None and is_called(backend, policy.forced)
-    if policy.forced is not None and not asked:
-        said.append(f"not requested: backend={policy.forced!r}")
-    if policy.allowed is not None and not any(is_called(backend, word) for word in policy.allowed):
-        said.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
-    said += [f"switched off by {who}" for word, who in policy.disabled if is_called(backend, word)]
-    reasons = said + backend.reasons(problem, machine)
-    named = asked or (policy.allowed is not None and backend.name in policy.allowed)
-    if not reasons and not named and (hesitation := backend.only_when_asked(problem, machine)):
-        reasons.append(hesitation)
+    from_policy = []
+    is_forced = policy.forced is not None and has_name(backend, policy.forced)
+    if policy.forced is not None and not is_forced:
+        from_policy.append(f"not requested: backend={policy.forced!r}")
+    if policy.allowed is not None and not any(has_name(backend, word) for word in policy.allowed):
+        from_policy.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
+    from_policy += [f"switched off by {who}" for word, who in policy.disabled if has_name(backend, word)]
+    reasons = from_policy + backend.reasons(problem, machine)
+    named = is_forced or (policy.allowed is not None and backend.name in policy.allowed)
+    if not reasons and not named and (why := backend.only_when_asked(problem, machine)):
+        reasons.append(why)
     return reasons

@@ -27,8 +27,8 @@ from undivided.request.problem import Problem
 
 SCHEMA = 1
 NEAR = (1, 2)
-"""By how many powers of two a measured problem may differ in key length and in work. The suites step both by four, so
-that everything between is covered."""
+"""By how many powers of two a measured problem may differ in key length and in work. The suites increase both by
+factors of four, so that there are no gaps."""
 SHORT = 16
 """Up to this number of keys, only an entry with the same rounded number applies: with twice as many keys another kernel
 may be the fastest (measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
@@ -96,7 +96,7 @@ class Estimate(NamedTuple):
 def architecture(device: str, machine: Machine) -> str | None:
     """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None if it is not known.
 
-    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, which has rates of its own.
+    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, whose rates are different.
 
     >>> architecture("cuda", Machine.named("h200"))
     'sm90'
@@ -196,21 +196,21 @@ def nearest(problem: Problem, machine: Machine) -> Entry | None:
         return None
     for table in tables():
         entries = table.get(at.kind, {})
-        near = [(apart, one) for one in entries if (apart := _apart(at, *one)) is not None]
+        near = [(distance, one) for one in entries if (distance := _distance(at, *one)) is not None]
         if near:
             return entries[min(near)[1]]
     return None
 
 
-def _apart(at: Place, length: int, work: int) -> int | None:
-    """Powers of two between a place and a measured one; None if it is out of reach."""
+def _distance(at: Place, length: int, work: int) -> int | None:
+    """The powers of two between a place and a measured one; None if there are more than `NEAR`."""
     longer, more = abs(length - at.length), abs(work - at.work)
     reach = NEAR[0] if min(length, at.length) > SHORT.bit_length() else 0
     return longer + more if longer <= reach and more <= NEAR[1] else None
 
 
 def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
-    """What this problem may take with the backend of this name; None if it was not measured."""
+    """The estimated time of this problem with the backend of this name; None if it was not measured."""
     rate = entry.rates.get(name) if entry is not None else None
     if entry is None or rate is None:
         return None
@@ -270,8 +270,8 @@ def read(path: Path) -> Table:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", said) from None
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", detail) from None
 
 
 def _parsed(found: Mapping[str, Any]) -> Table:

@@ -206,7 +206,7 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
     except TypeError:  # such as a list; the check below names the argument
         found = None
     if found is None:
-        if len(_policies) >= _MOST_POLICIES:
+        if len(_policies) >= _MAX_POLICIES:
             _policies.clear()
         found = _policies[key] = _read_policy(backend, deterministic, key[2], switches)
     return found
@@ -223,7 +223,7 @@ def _plain_policy(switch: _Switch) -> Policy:
 
 _policies: dict[object, Policy] = {}
 _last_plain: tuple[_Switch, Policy] | None = None
-_MOST_POLICIES = 256
+_MAX_POLICIES = 256
 
 
 def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = "") -> Policy:
@@ -236,7 +236,7 @@ def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switc
     disabled += _sdp_switches.disabled(switches)
     allowed, allowed_by = switch.allowed, switch.allowed_by
     if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "")).strip():
-        allowed, allowed_by = _listed(text), "UNDIVIDED_BACKENDS"
+        allowed, allowed_by = _split_names(text), "UNDIVIDED_BACKENDS"
     if allowed is None and (order := _sdp_switches.order(switches)):
         allowed, allowed_by = order, "sdpa_kernel(set_priority=True)"
     if deterministic is None:
@@ -245,7 +245,7 @@ def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switc
     return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, _log_level())
 
 
-def _listed(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         from undivided.backends import names_and_families

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
-from undivided.backends import all_backends, is_called, names_and_families
+from undivided.backends import all_backends, has_name, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -129,6 +129,4 @@ def _select(names: Sequence[str] | None) -> list[Backend]:
     for name in names:
         if not isinstance(name, str) or name not in names_and_families():
             raise InputError("backends", f"contain only {', '.join(sorted(names_and_families()))}", repr(name))
-    return list(
-        dict.fromkeys(candidate for name in names for candidate in all_backends() if is_called(candidate, name))
-    )
+    return list(dict.fromkeys(candidate for name in names for candidate in all_backends() if has_name(candidate, name)))

@@ -127,7 +127,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     >>> from undivided.request.normalise import normalise
     >>> from undivided.request.request import Request
     >>> q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
-    >>> budget = budget_for(*normalise(Request.of(q, k, v, layout="bshd")), Upstream(torch.randn(1, 6, 2, 8)))
+    >>> call, tensors = normalise(Request.from_keywords(q, k, v, layout="bshd"))
+    >>> budget = budget_for(call, tensors, Upstream(torch.randn(1, 6, 2, 8)))
     >>> budget.met("out", undivided.attention(q, k, v, layout="bshd"))
     True
     >>> budget.met("out", torch.zeros_like(q))

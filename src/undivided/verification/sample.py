@@ -64,7 +64,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     >>> from undivided.request.normalise import normalise
     >>> from undivided.request.request import Request
     >>> q, k, v = (torch.randn(1, 4, 3000, 16) for _ in range(3))
-    >>> sample = sample_of(*normalise(Request.of(q, k, v, layout="bhsd")), None)
+    >>> sample = sample_of(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")

@@ -1,4 +1,4 @@
-"""FlashAttention 3 or 4 in the place of PyTorch's own flash kernel
+"""FlashAttention 3 or 4 activated in place of PyTorch's flash kernel
 (torch.nn.attention.activate_flash_attention_impl)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CAPABILITY = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0), "rtx5090": (12, 0
 
 
 def activate(monkeypatch: pytest.MonkeyPatch, impl: str | None) -> None:
-    """What `activate_flash_attention_impl` leaves behind, without the package that it would import."""
+    """Activate as `activate_flash_attention_impl` does, without importing the package."""
     monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None if impl is None else (impl, object()))
     assert current_flash_attention_impl() == impl
 
@@ -66,7 +66,7 @@ ALIBI = ask(grad=False, alibi_slopes=torch.empty(4, device="meta"), mask=masks.c
         ("h100", "FA3", ALIBI, ["ALiBi slopes (PyTorch's operators refuse it with this implementation"]),
         ("h100", "FA4", ask(sinks=torch.empty(4, device="meta")), ["sinks"]),
         ("h100", "FA3", ask(256)._replace(deterministic=True), ["deterministic gradients for head_dim=256"]),
-        ("h100", "FA5", ask(), ["FA5 is active in the place of PyTorch's flash kernel, and its limits are not known"]),
+        ("h100", "FA5", ask(), ["FA5 is active in place of PyTorch's flash kernel, and its limits are not known"]),
     ],
 )
 def test_the_limits_are_those_of_what_is_active(gpu: str, impl: str, problem: Problem, pieces: list[str]) -> None:
@@ -77,12 +77,12 @@ def test_the_limits_are_those_of_what_is_active(gpu: str, impl: str, problem: Pr
         assert impl in reason
 
 
-def test_what_older_versions_of_pytorch_take_is_not_known() -> None:
+def test_older_versions_of_pytorch_are_refused_because_their_limits_are_unknown() -> None:
     old = Machine("cuda", "H100", (9, 0), torch="2.11.0", flash_impl="FA4")
     assert torch_flash.BACKEND.reasons(ask(), old) == ["FA4, which is active: torch 2.11.0 (needs 2.13 or later)"]
 
 
-def test_alibi_and_old_gpus_come_back_with_pytorchs_own_kernel() -> None:
+def test_alibi_and_old_gpus_are_supported_again_by_pytorchs_own_kernel() -> None:
     assert torch_flash.BACKEND.reasons(ALIBI, machine("a100", None)) == []
 
 
@@ -112,12 +112,12 @@ def test_activation_is_seen_after_the_machine_was_probed(monkeypatch: pytest.Mon
     assert select(ALIBI, Machine.this(gpu), policy).backend.name == "torch_flash"
 
 
-def test_nothing_is_asked_of_a_program_that_never_imported_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_never_imported_the_registry_has_no_activated_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(_machine.sys.modules, "torch.nn.attention")
     assert _machine.active_flash_impl() is None
 
 
-def test_it_is_named() -> None:
+def test_the_summary_names_the_activated_kernel() -> None:
     h100 = machine("h100", "FA3")
     assert "torch's flash is FA3" in str(decide(ask(), h100, Policy()))
     row = next(row for row in undivided.backends(h100) if row.name == "torch_flash")

@@ -1,4 +1,4 @@
-"""cuDNN's graphs against a stand-in that computes what cudnn-frontend's sources say they mean."""
+"""cuDNN's graphs, run by a fake that computes what cudnn-frontend's sources specify."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CUDNN_MASKS: dict[str, Callable[[], Mask | None]] = MASKS | {
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
 @pytest.mark.parametrize("mask", CUDNN_MASKS)
 def test_cudnn_dense(cudnn_module: FakeCudnn, mask: str, layout: str) -> None:
-    """cuDNN's window leaves its left edge out: left=2 is passed as 3."""
+    """cuDNN's window excludes its left edge: left=2 is passed as 3."""
     check(cudnn.BACKEND, *tensors(3, 5, layout, v_dim=16), layout=layout, mask=CUDNN_MASKS[mask]())
     forward, backward = cudnn_module.graphs
     for given in (forward.inputs, backward.inputs):
@@ -73,7 +73,7 @@ def test_cudnn_lengths(cudnn_module: FakeCudnn) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_cudnn_documents(cudnn_module: FakeCudnn, padded: bool) -> None:
-    """Ragged rows: offsets in elements, real lengths apart, gaps of NaN between the documents."""
+    """Ragged rows: offsets in elements, separate real lengths, NaN in the gaps between documents."""
     q, k, v = tensors(14, 14, "thd", v_dim=16)
     cu, where = torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 8, 13])
     if padded:
@@ -111,7 +111,7 @@ def test_cudnn_one_query_backward(cudnn_module: FakeCudnn) -> None:
 
 
 def test_cudnn_copies_misaligned_rows(cudnn_module: FakeCudnn) -> None:
-    """Views that start between two multiples of 16 bytes, and heads whose rows do: cuDNN would return wrong numbers."""
+    """Views and rows of heads that do not start at multiples of 16 bytes: cuDNN would return wrong numbers."""
     base, odd = (torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64), torch.randn(2, 5, 2, 9, dtype=torch.float64))
     q, k, v = base[..., 1:].unflatten(2, (4, 8)), odd[..., :8], odd[..., 1:]
     call, given = call_of(q, k, v, layout="bshd", device="cuda")
@@ -126,7 +126,7 @@ BIAS_SHAPES = {"1hqk": (4, 5, 7), "11qk": (5, 7), "b1qk": (2, 1, 5, 7), "bhqk": 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("axes", BIAS_SHAPES)
 def test_cudnn_bias(cudnn_module: FakeCudnn, axes: str, causal: bool) -> None:
-    """Holes of -inf, a row of them, and under the causal mask a row whose only open keys are masked."""
+    """Entries of -inf, a whole row of them, and under the causal mask a row whose only finite keys are masked."""
     torch.manual_seed(0)
     bias = torch.randn(BIAS_SHAPES[axes], dtype=torch.float64)
     bias[..., 1, 2], bias[..., 0, 1], bias[..., 3, :], bias[..., 2, :3] = (-torch.inf,) * 4
@@ -148,9 +148,8 @@ def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
     assert cudnn_module.graphs[1].inputs["dBias"] is None
 
 
-def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
-    """Rows whose every open key is biased by the lowest number of the dtype attend to those alone, not to the keys at
-    -inf."""
+def test_cudnn_bias_of_the_lowest_finite_numbers(cudnn_module: FakeCudnn) -> None:
+    """Rows whose finite bias is the lowest number of the dtype attend only to those keys, not to the keys at -inf."""
     bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
     bias[:, 3:] = -torch.inf
     call, given = call_of(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
@@ -161,14 +160,14 @@ def test_cudnn_bias_in_the_lowest_numbers(cudnn_module: FakeCudnn) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (6, 9), (6, 4)])
 @pytest.mark.parametrize("heads", [4, 6])
 def test_cudnn_alibi(cudnn_module: FakeCudnn, heads: int, q_len: int, kv_len: int) -> None:
-    """cuDNN's own slopes, those of a number of heads that is no power of two as well."""
+    """cuDNN's own slopes, also for a number of heads that is not a power of two."""
     q, k, v = tensors(q_len, kv_len, heads=heads)
     check(cudnn.BACKEND, q, k, v, mask=masks.causal("top_left"), alibi_slopes=usual_slopes(heads))
     assert [graph.inputs["use_alibi_mask"] for graph in cudnn_module.graphs] == [True, True]
 
 
-def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
-    """The same numbers from elsewhere, and slopes that were written to, may be anything."""
+def test_cudnn_runs_only_alibi_slopes_that_are_known_to_be_the_usual_ones() -> None:
+    """Equal numbers from elsewhere, and slopes that were written to, are not known to be the usual ones."""
     q, k, v = (t.half() for t in tensors(6, 6))
     written, own = usual_slopes(4), undivided.alibi_slopes(4)
     written[0] = own[0] = 3.0
@@ -186,8 +185,8 @@ def test_cudnn_takes_alibi_slopes_that_it_knows_to_be_its_own() -> None:
         assert [reason[:40] for reason in reasons] == ([] if known else ["ALiBi slopes that are not known to be th"])
 
 
-def test_slopes_belong_to_who_asked_for_them() -> None:
-    """One shared tensor, trained as a parameter, would change every other model's."""
+def test_alibi_slopes_returns_a_new_tensor_at_every_call() -> None:
+    """A shared tensor that one model trains as a parameter would change in every other model."""
     first, second = undivided.alibi_slopes(4), undivided.alibi_slopes(4)
     torch.nn.Parameter(first).data.zero_()
     assert torch.equal(second, usual_slopes(4))
@@ -197,8 +196,9 @@ def test_slopes_belong_to_who_asked_for_them() -> None:
             undivided.alibi_slopes(heads)  # type: ignore[arg-type]
 
 
-def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine's ``core_attention_bias_type="alibi"``: what cuDNN can compute must be known for what it is."""
+def test_a_layer_without_slopes_uses_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's ``core_attention_bias_type="alibi"``: cuDNN runs only slopes that are known to be the usual
+    ones."""
     seen: list[Problem] = []
 
     def noted(problem: Problem, machine: Machine, policy: Policy) -> Decision:
@@ -212,7 +212,7 @@ def test_a_layer_without_slopes_asks_for_the_usual_ones(monkeypatch: pytest.Monk
 
 
 SINKS = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)
-"""Far below the scores, among them, and far above: that must not cost the gradients."""
+"""Sinks far below the scores, among them, and far above them; gradients must stay exact."""
 
 
 @pytest.mark.parametrize("mask", CUDNN_MASKS)
@@ -224,7 +224,7 @@ def test_cudnn_sinks(cudnn_module: FakeCudnn, mask: str) -> None:
 
 
 def test_cudnn_sinks_with_documents_and_a_tail(cudnn_module: FakeCudnn) -> None:
-    """An empty document, and tokens behind the last: no gradient of the sinks comes from there."""
+    """An empty document, and tokens after the last one, which add nothing to the gradient of the sinks."""
     q, k, v = tensors(12, 12, "thd")
     q[9:], k[9:], v[9:] = (torch.nan,) * 3
     mask = masks.documents(torch.tensor([0, 3, 3, 9]), total_q=12) & masks.causal()
@@ -238,8 +238,7 @@ def test_cudnn_sinks_with_a_bias(cudnn_module: FakeCudnn) -> None:
 
 
 def paged(lengths: list[int], page: int, width: int) -> tuple[torch.Tensor, ...]:
-    """q, pools and a table: NaN in every slot that no sequence holds, numbers beyond the pool in every entry without
-    keys."""
+    """q, pools and a table: NaN in every unused slot, and page numbers beyond the pool in every unused entry."""
     torch.manual_seed(page)
     pool = torch.full((len(lengths) * width + 1, page, 2, 24), torch.nan, dtype=torch.float64)
     table = torch.full((len(lengths), width), 10_000, dtype=torch.int32)
@@ -254,7 +253,7 @@ def paged(lengths: list[int], page: int, width: int) -> tuple[torch.Tensor, ...]
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize(("page", "width"), [(16, 3), (64, 5), (256, 1)])
 def test_cudnn_pages(cudnn_module: FakeCudnn, page: int, width: int, sinks: torch.Tensor | None) -> None:
-    """Lengths that end with a page and within one, shorter than a page, and none; garbage wherever no key is."""
+    """Lengths that end at the end of a page and within one, shorter than a page, and 0; garbage in all unused slots."""
     lengths = [page, page * width, 5, 0, page * width - 3, page * (width - 1) + 1]
     q, k, v, table = paged(lengths, page, width)
     mask = masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right")
@@ -284,7 +283,7 @@ H100 = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
 
 
 def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
-    """A case of the catalogue in fp64, which the stand-in computes in, with NaN wherever nothing may look."""
+    """A case of the catalogue in fp64, the precision of the fake, with NaN in all memory that must not be read."""
     built = build(case, torch.float64, poison=True)
     return *call_of(**built.arguments, device="cuda"), built
 
@@ -300,7 +299,7 @@ CATALOGUE = [case for case in CASES.values() if allowed_on_an_h100(case)]
 
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
-def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: Case) -> None:
+def test_cudnn_equals_the_reference(cudnn_module: FakeCudnn, case: Case) -> None:
     call, given, built = asked(case)
     given = Tensors._make(None if t is None else t.detach() for t in given)
     with torch.no_grad():
@@ -313,11 +312,11 @@ def test_cudnn_computes_what_the_reference_does(cudnn_module: FakeCudnn, case: C
             for backend, result in ((reference.BACKEND, want), (cudnn.BACKEND, have))
         )
         for name, one, other in zip(("q", "k", "v", "bias", "sinks"), wanted, found, strict=False):
-            if one is not None:  # the reference computes what is needed, cuDNN all or nothing
+            if one is not None:  # the reference computes only the requested gradients, cuDNN all or none
                 torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_catalogue_has_cases_of_everything_that_is_new() -> None:
+def test_the_catalogue_has_cases_of_every_feature_of_the_adapter() -> None:
     problems = [asked(case)[0].problem for case in CATALOGUE]
     features = frozenset().union(*(problem.features for problem in problems))
     assert features >= {"bias", "bias_grad", "alibi", "sinks", "sinks_grad", "paged", "gqa", "value_dim"}

@@ -125,7 +125,7 @@ def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
 
 
 def test_torch_flash_rows_without_keys(aten: Recorder) -> None:
-    """Three more queries than keys: their rows are 0 and -inf, though the kernel says +inf."""
+    """Three more queries than keys: their rows are 0 and -inf, although the kernel returns +inf."""
     check(cuda, *tensors(6, 3), mask=masks.causal("bottom_right"))
     assert (aten.last("flash_backward")["lse"][..., :3] == torch.inf).all()
 
@@ -151,7 +151,7 @@ def test_torch_flash_alibi(aten: Recorder) -> None:
     )
 
 
-def test_determinism_is_asked_for_one_call(aten: Recorder) -> None:
+def test_the_determinism_flag_is_set_for_one_call_only(aten: Recorder) -> None:
     q, k, v = tensors()
     call, given = call_of(q, k, v, layout="bshd", device="cuda")
     result = cuda.forward(call, given)
@@ -239,7 +239,7 @@ VERSIONS = {
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: int) -> tuple[Any, Recorder]:
-    """The adapter of a version, with a stand-in for its package in place."""
+    """The adapter of a version, with a fake of its package."""
     record = Recorder()
     module, name = VERSIONS[version]
     parts = name.split(".")
@@ -310,7 +310,7 @@ def test_flash_attn_2_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flash_attn_4_sinks_and_the_gradient_through_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's lse holds the sinks, ours does not; a sink far above the scores must not cost the gradients."""
+    """The kernel's lse contains the sinks, ours does not; a sink far above the scores must not spoil the gradients."""
     module, _ = installed(monkeypatch, 4)
     sinks = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)
     check(module, *tensors(6, 4), mask=masks.causal("bottom_right"), sinks=sinks)

@@ -1,4 +1,4 @@
-"""How cuDNN is called through PyTorch's operators, dense and packed: against a stand-in, for there is no GPU here."""
+"""The calls of cuDNN through PyTorch's operators, dense and packed, with a fake kernel, because there is no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from undivided.verification.cases import CASES, Case
 
 
 def are_aligned(*given: Tensor) -> bool:
-    """Whether every row starts at 16 bytes, as cuDNN takes for granted."""
+    """Whether every row starts at a multiple of 16 bytes, which cuDNN assumes."""
     return all(
         t.data_ptr() % 16 == 0 and all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1]) for t in given
     )
@@ -125,8 +125,8 @@ def test_documents(kernel: Recorder, stats: str, monkeypatch: pytest.MonkeyPatch
     assert call["sizes"] == (128, 128)
 
 
-def test_queries_without_keys_where_documents_fill_every_token(kernel: Recorder) -> None:
-    """As many keys as queries in all, none in the second document: its queries are nobody's and may hold NaN."""
+def test_queries_without_keys_in_documents_that_fill_every_token(kernel: Recorder) -> None:
+    """As many keys as queries in total, but none in the second document, whose queries may therefore hold NaN."""
     q, k, v = (torch.randn(9, 4, 8, dtype=torch.float64) for _ in range(3))
     q[4:] = torch.nan
     mask = masks.documents(torch.tensor([0, 4, 9]), torch.tensor([0, 9, 9]))
@@ -152,7 +152,7 @@ CATALOGUE = [
 
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
-def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> None:
+def test_the_adapter_equals_the_reference(kernel: Recorder, case: Case) -> None:
     check_against_reference(torch_cudnn.BACKEND, case)
 
 
@@ -169,8 +169,8 @@ def test_the_catalogue_has_packed_documents() -> None:
     }
 
 
-def test_documents_run_when_asked() -> None:
-    """PyTorch builds a graph for each such call."""
+def test_documents_run_on_request_only() -> None:
+    """PyTorch builds a graph at every such call."""
     q = torch.empty(64, 4, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.documents(torch.tensor([0, 24, 64])) & masks.causal()
     problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")
@@ -191,7 +191,7 @@ def test_documents_run_when_asked() -> None:
         ("h100", "9.20.0", "2.13", 1 << 24, "query length 16777216 (max 4194304: PyTorch's offsets are int32)"),
     ],
 )
-def test_documents_that_are_refused(gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str) -> None:
+def test_refused_documents(gpu: str, cudnn: str, torch_version: str, tokens: int, piece: str) -> None:
     q = torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.documents(torch.tensor([0, 24, 64]), total_q=tokens)
     problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")

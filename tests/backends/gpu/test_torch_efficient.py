@@ -1,4 +1,4 @@
-"""How PyTorch's memory-efficient kernel is called, dense and packed: against a stand-in, for there is no GPU here."""
+"""The calls of PyTorch's memory-efficient kernel, dense and packed, with a fake kernel, because there is no GPU."""
 
 from __future__ import annotations
 
@@ -134,13 +134,14 @@ CROSS = masks.documents(torch.tensor([0, 5, 7, 9, 9, 12]), torch.tensor([0, 3, 3
     [(CROSS, 0), (CROSS & masks.causal("top_left"), 1), (CROSS & masks.causal("bottom_right"), 2)],
     ids=["every-pair", "top-left", "bottom-right"],
 )
-def test_documents_of_other_lengths(kernel: Recorder, mask: masks.Mask, number: int) -> None:
+def test_documents_with_different_query_and_key_lengths(kernel: Recorder, mask: masks.Mask, number: int) -> None:
     check(torch_efficient.BACKEND, *documents(12, 13), layout="thd", mask=mask)
     assert kernel.last("forward")["mask_type"] == number
 
 
-def test_rows_without_keys_are_a_document_of_their_own(kernel: Recorder) -> None:
-    """Only under a bottom-right mask: a diagonal that begins before the first key would leave whole tiles unmasked."""
+def test_rows_without_keys_become_a_separate_document(kernel: Recorder) -> None:
+    """Needed only under a bottom-right mask: a diagonal that starts before the first key would leave whole tiles
+    unmasked."""
     mask = CROSS & masks.causal("bottom_right")
     check(torch_efficient.BACKEND, *documents(12, 13), layout="thd", mask=mask, backward=False)
     call = kernel.last("forward")
@@ -149,7 +150,7 @@ def test_rows_without_keys_are_a_document_of_their_own(kernel: Recorder) -> None
     assert call["longest"] == (5, 5)
 
 
-def test_keys_are_not_split_where_a_document_may_have_no_query(kernel: Recorder) -> None:
+def test_keys_are_not_split_if_a_document_may_have_no_query(kernel: Recorder) -> None:
     """With keys split and no causal mask, the backward starts at a row modulo the number of rows."""
     q, k, v = documents(12, 12)
     same = masks.documents(torch.tensor([0, 5, 5, 12]))
@@ -183,7 +184,7 @@ CATALOGUE = [case for case in TRIED if allowed(case)]
 
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
-def test_it_computes_what_the_reference_does(kernel: Recorder, case: Case) -> None:
+def test_the_adapter_equals_the_reference(kernel: Recorder, case: Case) -> None:
     check_against_reference(torch_efficient.BACKEND, case)
 
 
@@ -201,8 +202,9 @@ def test_the_catalogue_has_packed_documents() -> None:
     assert names >= {"bias-full", "bias-with-minus-infinity"}
 
 
-def test_lengths_that_only_the_gpu_knows() -> None:
-    """All that is kept of a document is padded to the longest, so an unknown one is a matter for the caller."""
+def test_documents_of_unknown_length_run_on_request_only() -> None:
+    """The log-sum-exp of a document is padded to the longest one; if its length is unknown, only the caller can
+    decide."""
     q = torch.empty(64, 4, 32, device="meta")
     cu = torch.empty(5, dtype=torch.int32, device="meta")
     for sizes, hesitates in (({}, True), ({"max_q": 32, "max_kv": 32}, False)):
@@ -215,7 +217,7 @@ def test_lengths_that_only_the_gpu_knows() -> None:
 
 
 def test_keys_beyond_32_bit_offsets() -> None:
-    """The forward kernel multiplies the number of a key by the distance of two rows as 32-bit integers."""
+    """The forward kernel multiplies the index of a key by the row stride in 32 bits."""
     for tokens, refused in ((1 << 20, False), ((1 << 20) + 1, True)):
         q, k = (torch.empty(1, n, 16, 128, device="meta") for n in (64, tokens))
         problem = problem_of(q, k, k, layout="bshd", device="cuda")

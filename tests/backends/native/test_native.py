@@ -1,7 +1,7 @@
-"""The native kernel: every instruction set, every thread count, and what a missing library means.
+"""The native kernel: every instruction set, every thread count, and a missing library.
 
-What attention is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and panels, odd sizes
-at their edges, levels that the machine may choose from, and threads.
+`test_backends.py` tests attention for every backend. This file tests what only this backend has: tiles and panels, odd
+sizes at their edges, instruction-set levels, and threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def oracle(
     score: Callable[[Tensor], Tensor] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of [B, H, S, D] in fp64, by the definition; what is not allowed for any row may be NaN."""
+    """(out, lse) of [B, H, S, D] in fp64, by the definition; keys that no row attends to may be NaN."""
     q, k, v = (t.double() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -114,8 +114,8 @@ def test_odd_sizes_and_tile_edges(size: str, mask: str, dtype: torch.dtype) -> N
 
 @needs_library
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_that_this_machine_has(level: str) -> None:
-    """One that it lacks is refused: test_native_library.py."""
+def test_every_level_of_this_machine(level: str) -> None:
+    """A level that it lacks is refused: test_native_library.py."""
     program = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
         "import test_native as t\n"
@@ -130,8 +130,8 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "  t.test_packed_documents('ten-around', dtype)\n"
         "  for q_len in (40, 3, 1):\n"
         "    for value in (t.math.nan, t.math.inf):\n"
-        "      t.test_what_is_not_finite_stays_in_its_column_or_row(q_len, dtype, value)\n"
-        "t.test_many_keys_weigh_as_much_early_as_late()\n"
+        "      t.test_non_finite_values_stay_in_their_column_or_row(q_len, dtype, value)\n"
+        "t.test_early_and_late_keys_have_equal_weight_among_many()\n"
         "for case in t.DROPPED:\n"
         "  for dtype in t.ALLOWED:\n"
         "    with t.pytest.MonkeyPatch.context() as patch:\n"
@@ -180,7 +180,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
 
 def packed_lengths() -> list[int]:
     """Offsets of documents that end anywhere within a panel of rows and a tile of keys; some are shorter than a vector,
-    one is longer than what AMX takes all keys of at once."""
+    and one has more keys than AMX processes at once."""
     draw = torch.Generator().manual_seed(0)
     lengths = [int(torch.randint(1, most, (), generator=draw)) for _ in range(5) for most in (4, 12, 40, 90, 260)]
     lengths.insert(9, 530)
@@ -191,8 +191,8 @@ def packed_lengths() -> list[int]:
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("seen", ["before", "all", "before-and-the-first-five", "ten-around"])
 def test_packed_documents(seen: str, dtype: torch.dtype) -> None:
-    """Rows of a document take the same steps whichever rows their block begins with, so threads do not matter
-    either."""
+    """Rows of a document are computed in the same steps wherever their block begins, so the number of threads does not
+    matter."""
     torch.manual_seed(0)
     offsets = packed_lengths()
     mask = masks.documents(offsets) if seen == "all" else masks.documents(offsets) & masks.causal()
@@ -227,7 +227,8 @@ FEW_AND_MORE = (200, 800)  # keys that AMX takes all at once, and tile by tile
 )
 @pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
 def test_numbers_of_any_size(length: int, which: int, number: float) -> None:
-    """fp32 may be computed from halves; what they cannot hold is as right, for any number of threads."""
+    """fp32 may be computed as sums of two halves; numbers beyond their range are just as exact, for any number of
+    threads."""
     torch.manual_seed(0)
     tensors = [torch.randn(1, 2, length, 64) for _ in range(3)]
     tensors[which][0, 1, 7, 5] = number
@@ -250,8 +251,8 @@ def test_numbers_of_any_size(length: int, which: int, number: float) -> None:
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("rows", [1, 4, 40, 300], ids="{}-rows".format)
 @pytest.mark.parametrize("mask", [None, masks.causal("bottom_right"), masks.lengths([280])], ids=str)
-def test_nan_is_not_taken_for_no_key(mask: Mask | None, rows: int, dtype: torch.dtype) -> None:
-    """A query that is NaN has no largest score, as one without keys; its result is NaN all the same, and it alone."""
+def test_a_nan_query_is_not_treated_as_a_row_without_keys(mask: Mask | None, rows: int, dtype: torch.dtype) -> None:
+    """A NaN query has no largest score, like a row without keys; but its result must be NaN, and only its result."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((4, rows), (1, 300), (1, 300)))
     q[0, 2, rows // 2, 9] = math.nan
@@ -277,7 +278,7 @@ SCALES = [
 @needs_library
 @pytest.mark.parametrize(("of_q", "of_v"), SCALES)
 @pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
-def test_numbers_keep_their_bits_at_any_scale(length: int, of_q: float, of_v: float) -> None:
+def test_numbers_keep_their_precision_at_any_scale(length: int, of_q: float, of_v: float) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 64) for _ in range(3))
     check(q * of_q, k / of_q, v * of_v, None)
@@ -287,8 +288,8 @@ def test_numbers_keep_their_bits_at_any_scale(length: int, of_q: float, of_v: fl
 @pytest.mark.parametrize("bits", [-3, -7, -10, -14, -40])
 @pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
 @pytest.mark.parametrize("length", FEW_AND_MORE, ids="{}-keys".format)
-def test_rows_of_small_numbers_keep_their_bits(length: int, which: int, bits: int) -> None:
-    """A document of these is as exact as its neighbours."""
+def test_rows_of_small_numbers_keep_their_precision(length: int, which: int, bits: int) -> None:
+    """A document of small numbers is as exact as the others."""
     torch.manual_seed(0)
     tensors = [torch.randn(1, 2, 3 * length, 64) for _ in range(3)]
     tensors[which][:, :, length : 2 * length] *= 2.0**bits
@@ -303,7 +304,7 @@ def test_rows_of_small_numbers_keep_their_bits(length: int, which: int, bits: in
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_a_large_result_is_the_same_as_its_pieces(dtype: torch.dtype) -> None:
-    """Results of 16 MiB and more may be written past the caches."""
+    """Results of 16 MiB and more may be written with non-temporal stores."""
     torch.manual_seed(0)
     tokens, some = 16384, 2048
     q, k, v = (torch.randn(tokens, heads, 64).to(dtype) for heads in (8, 1, 1))
@@ -322,9 +323,8 @@ def test_a_large_result_is_the_same_as_its_pieces(dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_a_document_is_the_same_beside_a_longer_one(dtype: torch.dtype) -> None:
-    """What a document's rows take is chosen by the document: a long one in the sequence changes nothing for the
-    others."""
+def test_a_document_gives_the_same_bits_next_to_a_longer_one(dtype: torch.dtype) -> None:
+    """The code path is chosen per document: a long one in the sequence does not affect the others."""
     torch.manual_seed(0)
     short = 384  # whole tiles of keys on every level
     q, k, v = (torch.randn(4 * short, heads, 64).to(dtype) for heads in (4, 2, 2))
@@ -346,8 +346,8 @@ def test_a_document_is_the_same_beside_a_longer_one(dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("q_len", [200, 1])
-def test_nan_in_keys_that_no_row_sees_is_not_read(q_len: int, dtype: torch.dtype) -> None:
-    """Gaps at odd places, so that a bf16 pair of keys holds one of each kind; and a fully masked batch element."""
+def test_nan_in_keys_that_no_row_attends_to_is_not_read(q_len: int, dtype: torch.dtype) -> None:
+    """Gaps at odd positions, so that a bf16 pair has one used and one unused key; and a fully masked batch element."""
     q = torch.randn(3, 4, q_len, 64).to(dtype)
     k, v = (torch.randn(3, 2, 333, 64).to(dtype) for _ in range(2))
     kept = torch.ones(3, 1, 1, 333, dtype=torch.bool)
@@ -362,7 +362,7 @@ def test_nan_in_keys_that_no_row_sees_is_not_read(q_len: int, dtype: torch.dtype
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
+def test_padding_between_documents_may_hold_anything(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(64, 2, 32).to(dtype) for _ in range(3))
     mask = masks.documents([0, 5, 12, 40], padded_q=[0, 9, 21, 64]) & masks.causal()
     clean = undivided.attention(q, k, v, layout="thd", mask=mask, backend="native")
@@ -376,7 +376,7 @@ def test_padding_between_documents_may_be_anything(dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("second", [9, 100])
-def test_nan_of_a_document_stays_in_it(second: int, dtype: torch.dtype) -> None:
+def test_nan_of_a_document_stays_in_that_document(second: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(12 + second, 2, 32).to(dtype) for _ in range(3))
     alone = undivided.attention(
@@ -390,7 +390,7 @@ def test_nan_of_a_document_stays_in_it(second: int, dtype: torch.dtype) -> None:
 
 
 @needs_library
-def test_many_keys_weigh_as_much_early_as_late() -> None:
+def test_early_and_late_keys_have_equal_weight_among_many() -> None:
     # rescaling earlier sums by a 2^0 that is not exactly 1, once per tile, would let the first keys fade
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 8, n, 16) for n in (256, 8192, 8192))  # so many rows that the keys are not divided
@@ -400,7 +400,7 @@ def test_many_keys_weigh_as_much_early_as_late() -> None:
 
 
 @needs_library
-def test_a_nan_that_is_seen_is_returned() -> None:
+def test_a_nan_that_a_row_attends_to_is_returned() -> None:
     q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
     k[0, 0, 39] = torch.nan
     out = undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend="native")
@@ -412,8 +412,9 @@ def test_a_nan_that_is_seen_is_returned() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("q_len", [40, 3, 1])
-def test_what_is_not_finite_stays_in_its_column_or_row(q_len: int, dtype: torch.dtype, value: float) -> None:
-    """One value of V spoils its column, one key of K the rows that see it, as in the reference, and nothing else."""
+def test_non_finite_values_stay_in_their_column_or_row(q_len: int, dtype: torch.dtype, value: float) -> None:
+    """One value of V affects its column and one key of K the rows that attend to it, as in the reference, and nothing
+    else."""
     torch.manual_seed(0)
     q = torch.randn(2, 2, q_len, 64).to(dtype).abs()
     k, v = (torch.randn(2, 1, 300, 64).to(dtype) for _ in range(2))
@@ -437,11 +438,11 @@ def test_what_is_not_finite_stays_in_its_column_or_row(q_len: int, dtype: torch.
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["rising", "falling", "steep", "one-far-above"])
-def test_scores_that_outgrow_the_largest_seen_so_far(order: str, dtype: torch.dtype) -> None:
-    """On AMX the softmax's base is not renewed at every tile: sums are rescaled in the middle of one, weights taken
-    again.
+def test_scores_that_exceed_the_running_maximum(order: str, dtype: torch.dtype) -> None:
+    """On AMX the softmax does not update its maximum at every tile: sums are rescaled within a tile, and its weights
+    are computed again.
 
-    (In fp32 the rounding of scores as large as these is beyond what is allowed, whoever computes them.)
+    (In fp32 the rounding of such large scores exceeds the bound in any implementation.)
     """
     torch.manual_seed(0)
     grown = torch.linspace(0, 1, 700)
@@ -525,7 +526,7 @@ DROPPED: dict[str, tuple[str, tuple[int, ...], int, Callable[[], Mask | None]]] 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", DROPPED)
 def test_dropout_drops_what_the_reference_drops(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the unit matrix for values the output is the weights: zeros stand in the same places, the rest is close."""
+    """With the identity as values the output is the weights: zeros are at the same places, the rest is close."""
     monkeypatch.setattr(call, "MASK_PAIRS", 1)
     torch.manual_seed(0)
     layout, shape, keys, mask = DROPPED[case]
@@ -551,7 +552,7 @@ def test_dropout_of_everything_gives_zeros() -> None:
 
 
 @needs_library
-def test_a_mask_that_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "MASK_PAIRS", 1)
     q, k, v = (torch.randn(2, 2, 100, 16) for _ in range(3))
     ids = torch.randint(0, 3, (2, 100))
@@ -568,6 +569,20 @@ def test_views_are_read_in_place() -> None:
 
 
 # Refusals
+
+
+@needs_library
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_calls_of_the_same_sizes_have_strides_of_their_own(layout: str) -> None:
+    """A call's strides are remembered with its sizes: a dense call, then views of the same sizes, then a dense one."""
+    shape, seed = (1, 3, 1, 16), torch.Generator().manual_seed(0)
+    for strides in (None, (7, 96, 5, 1), (3, 16, 999, 1), (1000, 32, 40, 1), None):
+        q, k, v = torch.randn(3, *shape, generator=seed)
+        if strides is not None:
+            q, k, v = (torch.empty(2048).as_strided(shape, strides).copy_(t) for t in (q, k, v))
+        got = undivided.attention(q, k, v, layout=layout, backend="native")  # type: ignore[arg-type]
+        want = undivided.attention(q, k, v, layout=layout, backend="reference")  # type: ignore[arg-type]
+        assert apart(got, want.double()) < ALLOWED[torch.float32]
 
 
 @needs_library

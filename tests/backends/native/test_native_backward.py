@@ -1,7 +1,8 @@
 """The native kernel's gradients: every instruction set, every thread count, every feature at once, memory.
 
-What a gradient is, `test_backends.py` asks of every backend. Here is what only this one has: tiles and blocks and odd
-sizes at their edges, units of keys that take turns, and sums whose order must not depend on threads.
+`test_backends.py` tests gradients for every backend. This file tests what only this backend has: tiles and blocks, odd
+sizes at their edges, units of keys that are added in turn, and sums whose order must not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def gradients(
     dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> dict[str, Tensor]:
-    """Gradients of every tensor that asks for one; dtype: of a copy that is computed with."""
+    """The gradient of every tensor that requires one; dtype converts the inputs first."""
     used = {}
     for name, t in tensors.items():
         used[name] = (t if dtype is None else t.to(dtype)).detach().requires_grad_(t.requires_grad)
@@ -58,8 +59,8 @@ def check(tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor], **arguments:
     for name, x in got.items():
         assert x.dtype == tensors[name].dtype
         assert x.isfinite().all(), name
-        # what cancels (one key: all of dq) is measured by what it is the difference of: delta knows the rounded output
-        # alone
+        # a difference that cancels (with one key, all of dq) is measured relative to its terms: delta is computed from
+        # the rounded output
         error = float((x.double() - want[name]).norm()) / max(float(want[name].norm()), 0.3 * largest, 1e-30)
         allowed = max(ALLOWED[tensors[name].dtype], ALLOWED[tensors["q"].dtype])
         assert error < allowed, f"d{name}: {error:.1e}"
@@ -87,7 +88,7 @@ def test_odd_sizes_and_tile_edges(size: str, mask: str, dtype: torch.dtype) -> N
 
 
 def everything(dtype: torch.dtype, bias: tuple[int, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """Grouped heads with bias, sinks and slopes, all of which want gradients."""
+    """Grouped heads with bias, sinks and slopes, all of which require gradients."""
     torch.manual_seed(0)
     tensors = {
         "q": torch.randn(2, 4, 70, 24),
@@ -123,8 +124,8 @@ def test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias: tuple[int,
 
 
 @DTYPES
-def test_softcap_where_every_key_is_seen(dtype: torch.dtype) -> None:
-    """Nothing is added to the scores then; what was read instead was memory of another call."""
+def test_softcap_without_a_mask(dtype: torch.dtype) -> None:
+    """Nothing is added to the scores then; the kernel once read memory of another call."""
     tensors, grads = tensors_of("odd", dtype)
     check(tensors, grads, layout="bhsd", softcap=1.5)
 
@@ -140,7 +141,7 @@ def test_slopes_of_every_document_and_dropout_within_it(dtype: torch.dtype) -> N
 
 
 @DTYPES
-def test_a_mask_that_is_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv are then sums over several calls, in fp32."""
     monkeypatch.setattr(call, "MASK_PAIRS", 1)
     tensors, grads = everything(dtype, (1, 4, 70, 150))
@@ -150,8 +151,8 @@ def test_a_mask_that_is_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypa
 
 @DTYPES
 @pytest.mark.parametrize("rows", [5, 16, 20, 33, 52, 65])
-def test_panels_that_rows_do_not_fill(rows: int, dtype: torch.dtype) -> None:
-    """Products leave out what has no row; keys end anywhere within what a micro-kernel takes."""
+def test_partly_filled_panels(rows: int, dtype: torch.dtype) -> None:
+    """Products skip missing rows; keys end anywhere within the tile of a micro-kernel."""
     torch.manual_seed(rows)
     for width, keys in ((24, rows), (40, 100), (72, 127)):
         tensors = {"q": (1, 4, rows, width), "k": (1, 2, keys, width), "v": (1, 2, keys, width)}
@@ -173,7 +174,7 @@ FEW = {
 @pytest.mark.parametrize("mask", FEW)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (20, 2), (9, 5), (16, 16), (23, 48), (49, 30), (24, 50), (128, 97)])
 def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype) -> None:
-    """Lanes are keys, in panels of them. Grouped heads, and widths that fill no group of columns."""
+    """Lanes are keys, in panels. Grouped heads, and head sizes that do not fill a group of columns."""
     torch.manual_seed(rows)
     for heads, qk_dim, v_dim in ((2, 16, 80), (4, 64, 64)):
         made = {"q": (2, heads, max(rows, 20), qk_dim), "k": (2, 2, keys, qk_dim), "v": (2, 2, keys, v_dim)}
@@ -187,7 +188,7 @@ def test_heads_of_few_tokens(rows: int, keys: int, mask: str, dtype: torch.dtype
 
 @DTYPES
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_what_nobody_sees_of_few_tokens_may_be_anything(layout: str, dtype: torch.dtype) -> None:
+def test_unused_memory_may_hold_anything_with_few_tokens(layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
     mask = masks.lengths(torch.tensor([11, 0, 16]), torch.tensor([3, 16, 0]))
@@ -207,7 +208,7 @@ def test_what_nobody_sees_of_few_tokens_may_be_anything(layout: str, dtype: torc
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_that_this_machine_has(level: str) -> None:
+def test_every_level_of_this_machine(level: str) -> None:
     program = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
         "import test_native_backward as t\n"
@@ -216,21 +217,21 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "    for mask in ('globals', 'dense'):\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
         "  for rows in (16, 33):\n"
-        "    t.test_panels_that_rows_do_not_fill(rows, dtype)\n"
+        "    t.test_partly_filled_panels(rows, dtype)\n"
         "  for bias in t.BIASES[1::3]:\n"
         "    t.test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias, dtype)\n"
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
-        "  t.test_what_nobody_sees_may_be_anything(dtype)\n"
+        "  t.test_unused_memory_may_hold_anything(dtype)\n"
         "  for mask in t.FEW:\n"
         "    for rows, keys in ((5, 3), (23, 24), (24, 25), (60, 90)):\n"
         "      t.test_heads_of_few_tokens(rows, keys, mask, dtype)\n"
-        "  t.test_what_nobody_sees_of_few_tokens_may_be_anything('bshd', dtype)\n"
-        "  t.test_long_values(dtype, 0.25)\n"
+        "  t.test_unused_memory_may_hold_anything_with_few_tokens('bshd', dtype)\n"
+        "  t.test_values_with_large_norms(dtype, 0.25)\n"
         "  t.test_small_gradients_do_not_vanish(dtype)\n"
         "for mask in ('full', 'causal'):\n"
         "  t.test_odd_sizes_and_tile_edges('blocks', mask, t.torch.float32)\n"
-        "  t.test_rows_of_small_gradients_keep_their_bits(mask, -12)\n"
+        "  t.test_rows_of_small_gradients_keep_their_precision(mask, -12)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True
@@ -250,8 +251,7 @@ def _some_heads(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Te
 
 
 def _long_values(dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
-    """Gradients of scores that do not fit fp16 when scaled as those of usual values, in some rows of one of the
-    heads."""
+    """Gradients of scores that overflow fp16 with the usual scale, in some rows of one head."""
     tensors = {name: torch.randn(1, 2, 500, 64).to(dtype) for name in "qkv"}
     tensors["v"][:, 1, 300:] *= 4096
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -280,7 +280,7 @@ CASES: dict[str, Callable[[torch.dtype], tuple[dict[str, Tensor], tuple[Tensor, 
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
 def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: torch.dtype) -> None:
-    """One head: units of keys take turns at the same rows of dq, whoever runs them."""
+    """One head: units of keys are added to the same rows of dq in a fixed order, whichever thread runs them."""
     torch.manual_seed(0)
     tensors, grads, arguments = CASES[case](dtype)
     before, results = torch.get_num_threads(), []
@@ -297,8 +297,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
 
 @DTYPES
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_long_values(dtype: torch.dtype, dropout: float) -> None:
-    """Gradients of fp16 scores are scaled on AMX; these do not fit, and all is computed again in fp32."""
+def test_values_with_large_norms(dtype: torch.dtype, dropout: float) -> None:
+    """Gradients of fp16 scores are scaled on AMX; these overflow, and everything is computed again in fp32."""
     torch.manual_seed(0)
     tensors, grads, arguments = _long_values(dtype)
     check(tensors, grads, layout="bhsd", dropout_p=dropout, dropout_seed=3, **arguments)
@@ -308,8 +308,8 @@ def test_long_values(dtype: torch.dtype, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_what_does_not_fit_is_computed_again_from_nothing(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of the first attempt, buffers of sums included, leave no trace, whichever of its calls fails."""
+def test_a_failed_attempt_is_repeated_in_fresh_buffers(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of the first attempt, sums included, do not affect the second one, whichever of its calls fails."""
     if in_parts:
         monkeypatch.setattr(call, "MASK_PAIRS", 1)
     tensors, grads = everything(torch.float16, (1, 4, 70, 150))
@@ -337,7 +337,8 @@ def test_what_does_not_fit_is_computed_again_from_nothing(in_parts: bool, monkey
 
 @DTYPES
 def test_small_gradients_do_not_vanish(dtype: torch.dtype) -> None:
-    """2^-9 of the usual, which over 700 keys is little in fp16, and rows of 2^-10 of their neighbours."""
+    """Gradients of 2^-9 times the usual size, which is small for fp16 over 700 keys, and rows of 2^-10 times that of
+    others."""
     tensors, (grad, grad_lse) = tensors_of("blocks", dtype)
     check(tensors, (grad * 2**-9, grad_lse * 2**-9), layout="bhsd")
     grad[:, :, 7::64] *= 1024
@@ -357,8 +358,8 @@ def test_small_gradients_do_not_vanish(dtype: torch.dtype) -> None:
         if of_grad * of_v >= 2.0**-126  # what fp32 has no range for is 0
     ],
 )
-def test_numbers_keep_their_bits_at_any_scale(of_q: float, of_v: float, of_grad: float) -> None:
-    """fp32 may be computed from halves; what these have no range for is as right."""
+def test_numbers_keep_their_precision_at_any_scale(of_q: float, of_v: float, of_grad: float) -> None:
+    """fp32 may be computed as sums of two halves; numbers beyond their range are just as exact."""
     tensors, (grad, grad_lse) = tensors_of("tiles", torch.float32)
     scaled = {"q": tensors["q"] * of_q, "k": tensors["k"] / of_q, "v": tensors["v"] * of_v}
     tensors = {name: t.detach().requires_grad_() for name, t in scaled.items()}
@@ -404,7 +405,7 @@ def test_numbers_of_any_size(name: str, number: float) -> None:
 @pytest.mark.parametrize("of_q", [1, 2.0**-8, 2.0**-40])
 @pytest.mark.parametrize("none", [slice(0, 256), slice(256, 512), slice(0, 512)])
 def test_rows_without_a_gradient(none: slice, of_q: float) -> None:
-    """Whole blocks of rows whose scale is a question of nothing."""
+    """Whole blocks of rows with a gradient of 0, from which no scale can be computed."""
     torch.manual_seed(0)
     tensors = {name: torch.randn(1, 2, 512, 64) for name in "qkv"}
     tensors["q"] *= of_q
@@ -420,8 +421,8 @@ def test_rows_without_a_gradient(none: slice, of_q: float) -> None:
 
 @pytest.mark.parametrize("bits", [-6, -12, -18, -24, -40])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_rows_of_small_gradients_keep_their_bits(mask: str, bits: int) -> None:
-    """Rows beside others, and whole documents, whose keys have small gradients too."""
+def test_rows_of_small_gradients_keep_their_precision(mask: str, bits: int) -> None:
+    """Single rows, and whole documents, whose keys have small gradients too."""
     torch.manual_seed(0)
     tensors = {name: torch.randn(1, 2, 600, 64).requires_grad_() for name in "qkv"}
     grads = torch.randn(1, 2, 600, 64), torch.zeros(1, 2, 600)
@@ -441,7 +442,7 @@ def test_rows_of_small_gradients_keep_their_bits(mask: str, bits: int) -> None:
 
 @pytest.mark.skipif(getattr(cpu.load(), "level", None) != "amx", reason="without AMX-FP16 fp32 is not two fp16")
 @pytest.mark.parametrize(("scale", "attempts"), [(1, [True]), (2**-12, [False, True]), (2**-90, [False, False, True])])
-def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
+def test_values_out_of_range_are_computed_by_the_next_attempt(
     scale: float, attempts: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, calls = cpu.Library.backward, []
@@ -459,8 +460,8 @@ def test_what_numbers_have_no_range_for_is_computed_by_the_next_attempt(
 
 
 @DTYPES
-def test_what_an_earlier_call_left_in_memory_changes_nothing(dtype: torch.dtype) -> None:
-    """NaN, in this case, where a panel has fewer rows than lanes and a block fewer keys."""
+def test_memory_of_an_earlier_call_does_not_affect_results(dtype: torch.dtype) -> None:
+    """NaN, in this case, in the unused lanes of a panel and the unused keys of a block."""
     spoiled = {name: torch.full((1, 2, 700, 64), torch.nan).to(torch.bfloat16) for name in "qkv"}
     native(spoiled, [torch.full((1, 2, 700, 64), torch.nan), torch.zeros(1, 2, 700)], layout="bhsd")
     for size in ("one-short-of-a-tile", "blocks"):
@@ -469,7 +470,7 @@ def test_what_an_earlier_call_left_in_memory_changes_nothing(dtype: torch.dtype)
 
 
 @DTYPES
-def test_rows_whose_gradient_is_not_finite_leave_others_alone(dtype: torch.dtype) -> None:
+def test_rows_with_a_non_finite_gradient_do_not_affect_others(dtype: torch.dtype) -> None:
     tensors, (grad, grad_lse) = tensors_of("blocks", dtype)
     grad[:, :, 65], grad[:, :, 1099] = torch.nan, torch.inf
     got = gradients(tensors, "native", (grad, grad_lse), layout="bhsd")
@@ -488,8 +489,8 @@ def native(tensors: dict[str, Tensor], grads: list[Tensor], **arguments: Any) ->
 
 
 @DTYPES
-def test_what_nobody_sees_may_be_anything(dtype: torch.dtype) -> None:
-    """Odd gaps between documents and in a dense mask, in inputs and in the gradient that comes back."""
+def test_unused_memory_may_hold_anything(dtype: torch.dtype) -> None:
+    """Odd gaps between documents and in a dense mask, in the inputs and in the incoming gradient."""
     torch.manual_seed(0)
     spans, lengths = [0, 9, 21, 64], [5, 7, 28]
     mask = masks.documents([0, 5, 12, 40], padded_q=spans) & masks.causal()
@@ -521,10 +522,11 @@ def test_what_nobody_sees_may_be_anything(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("number", [math.nan, math.inf, 1e30, 1e-30], ids=str)
 @pytest.mark.parametrize("hidden_by", ["mask", "bias"])
 @pytest.mark.parametrize("q_len", [40, 100, 600], ids="{}-rows".format)
-def test_what_a_mask_or_a_bias_hides_changes_no_bit(
+def test_what_a_mask_or_a_bias_hides_does_not_change_a_bit(
     q_len: int, hidden_by: str, number: float, dtype: torch.dtype
 ) -> None:
-    """Not even which kernel runs: fp32 may be computed from halves, which do not hold every number."""
+    """It does not even change the kernel: fp32 may be computed as sums of two halves, which cannot represent every
+    number."""
     torch.manual_seed(0)
     seen = torch.rand(q_len, 333) < 0.5
     seen[:, 5:8] = seen[:, 101:130] = seen[:, 301:] = False
@@ -566,7 +568,7 @@ def _cuts(draw: random.Random, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_anything_at_random(seed: int) -> None:
+def test_random_problems(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     n, group = draw.choice([1, 2]), draw.choice([1, 3])
@@ -594,7 +596,7 @@ def test_anything_at_random(seed: int) -> None:
     check(tensors, (torch.randn(batch, heads, q_len, dv), torch.randn(batch, heads, q_len)), **arguments)
 
 
-def test_gradients_of_a_query_alone_cost_only_their_own_products() -> None:
+def test_gradients_of_q_alone_skip_the_products_for_k_and_v() -> None:
     tensors, grads = tensors_of("tiles", torch.float32)
     whole = gradients(tensors, "native", grads, layout="bhsd")
     for name in "qkv":
@@ -602,8 +604,8 @@ def test_gradients_of_a_query_alone_cost_only_their_own_products() -> None:
         assert torch.equal(gradients(some, "native", grads, layout="bhsd")[name], whole[name])
 
 
-def test_a_sum_over_rows_is_near_whatever_the_rows_are() -> None:
-    """`sum().backward()` gives a gradient of stride 0; the kernel reads rows."""
+def test_an_incoming_gradient_with_stride_0_is_read_correctly() -> None:
+    """`sum().backward()` gives a gradient with stride 0; the kernel reads contiguous rows."""
     q = torch.randn(1, 2, 50, 16, requires_grad=True)
     (got,) = torch.autograd.grad(undivided.attention(q, q, q, layout="bhsd", backend="native").sum(), q)
     (want,) = torch.autograd.grad(undivided.attention(q, q, q, layout="bhsd", backend="reference").sum(), q)

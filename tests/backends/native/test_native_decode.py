@@ -1,7 +1,7 @@
-"""The native kernel over caches: pages read in place, few rows, unequal lengths, on every level and thread count.
+"""The native kernel on caches: pages read in place, few rows, unequal lengths, on every level and thread count.
 
-What a paged call means, `test_backends.py` asks of every backend. Here: nothing is copied, nothing but real keys is
-read, and neither pages, nor how the memory lies, nor threads change a bit of the result.
+`test_backends.py` tests paged calls for every backend. This file tests that nothing is copied, that only real keys are
+read, and that neither pages, nor strides, nor threads change a bit of the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GARBAGE = (-1, -(2**31), 2**31 - 1, 10**6)
 def cache(
     lengths: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, spare: int = 3, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(k, v contiguous [B, Sk, N, D]; pools of shuffled pages; block table). What no length reaches is NaN or
+    """(k, v contiguous [B, Sk, N, D]; pools of shuffled pages; block table). Everything beyond the lengths is NaN or
     garbage."""
     make = torch.Generator().manual_seed(seed)
     most = max(-(-n // page_size) for n in lengths) + 1
@@ -51,7 +51,7 @@ def cache(
     return k, v, pools[0], pools[1], table
 
 
-# how a pool may lie in memory: each gives a tensor [pages, page_size, N, D] of the same values
+# strides of a pool: each function gives a tensor [pages, page_size, N, D] of the same values
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -87,8 +87,8 @@ MASKS: dict[str, Callable[[Tensor], Mask]] = {
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", CACHES)
-def test_pages_change_nothing(size: str, mask: str, dtype: torch.dtype) -> None:
-    """Bit for bit as without pages, whatever lies in unused pages and entries; and as the reference."""
+def test_pages_do_not_change_a_bit(size: str, mask: str, dtype: torch.dtype) -> None:
+    """The same bits as without pages, whatever unused pages and entries hold; and the result of the reference."""
     lengths, page_size, q_len, heads, kv_heads, dim = CACHES[size]
     k, v, k_pool, v_pool, table = cache(lengths, page_size, kv_heads, dim, dtype)
     q = torch.randn(len(lengths), q_len, heads, dim).to(dtype)
@@ -105,7 +105,7 @@ def test_pages_change_nothing(size: str, mask: str, dtype: torch.dtype) -> None:
     "pools", [*((pool, pool) for pool in POOLS), ("plain", "heads-first"), ("heads-first", "fused")], ids="-".join
 )
 @pytest.mark.parametrize("size", ["page-of-three", "page-of-a-tile", "chunked-prefill", "prefill"])
-def test_pools_may_lie_in_memory_as_they_like(size: str, pools: tuple[str, str]) -> None:
+def test_pools_may_have_any_strides(size: str, pools: tuple[str, str]) -> None:
     lengths, page_size, q_len, heads, kv_heads, dim = CACHES[size]
     k, v, k_pool, v_pool, table = cache(lengths, page_size, kv_heads, dim, torch.bfloat16)
     table = torch.stack((table, table), 2)[:, :, 0]
@@ -164,7 +164,7 @@ THREADED = {
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "paged"])
 @pytest.mark.parametrize("size", THREADED)
 def test_few_rows_over_unequal_lengths_on_any_number_of_threads(size: str, layout: str, dtype: torch.dtype) -> None:
-    """The same bits, and right: with sinks, a log-sum-exp, a sequence that is almost empty and one that is."""
+    """The same bits, and the right result: with sinks, a log-sum-exp, an almost empty sequence and an empty one."""
     q_len, heads, kv_heads, most = THREADED[size]
     lengths = [most, most // 3, 1, 0]
     k, v, k_pool, v_pool, table = cache(lengths, 16, kv_heads, 64, dtype)
@@ -205,8 +205,8 @@ def test_divided_keys_follow_every_mask(mask: str) -> None:
     assert apart(out, want) < ALLOWED[torch.float32]
 
 
-def test_a_table_that_leads_outside_of_the_pool_is_refused_before_the_kernel_runs() -> None:
-    """Only where a length reaches it, whatever stands in front or behind."""
+def test_page_numbers_outside_the_pool_are_refused_before_the_kernel_runs() -> None:
+    """Only if it is within a length, whatever the other entries hold."""
     _, _, k_pool, v_pool, table = cache([40, 17], 16, 1, 32, torch.float32)
     q, mask = torch.randn(2, 1, 1, 32), masks.lengths(torch.tensor([40, 17]))
     asked = {"layout": "bshd", "mask": mask, "backend": "native"}
@@ -219,7 +219,7 @@ def test_a_table_that_leads_outside_of_the_pool_is_refused_before_the_kernel_run
 
 @pytest.mark.parametrize("q_len", [1, 100])
 def test_pages_are_not_copied(q_len: int) -> None:
-    """Eight sequences share their pages, as after a common prompt: gathered they would be eight pools."""
+    """Eight sequences share their pages, as after a common prompt: copies of them would need eight pools."""
     k_pool, v_pool = torch.randn(2, 300, 16, 2, 32)
     table = torch.randperm(300)[:250].int().repeat(8, 1)
     q, mask = torch.randn(8, q_len, 4, 32), masks.lengths(torch.full((8,), 4000))
@@ -229,7 +229,7 @@ def test_pages_are_not_copied(q_len: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_that_this_machine_has(level: str) -> None:
+def test_every_level_of_this_machine(level: str) -> None:
     """Results of a level are those of the oracle, and with pages those without."""
     program = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
@@ -237,7 +237,7 @@ def test_every_level_that_this_machine_has(level: str) -> None:
         "for size in t.CACHES:\n"
         "  for mask in ('causal', 'globals'):\n"
         "    for dtype in t.ALLOWED:\n"
-        "      t.test_pages_change_nothing(size, mask, dtype)\n"
+        "      t.test_pages_do_not_change_a_bit(size, mask, dtype)\n"
         "for size in t.THREADED:\n"
         "  for dtype in t.ALLOWED:\n"
         "    t.test_few_rows_over_unequal_lengths_on_any_number_of_threads(size, 'bshd', dtype)\n"

@@ -1,4 +1,4 @@
-"""Gradients of packed documents: the native kernel takes each as a problem of its own."""
+"""Gradients of packed documents, which the native kernel computes one by one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_documents_of_any_length(lengths: str, causal: bool, dtype: torch.dtype)
 @DTYPES
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 def test_documents_with_padding_and_unequal_queries_and_keys(align: Any, dtype: torch.dtype) -> None:
-    """Some documents have no query, some no key; NaN stands in the padding."""
+    """Some documents have no query, some no key; the padding holds NaN."""
     torch.manual_seed(0)
     q_of, kv_of = torch.tensor([0, 5, 5, 85, 95, 160]), torch.tensor([0, 9, 40, 40, 140, 150])
     room_q, room_kv = q_of + torch.tensor([0, 3, 3, 10, 10, 30]), kv_of + torch.tensor([0, 0, 7, 9, 9, 50])
@@ -104,7 +104,7 @@ def test_documents_and_a_dense_mask(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_gradients_of_documents_do_not_depend_on_the_number_of_threads(lengths: str, dtype: torch.dtype) -> None:
-    """A document that is large for so many threads is shared by them, a small one goes to one."""
+    """Threads share a large document; a small one is computed by one thread."""
     tensors, grads = pack(LENGTHS[lengths], 4, 2, dtype, dim=64)
     mask = masks.documents(offsets(LENGTHS[lengths])) & masks.causal()
     for level in levels.here():
@@ -133,8 +133,9 @@ def test_gradients_of_a_document_do_not_depend_on_the_others(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_gradients_of_documents_take_little_memory_besides(threads: int) -> None:
-    """What is kept of all rows was mapped anew in every call: four times the memory of the results, on two threads."""
+def test_gradients_of_documents_need_little_extra_memory(threads: int) -> None:
+    """Buffers for all rows were once mapped again at every call: four times the memory of the results, on two
+    threads."""
     resource = pytest.importorskip("resource")
     lengths = [500] * 20
     tensors, (grad, _) = pack(lengths, 8, 2, torch.float32, dim=64)

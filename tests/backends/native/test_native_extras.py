@@ -1,6 +1,7 @@
-"""What the native kernel adds to scores, each kind by itself: against fp64, over threads, and beside other rows.
+"""Additions to the native kernel's scores, one kind at a time: compared with fp64, over threads, and next to other
+rows.
 
-On AMX these have a pass of their own, with masks as bits and bases that ALiBi places above the scores.
+On AMX they have a separate pass, with masks as bits and maxima that ALiBi places above the scores.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extra: Extra) -> tuple[Tensor, Tenso
 @needs_library
 @each_dtype
 @each_extra
-def test_each_is_what_it_says(name: str, dtype: torch.dtype) -> None:
+def test_each_addition_equals_its_definition(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     extra = EXTRAS[name](dtype)
     q, k, v = operands(dtype)
@@ -107,8 +108,8 @@ def test_each_is_what_it_says(name: str, dtype: torch.dtype) -> None:
 @needs_library
 @each_dtype
 @each_extra
-def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(name: str, dtype: torch.dtype) -> None:
-    """Scores of neighbours outgrow their bases again and again; others keep their bits."""
+def test_a_row_depends_neither_on_other_rows_nor_on_the_number_of_threads(name: str, dtype: torch.dtype) -> None:
+    """Scores of some rows exceed their running maximum repeatedly; the other rows keep their bits."""
     torch.manual_seed(1)
     extra = EXTRAS[name](dtype)
     q, k, v = operands(dtype)

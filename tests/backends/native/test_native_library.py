@@ -120,7 +120,7 @@ PARENTS = {
 @needs_fork
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_forked_child_has_threads(parent: str) -> None:
-    """Every child ran on one thread, because a child that waits for the threads of its parent never returns."""
+    """Every child once ran on one thread, because a child that waits for the threads of its parent never returns."""
     done = python(FORK.format(imported="import undivided", parent=PARENTS[parent], function="state", forked=True))
     assert done.returncode == 0, done.stderr
 
@@ -233,7 +233,7 @@ undivided.attention(q, q, q, layout="bshd", backend="native")
 """
 
 
-def test_an_unknown_level_is_an_error_that_names_those_there_are() -> None:
+def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
     """The highest level ran instead, without a message."""
     for program in (
         CALL,
@@ -265,7 +265,7 @@ def test_a_level_runs_or_is_refused(level: str) -> None:
 # A library that is missing
 
 
-def test_a_missing_library_is_a_reason_and_another_backend_runs(
+def test_a_missing_library_is_a_reason_and_another_backend_is_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cpu, "path", lambda: tmp_path / "libundivided_cpu.so")
@@ -317,5 +317,5 @@ def test_the_command_installs_what_was_installed(origin: str, tmp_path: Path, mo
     assert _install.command() == f"'/my python' -m pip install {options} {requirement}"
 
 
-def test_the_command_builds_the_checkout_that_runs() -> None:
+def test_the_command_builds_the_running_checkout() -> None:
     assert _install.command().endswith(f" -e {shlex.quote(str(ROOT))}")

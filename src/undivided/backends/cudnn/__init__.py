@@ -1,8 +1,7 @@
 """`cudnn`: cuDNN's attention through nvidia-cudnn-frontend: windows, lengths, documents, a bias, ALiBi, sinks, paged
 keys.
 
-Source of the limits: `cudnn_rules`, `score_rules`. How it is called: `_cudnn_graph`, and `_cudnn_paged` for
-    paged keys.
+The limits and their sources: `cudnn_rules`, `score_rules`. The calls: `graph`, and `paged` for paged keys.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Cudnn(Backend):
         packages=(("cudnn_frontend", (1, 14), None),),
         notes={
             "dropout": "it draws its own pattern",
-            "alibi_grad": "cuDNN's slopes are its own",
-            "softcap": "only as a graph of one's own",
+            "alibi_grad": "cuDNN computes the slopes itself",
+            "softcap": "cuDNN has it only in hand-built graphs",
             "lse_grad": "cuDNN's backward has no input for it",
         },
     )
@@ -54,13 +53,13 @@ class Cudnn(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No GPU, no package, or neither."""
+        """Without a GPU, cuDNN or its frontend."""
         if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
             return "cuDNN is not installed"
         return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, then what they cannot say."""
+        """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cuda":
@@ -70,7 +69,7 @@ class Cudnn(Backend):
             reasons += cudnn_rules.reasons(problem, machine)
         if "lengths" in problem.mask.kinds and problem.q_len == 1:
             reasons.append(
-                "per-sequence lengths for one query (what lies beyond them would be cleared in a copy of the cache)"
+                "per-sequence lengths for one query (the cache would be copied to clear what lies beyond them)"
             )
         sizes = (problem.qk_dim, problem.v_dim)
         frontend = machine.version("cudnn_frontend")
@@ -80,9 +79,9 @@ class Cudnn(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Paged keys: one kernel of ours has less to start than what it takes to keep garbage out of cuDNN's."""
+        """Paged keys: keeping garbage out of cuDNN takes more launches than one kernel of ours."""
         if "paged" in problem.features:
-            return "computes each last page apart, in a dozen small operations; ask with backend='cudnn'"
+            return "computes each last page separately, in a dozen small operations; request it with backend='cudnn'"
         return None
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
@@ -90,21 +89,21 @@ class Cudnn(Backend):
         problem = call.problem
         if call.pages is not None:
             return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
-        cudnn_call = CudnnCall.of(call, tensors, scores.extra(call, tensors))
+        cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors))
         out = torch.empty(*cudnn_call.q.shape[:-1], problem.v_dim, dtype=cudnn_call.q.dtype, device=cudnn_call.q.device)
         stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
         buffers = {"q": cudnn_call.q, "k": cudnn_call.k, "v": cudnn_call.v, "o": out, "stats": stats}
         cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
         if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
-        return Result(*scores.settle(call, tensors, out, stats)).in_layout(problem.layout)
+        return Result(*scores.fix_empty_rows(call, tensors, out, stats)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by a backward graph."""
         problem = call.problem
-        cudnn_call = CudnnCall.of(call, tensors, scores.extra(call, tensors)).for_backward()
+        cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors)).for_backward()
         result = result.canonical(problem.layout)
         out, grad = result.out, layout.canonical(grad_out, problem.layout)
         if gpu.has_rows_without_keys(problem):
@@ -121,14 +120,14 @@ class Cudnn(Backend):
             "stats": stats.contiguous(),
         }
         buffers["do"] = grad.contiguous()
-        # ragged gradients are written for real tokens only: the rest starts, and stays, at 0
+        # cuDNN writes ragged gradients for real tokens only; all others must be 0
         grads = {f"d{name}": torch.zeros(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
-        wants_bias = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
-        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | wants_bias)
+        bias_buffers = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
+        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | bias_buffers)
         dq, dk, dv = (
             layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
         )
-        return dq, dk, dv, wants_bias.get("dbias"), dsinks, None
+        return dq, dk, dv, bias_buffers.get("dbias"), dsinks, None
 
 
 BACKEND = Cudnn()

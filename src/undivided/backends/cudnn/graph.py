@@ -1,9 +1,9 @@
-"""A call of cuDNN as a graph: its tensors as cuDNN sees them, built once for each problem, kept, executed.
+"""A cuDNN call as a graph: built once per problem, cached, executed.
 
 cuDNN's left edge is exclusive: keys in ``(i + d - left_bound, i + d + right_bound]``, so a window's left side is passed
 as ``left + 1``. Packed documents are a batch of ragged rows: an offset (in elements) for each document's start, and its
-real length. Statistics of dense sequences are packed ``[B, H, S, 1]`` whatever the layout: below cuDNN 9.12 the forward
-writes them so and below 9.26 the backward reads them so, whatever strides they are declared with.
+real length. Statistics of dense sequences are contiguous ``[B, H, S, 1]`` in every layout: the forward below cuDNN 9.12
+and the backward below 9.26 assume that and ignore the declared strides.
 
 Source: cudnn-frontend, python/pygraph/sdpa.cpp for the arguments (1.23); scaled_dot_product_flash_attention.h for what
 each means and for the statistics (1.32, `post_validate_node` and the backward's `pre_validate_node`).
@@ -23,24 +23,23 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 
-# Graphs are compiled for sizes. Those that change from step to step when documents are packed are rounded up, so that
-# the graphs repeat: the longest document to 128 (a tile), the total of tokens to 1024 (a workspace size only).
-_ROUND_LONGEST, _ROUND_TOTAL = 128, 1024
-_MOST_GRAPHS = 256
+# Graphs are compiled for sizes. Sizes that change at every step of packed training are rounded up, so that few graphs
+# are built: the longest document to 128 (a tile), the number of tokens to 1024 (it only sizes the workspace).
+_LONGEST_MULTIPLE, _TOTAL_MULTIPLE = 128, 1024
+_MAX_GRAPHS = 256
 
-_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
-_OF_TOKENS = frozenset({"q", "o", "stats", "do", "dq"}) | _OF_KEYS
-"""Tensors over tokens. Every other one (a bias, sinks, tables, lengths) is handed over with four axes, as it is."""
+_KEY_TENSORS = frozenset({"k", "v", "dk", "dv"})
+_TOKEN_TENSORS = frozenset({"q", "o", "stats", "do", "dq"}) | _KEY_TENSORS
+"""Tensors over tokens. All others (bias, sinks, tables, lengths) have four axes already and are passed unchanged."""
 
 
 _KEY_TILE = 128
 
 
 class CudnnCall(NamedTuple):
-    """One call: the problem, its tensors as [B, S, H, D] or packed [T, H, D], and lengths of each sequence.
+    """One call: the problem, its tensors as [B, S, H, D] or packed [T, H, D], and the length of each sequence.
 
-    `extra` are the inputs of the score: bias [1|B, 1|H, Sq, Sk], sink [1, H, 1, 1], table_k and table_v [B, 1, pages,
-    1].
+    `extra` has the other inputs: bias [1|B, 1|H, Sq, Sk], sink [1, H, 1, 1], table_k and table_v [B, 1, pages, 1].
     """
 
     problem: Problem
@@ -59,8 +58,8 @@ class CudnnCall(NamedTuple):
         return bool(self.starts)
 
     @staticmethod
-    def of(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
-        """The call with these tensors."""
+    def from_call(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
+        """The cuDNN call of a call."""
         problem = call.problem
         found = gpu.documents(call, tensors)
         part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
@@ -68,7 +67,7 @@ class CudnnCall(NamedTuple):
         starts: dict[str, Tensor] = {}
         q, k, v = gpu.views(call, tensors)
         if found is not None or part is not None:
-            q, k, v = gpu.cleaned(call, tensors, call.normal_form(tensors.q))
+            q, k, v = gpu.clean_tensors(call, tensors, call.normal_form(tensors.q))
         if found is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
@@ -80,16 +79,16 @@ class CudnnCall(NamedTuple):
         elif part is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
             lengths = {"q": full if part.q is None else gpu.offsets(part.q, q), "kv": gpu.offsets(part.kv, q)}
-        q, k, v = (gpu.aligned(t) for t in (q, k, v))
+        q, k, v = (gpu.align(t) for t in (q, k, v))
         return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> CudnnCall:
-        """The same call as the backward needs it: without sinks, with full lengths where keys do not fill their last
-        tile.
+        """The call for the backward: without sinks, and with explicit lengths if keys do not fill their last tile.
 
-        On SM90 the backward scores what is missing there 0 instead of -inf, which overflows where a row's log-sum-exp
-        is below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask avoids it
-        (cudnn-frontend issues 160 and 1072, pytorch issue 196678); the frontend adds one itself up to cuDNN 9.15.
+        On SM90 the backward gives the missing keys of that tile score 0 instead of -inf, which overflows if a row's
+        log-sum-exp is below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask, which
+        explicit lengths turn on, avoids it (cudnn-frontend issues 160 and 1072, pytorch issue 196678); the frontend
+        adds one itself up to cuDNN 9.15.
         """
         problem, extra = self.problem, {name: t for name, t in self.extra.items() if name != "sink"}
         if self.lengths or (problem.kv_len % _KEY_TILE == 0 and problem.q_len > 1):
@@ -98,31 +97,31 @@ class CudnnCall(NamedTuple):
         return self._replace(lengths={s: full_lengths(problem.batch, n, self.q) for s, n in lengths.items()})
 
     def empty_stats(self, dtype: torch.dtype) -> Tensor:
-        """Room for the statistics: [B, H, Sq], or [T, H] where documents are packed."""
+        """Uninitialised statistics: [B, H, Sq], or [T, H] if documents are packed."""
         shape = self.q.shape[:2] if self.packed else (self.q.shape[0], self.q.shape[2], self.q.shape[1])
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def dims(self, name: str, tensor: Tensor) -> tuple[list[int], list[int]]:
         """(sizes, strides) of a tensor as cuDNN sees it, [B, H, S, D]."""
-        if name not in _OF_TOKENS:
+        if name not in _TOKEN_TENSORS:
             return list(tensor.shape), list(tensor.stride())
         if not self.packed:
             view = tensor.unsqueeze(-1) if name == "stats" else tensor.transpose(1, 2)
             return list(view.shape), list(view.stride())
         count, (max_q, max_kv) = self.lengths["q"].shape[0], gpu.longest(self.problem)
-        length = _rounded(max_kv if name in _OF_KEYS else max_q, _ROUND_LONGEST)
+        length = _round_up(max_kv if name in _KEY_TENSORS else max_q, _LONGEST_MULTIPLE)
         size = 1 if name == "stats" else tensor.shape[2]
         stride = [tensor.stride(1), tensor.stride(0), 1]
         return [count, tensor.shape[1], length, size], [length * tensor.stride(0), *stride]
 
     def run(self, what: str, build: Any, tensors: dict[str, Tensor]) -> None:
-        """Execute the graph of this call, building it where it is new."""
+        """Execute the graph of this call; a new problem's graph is built first."""
         tensors = tensors | self.extra
         for side, lengths in self.lengths.items():
             tensors[f"length_{side}"] = lengths.view(-1, 1, 1, 1)
         if self.packed:
-            for name in [n for n in tensors if n in _OF_TOKENS]:
-                starts = self.starts["kv" if name in _OF_KEYS else "q"]
+            for name in [n for n in tensors if n in _TOKEN_TENSORS]:
+                starts = self.starts["kv" if name in _KEY_TENSORS else "q"]
                 tensors[f"offset_{name}"] = (starts * tensors[name].stride(0)).view(-1, 1, 1, 1)
         cudnn = importlib.import_module("cudnn")
         handle = _handle(cudnn, self.q.device)
@@ -133,7 +132,7 @@ class CudnnCall(NamedTuple):
         plain = self.problem._replace(q_len=0, kv_len=0, documents=None) if self.packed else self.problem
         key = (what, plain, self.scale, described, self.totals(), self.q.device)
         if key not in _graphs:
-            if len(_graphs) >= _MOST_GRAPHS:
+            if len(_graphs) >= _MAX_GRAPHS:
                 _graphs.clear()
             graph = cudnn.pygraph(
                 io_data_type=_types(cudnn)[self.q.dtype],
@@ -141,7 +140,7 @@ class CudnnCall(NamedTuple):
                 compute_data_type=cudnn.data_type.FLOAT,
                 handle=handle,
             )
-            _graphs[key] = _built(cudnn, graph, self, build, tensors, uids)
+            _graphs[key] = _build(cudnn, graph, self, build, tensors, uids)
         graph = _graphs[key]
         workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=self.q.device)
         graph.execute({uids[name]: tensor for name, tensor in tensors.items()}, workspace, handle=handle)
@@ -166,7 +165,7 @@ class CudnnCall(NamedTuple):
         """Upper bounds of the packed tokens (queries, keys); None for dense sequences."""
         if not self.packed:
             return None
-        return _rounded(self.q.shape[0], _ROUND_TOTAL), _rounded(self.k.shape[0], _ROUND_TOTAL)
+        return _round_up(self.q.shape[0], _TOTAL_MULTIPLE), _round_up(self.k.shape[0], _TOTAL_MULTIPLE)
 
 
 _graphs: dict[object, Any] = {}
@@ -197,7 +196,7 @@ def _types(cudnn: Any) -> dict[torch.dtype, Any]:
     }
 
 
-def _built(
+def _build(
     cudnn: Any, graph: Any, cudnn_call: CudnnCall, build: Any, tensors: dict[str, Tensor], uids: dict[str, int]
 ) -> Any:
     """Describe the inputs, add the operation, describe its outputs, and compile."""
@@ -240,8 +239,8 @@ def forward_graph(cudnn: Any, graph: Any, cudnn_call: CudnnCall, nodes: dict[str
 
 
 def backward_graph(cudnn: Any, graph: Any, cudnn_call: CudnnCall, nodes: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of q, k and v; that of the bias is written where the graph's input says. Sinks are in the
-    statistics."""
+    """Gradients of q, k and v; that of the bias goes into the graph's input "dbias". The statistics contain the
+    sinks."""
     total_q, total_kv = cudnn_call.totals() or (None, None)
     dq, dk, dv = graph.sdpa_backward(
         name="sdpa_backward",
@@ -260,5 +259,5 @@ def backward_graph(cudnn: Any, graph: Any, cudnn_call: CudnnCall, nodes: dict[st
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
-def _rounded(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -1,9 +1,9 @@
-"""cuDNN against a paged cache, one query per sequence: full pages by cuDNN, each sequence's last one here, merged.
+"""cuDNN on a paged cache, one query per sequence: cuDNN computes the full pages, PyTorch the last one; both are merged.
 
-cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and the last
-page of a cache holds whatever was there before. So cuDNN is given lengths that end with the last full page, and a table
-whose further entries repeat the sequence's first page: everything that it can load is a real key of that sequence. The
-keys of the last page, fewer than a page, are gathered and computed in fp32.
+cuDNN multiplies what it masks by 0 (cudnn-frontend issue 624: rows behind the last key "must be finite"), and unused
+slots of a cache's last page may hold NaN. So cuDNN gets lengths that end with the last full page, and a table whose
+unused entries repeat the sequence's first page: everything that it can load is a real key of that sequence. The keys of
+the last, partly filled page are gathered and computed in fp32.
 
 Source: cudnn-frontend, docs/operations/Attention.md (1.10: ``K[table[b, 0, s // page, 0], h, s % page, d]``, pages of a
 power of two) and sdpa_support_surface.h; TransformerEngine 2.20 (fused_attn.cpp, dot_product_attention/utils.py).
@@ -32,7 +32,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     """Every reason why cuDNN cannot read this paged cache."""
     found = []
     if problem.q_len != 1:
-        found.append("paged keys with more than one query per sequence (its last page is computed apart)")
+        found.append("paged keys with more than one query per sequence (its last page is computed separately)")
     if beyond := problem.mask.kinds - {"lengths", "causal"}:
         found.append(f"paged keys with {', '.join(sorted(beyond))}")
     if problem.align == "top_left" and problem.mask.right is not None:
@@ -43,7 +43,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     if size & (size - 1):
         found.append(f"page_size={size} (must be a power of two)")
     version, capability = machine.version("cudnn"), machine.compute_capability
-    # no band is asked of cuDNN: a single query under a bottom-right causal mask sees every key
+    # cuDNN needs no band: a single query under a bottom-right causal mask sees every key
     found += cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
     if version is None or capability is None:
         return found
@@ -52,12 +52,12 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     if max(problem.qk_dim, problem.v_dim) > 128 and version <= (9, 9, 0):
         found.append(f"paged keys with head sizes above 128 ({have(version)}; after 9.9.0)")
     if capability == (8, 9) or capability >= (12, 0):
-        found.append(f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug of cuDNN's)")
+        found.append(f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug in cuDNN)")
     return found
 
 
 def forward(call: Call, tensors: Tensors) -> Result:
-    """Attention of one query per sequence; the log-sum-exp is over the keys, sinks are put in last."""
+    """Attention of one query per sequence; the log-sum-exp is over the keys, sinks enter in the merge."""
     problem = call.problem
     assert call.pages is not None and problem.page_size is not None
     part = next(part for part in call.mask.parts if isinstance(part, Lengths))
@@ -70,18 +70,18 @@ def forward(call: Call, tensors: Tensors) -> Result:
 
 
 def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Result:
-    """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] in the precision of the softmax, lse [B, H,
-    1]."""
+    """cuDNN over the first `full` pages of each sequence: out [B, 1, H, Dv] and lse [B, H, 1], both in the precision
+    of the softmax."""
     problem = call.problem
     page = problem.page_size or 1
-    # graphs are built for a table's width: powers of two, so that a growing cache needs few
+    # each table width needs a graph of its own: widths are powers of two, so that a growing cache needs few graphs
     width = 1 << (pages.shape[1] - 1).bit_length()
     column = torch.arange(width, device=pages.device)
     table = torch.where(column < full.unsqueeze(1), pages[:, column.clamp(max=pages.shape[1] - 1)], pages[:, :1])
     table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
-    # a sequence without a full page reads one key of some page, and what comes of it is dropped
+    # cuDNN needs at least one key: a sequence without a full page reads one of some page, and its result is discarded
     lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
-    q, k, v = (gpu.aligned(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
+    q, k, v = (gpu.align(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
     cudnn_call = CudnnCall(
         problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
         call.scale,
@@ -100,7 +100,7 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
 
 
 def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: Tensor) -> Result:
-    """The first `rest` keys of each sequence's page number `full`, as `_full_pages` returns its own."""
+    """Attention to the first `rest` keys of each sequence's page number `full`; shapes as in `_full_pages`."""
     problem = call.problem
     precision = lse_dtype(problem.dtype)
     which = pages.gather(1, full.clamp(max=pages.shape[1] - 1).long().unsqueeze(1)).squeeze(1)

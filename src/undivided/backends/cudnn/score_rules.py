@@ -1,7 +1,8 @@
-"""What each version of cuDNN can add to the scores, as reasons; for the `cudnn` backend.
+"""Which additions to the scores each cuDNN version supports, as reasons; for the `cudnn` backend.
 
 Sources, as in `cudnn_rules`: cudnn-frontend 1.23 and 1.32, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp,
-fused_attn_f16_arbitrary_seqlen.cu, pytorch/attention/dot_product_attention/utils.py). The stricter one stands.
+fused_attn_f16_arbitrary_seqlen.cu, pytorch/attention/dot_product_attention/utils.py). If they differ, the stricter one
+applies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from undivided.request.problem import Problem
 
 
 def reasons(problem: Problem, machine: Machine) -> list[str]:
-    """Every reason why this machine's cuDNN cannot add to the scores what the problem asks for."""
+    """Every reason why this machine's cuDNN cannot add the problem's bias, ALiBi slopes or sinks to the scores."""
     version, capability = machine.version("cudnn"), machine.compute_capability
     if version is None or capability is None:
         return []
@@ -37,7 +38,7 @@ def _bias_reasons(problem: Problem, version: Version, capability: Capability) ->
     if version < (9, 0) and (version < (8, 9, 6) or capability < (9, 0)):
         found.append(f"a bias ({have(version)} on compute capability {dotted(capability)}; from 9.0)")
     if "bias_grad" in problem.features and version < (9, 5):
-        found.append(f"the gradient of a bias ({have(version)}; this library asks for it from 9.5)")
+        found.append(f"the gradient of a bias ({have(version)}; this library uses it from 9.5)")
     return found
 
 
@@ -53,7 +54,7 @@ def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -
     if version < (8, 9, 6) or capability < (9, 0):
         found.append(f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)")
     if "bias" in problem.features:
-        found.append("ALiBi slopes beside a bias")
+        found.append("ALiBi slopes together with a bias")
     return found
 
 
@@ -75,7 +76,7 @@ def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, 
 
 
 def _together_reasons(what: str, problem: Problem, capability: Capability) -> list[str]:
-    """What neither a bias nor ALiBi goes with."""
+    """What cuDNN combines neither with a bias nor with ALiBi."""
     found = []
     if problem.mask.kinds & {"lengths", "q_lengths", "documents", "padded"}:
         found.append(f"{what} with per-sequence lengths or packed documents")
@@ -86,7 +87,7 @@ def _together_reasons(what: str, problem: Problem, capability: Capability) -> li
     if "backward" in problem.features and capability[0] >= 10:
         if problem.deterministic:
             found.append(f"deterministic gradients with {what} on compute capability {dotted(capability)}")
-        if problem.qk_dim == problem.v_dim == 256:  # the frontend runs these deterministically
+        if problem.qk_dim == problem.v_dim == 256:  # the frontend always runs these deterministically
             found.append(f"gradients for head_dim=256 with {what} on compute capability {dotted(capability)}")
     return found
 

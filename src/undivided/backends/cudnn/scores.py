@@ -1,16 +1,16 @@
 """What is added to cuDNN's scores: a bias, a sink for each head, ALiBi.
 
-The bias is added after the scale, as ours is. cuDNN is not given -inf in it (PyTorch kept it from cuDNN up to 2.10:
-aten, transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`): it becomes `_LOWEST` or what the dtype has above
-that, anything else at most half as low, so that a row of a program's own lowest numbers does not attend to the keys at
--inf. Rows with nothing but -inf are settled afterwards.
+The bias is added after the scale, as in the reference. cuDNN never gets a bias of -inf (PyTorch avoided that up to
+2.10: aten, transformers/attention.cpp, `convert_boolean_attn_mask_cudnn`). Entries of -inf become `_LOWEST`, or the
+lowest number of the dtype if that is higher; all others are clamped to at least half of it, so that even a row of very
+low finite entries gives no weight to the keys at -inf. Rows with nothing but -inf are set afterwards.
 
-The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward needs nothing else of
-it, and cuDNN is not asked for the sink's gradient: before 9.26 that reads beyond packed documents, it does not repeat
-bit for bit (test/python/sdpa/fp16.py), and the frontend's graph of it lacks the minus sign that its test expects.
+The statistics contain the sink (softmax.h: ``log(sum + exp(sink - max)) + max``), so the backward does not need it. The
+sink's gradient is computed here and not by cuDNN: before 9.26 cuDNN's reads beyond packed documents, it is not
+bit-reproducible (test/python/sdpa/fp16.py), and the frontend's graph lacks the minus sign that its test expects.
 
-ALiBi is computed by cuDNN from the slopes of Press et al. as ``slope * (j - i)``, which is ours under a top-left causal
-mask.
+cuDNN computes ALiBi with the slopes of Press et al. as ``slope * (j - i)``, which equals the reference under a top-left
+causal mask.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
 
 _LOWEST = -(2.0**126)
-"""Times log2(e), for kernels that take powers of 2, this is still finite in fp32; the lowest number of bf16 is not."""
+"""Stays finite in fp32 if a kernel multiplies it by log2(e) to use powers of 2; the lowest number of bf16 does not."""
 
 
 def extra(call: Call, tensors: Tensors) -> dict[str, Tensor]:
-    """The graph's further inputs."""
+    """The graph's inputs besides q, k and v: bias and sink."""
     problem = call.problem
     found: dict[str, Tensor] = {}
     if tensors.bias is not None:
@@ -45,26 +45,26 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def settle(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp without sinks. Rows without keys, by the mask or by a bias of -inf, get output 0 and
-    -inf."""
+def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with sinks left out of lse. Rows without keys, by the mask or by a bias of -inf, get 0 and -inf."""
     problem = call.problem
     lse = stats_BHS if tensors.sinks is None else gpu.without_sinks(stats_BHS, tensors.sinks)
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    out, lse = gpu.settle(out_BSHD, lse, form)
+    out, lse = gpu.fix_empty_rows(out_BSHD, lse, form)
     if tensors.bias is not None:
         return gpu.blank(out, lse, gpu.closed_rows(call, tensors))
     return out, lse
 
 
 def statistics(call: Call, tensors: Tensors, result: Result) -> Tensor:
-    """What cuDNN wrote in the forward, [B, H, Sq]: with the sinks in it, +inf in rows without keys."""
+    """The statistics as cuDNN's backward reads them, [B, H, Sq]: sinks included, +inf in rows without keys."""
     lse = result.lse if tensors.sinks is None else gpu.with_sinks(result.lse, tensors.sinks)
     return gpu.for_kernel(lse)
 
 
 def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
-    """``-sum(p * (grad . out))`` over batch and rows, p what the sink takes of a row; in fp32 or fp64, as sinks [H]."""
+    """``-sum(p * (grad . out))`` over batch and rows, where p is the sink's share of a row: [H], summed in the dtype of
+    lse."""
     assert tensors.sinks is not None
     lse = result.lse
     taken = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)

@@ -1,7 +1,8 @@
-"""`flash_attn`: Tri Dao's FlashAttention packages, versions 2, 3 and 4, whichever is installed and fits.
+"""`flash_attn`: Tri Dao's FlashAttention packages, versions 2, 3 and 4.
 
 Versions 2 (`flash-attn`), 3 (`flash-attn-3`, Hopper) and 4 (`flash-attn-4`) are separate packages with separate limits;
-each is a `_Version` below. The first one, in the order that suits the GPU, without a reason against it runs.
+each is a `_Version` below. `_in_order` has the order of preference on each GPU; the first version that has no reason
+against the problem runs.
 
 All three align causal masks and windows bottom-right (FlashAttention's changelog, 2.1). Limits: `flash_attn_rules`.
 """
@@ -26,28 +27,28 @@ from undivided.request.result import Result
 
 @dataclass(frozen=True, eq=False)
 class _Version:
-    """One of the packages: its limits, what they cannot say, and the module that calls it."""
+    """One of the packages: its limits, the rules that they cannot express, and the module that calls it."""
 
     number: int
     limits: Limits
-    more: Callable[[Problem, Machine], list[str]]
+    extra_reasons: Callable[[Problem, Machine], list[str]]
     calls: ModuleType
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, then what they cannot say."""
+        """The limits, then the rules that they cannot express."""
         found = limit_reasons(self.limits, problem, machine)
         if machine.compute_capability is not None:
-            found += self.more(problem, machine)
+            found += self.extra_reasons(problem, machine)
         return found
 
 
-_2 = _Version(2, flash_attn_rules.LIMITS_2, flash_attn_rules.more_2, version_2)
-_3 = _Version(3, flash_attn_rules.LIMITS_3, flash_attn_rules.more_3, version_3)
-_4 = _Version(4, flash_attn_rules.LIMITS_4, flash_attn_rules.more_4, version_4)
+_2 = _Version(2, flash_attn_rules.LIMITS_2, flash_attn_rules.extra_reasons_2, version_2)
+_3 = _Version(3, flash_attn_rules.LIMITS_3, flash_attn_rules.extra_reasons_3, version_3)
+_4 = _Version(4, flash_attn_rules.LIMITS_4, flash_attn_rules.extra_reasons_4, version_4)
 
 
 def _in_order(machine: Machine) -> tuple[_Version, ...]:
-    """The versions to try on this GPU: each where it was written for first."""
+    """The versions to try on this GPU, the one written for it first."""
     major = (machine.compute_capability or (0, 0))[0]
     return {9: (_3, _4, _2), 10: (_4, _2), 11: (_4, _2)}.get(major, (_2, _4))
 
@@ -57,7 +58,7 @@ class FlashAttn(Backend):
 
     name = "flash_attn"
     family = "flash"
-    summary = "FlashAttention 2, 3 and 4, where the packages are installed"
+    summary = "FlashAttention 2, 3 and 4, if the packages are installed"
     how_to_get = "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
     limits = _2.limits
 
@@ -66,14 +67,15 @@ class FlashAttn(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No GPU, no package, or neither."""
+        """Without a GPU or any of the packages."""
         installed = any(machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages)
         return gpu.no_gpu(machine) or (
             None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
         )
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """None if one version has none; otherwise each installed version's, or what there is to install."""
+        """No reason if one version can run it; else those of each installed version, or of the preferred one if none is
+        installed."""
         common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device != "cuda":
             return [f"device={problem.device} (runs on cuda)"]
@@ -96,7 +98,7 @@ class FlashAttn(Backend):
         return calls.backward(call, tensors, result, grad_out, grad_lse)  # type: ignore[no-any-return]
 
     def _pick(self, call: Call, tensors: Tensors) -> _Version:
-        """The version that runs here: the same for forward and backward, because both ask with the same problem."""
+        """The version that runs; the same for forward and backward, which have the same problem."""
         problem = call.problem
         machine = Machine.this(tensors.q.device)
         return next(version for version in _in_order(machine) if not version.reasons(problem, machine))

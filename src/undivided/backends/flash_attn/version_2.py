@@ -22,7 +22,7 @@ def _package() -> Any:
 
 
 def forward(call: Call, tensors: Tensors) -> Result:
-    """Dense, packed, or against a cache of keys with lengths and pages."""
+    """Dense, packed, or on a cache with lengths and pages."""
     problem = call.problem
     if call.pages is not None or problem.mask.kinds & {"lengths"}:
         return _with_cache(call, tensors)
@@ -34,11 +34,11 @@ def forward(call: Call, tensors: Tensors) -> Result:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
-    """Gradients of q, k and v. The buffers start at zero: tokens outside of every document are never written."""
+    """Gradients of q, k and v. The buffers start at zero because the kernel never writes tokens outside documents."""
     problem = call.problem
     settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
     settings |= {"deterministic": problem.deterministic, "rng_state": None}
@@ -58,7 +58,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 
 
 def _with_cache(call: Call, tensors: Tensors) -> Result:
-    """One call against a key/value cache: lengths, a block table, or both; no gradients."""
+    """Attention to a key/value cache with lengths, a block table, or both; no gradients."""
     problem = call.problem
     causal, left, right = gpu.flash_band(call, tensors)
     lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
@@ -79,8 +79,8 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(call, tensors),
         return_softmax_lse=True,
     )
-    settled = gpu.settle(out, lse, call.normal_form(tensors.q))
-    return Result(*settled).in_layout(call.problem.layout)
+    fixed = gpu.fix_empty_rows(out, lse, call.normal_form(tensors.q))
+    return Result(*fixed).in_layout(call.problem.layout)
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Calls of flash-attn 3 (Hopper). Its tensor-memory loads cross document ends, so garbage after them is cleared
-first."""
+"""Calls of flash-attn 3 (Hopper). Its tile loads (TMA) cross document ends, so garbage after them is cleared first."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from undivided.request.result import Result
 
 
 def _package() -> Any:
-    """The interface lies inside the package, or beside it in older builds."""
+    """The interface: a module of the package, or a top-level module in older builds."""
     try:
         return importlib.import_module("flash_attn_3.flash_attn_interface")
     except ImportError:
@@ -29,18 +28,18 @@ def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed."""
     problem = call.problem
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    q, k, v = gpu.cleaned_views(call, tensors)
+    q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v, into buffers that start at zero."""
     problem = call.problem
-    q, k, v = gpu.cleaned_views(call, tensors)
+    q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
     grad, out, lse = (
         layout.canonical(grad_out, problem.layout),

@@ -1,6 +1,6 @@
 """Calls of flash-attn 4 (CuTe). Unbounded sides of a window are None; its lse contains the sinks.
 
-`Result.lse` leaves sinks out: `gpu.without_sinks` after the forward, `gpu.with_sinks` before the backward.
+`Result.lse` leaves sinks out: `gpu.without_sinks` converts after the forward, `gpu.with_sinks` before the backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
     problem = call.problem
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    q, k, v = gpu.cleaned_views(call, tensors)
+    q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, **cu, **_settings(call, tensors), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
@@ -36,13 +36,13 @@ def forward(call: Call, tensors: Tensors) -> Result:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if tensors.sinks is not None:
         lse = gpu.without_sinks(lse, tensors.sinks)
-    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k, v and the sinks, through the output and the log-sum-exp."""
     problem = call.problem
-    q, k, v = gpu.cleaned_views(call, tensors)
+    q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
     lse = result.lse
     if tensors.sinks is not None:

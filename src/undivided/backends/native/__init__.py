@@ -1,9 +1,8 @@
 """Our own CPU kernel: C++ with SIMD behind a C ABI (`undivided.kernels.cpu`).
 
-The kernel takes any strides with a unit last one, reads ranges of keys for every row (the mask's normal form), and
-computes what they allow and nothing else. What ranges cannot say goes to it as a boolean tensor, in blocks of query
-rows, so that memory stays O(S * block). Sizes, strides and ranges are checked here, before the kernel runs: it trusts
-them.
+The kernel takes any strides whose last one is 1, reads a range of keys for every row (the mask's normal form), and
+computes only the pairs in it. What ranges cannot express is passed as a boolean tensor, in blocks of query rows, so
+that memory stays O(S * block). The kernel checks nothing: sizes, strides and ranges are valid before it runs.
 """
 
 from __future__ import annotations
@@ -12,28 +11,27 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.layout import STRIDES
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
-from undivided.backends.native.call import DTYPES, STRIDES, Records, is_plain, pages_of, placed, plain_record
+from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
-from undivided.request.request import Tensors, made
+from undivided.request.request import Tensors, new_tuple
 from undivided.request.result import UNREAD, Result
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
-"""Multiply-adds, and heads of all sequences, of a plain fp32 problem up to which torch_flash comes first where a
-backward
-follows: PyTorch records its own operator in C++, which saves some 25 us of a call. Forward and backward on Granite
-Rapids, one thread, ours over PyTorch's, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1,
-1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
+"""Multiply-adds, and heads of all sequences, of a plain fp32 problem with gradients, up to which torch_flash has the
+lower rank: PyTorch's autograd records its own operator in C++, which saves about 25 us per call. Time of forward and
+backward divided by PyTorch's, Granite Rapids, one thread, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4,
+1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
 
 TINY_RECORDED_16, FEW_ROWS = 1 << 13, 8
-"""The same for 16-bit types, where PyTorch's gradients are slow, and rows of all heads and sequences. Forward and
-backward as
+"""Multiply-adds, and rows of all heads and sequences, for 16-bit types, where PyTorch's gradients are slow. Times as
 above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9, 1x32x1x64 1.05,
-8x32x1x64 0.6; fp16 the same but 1x32x1x64 0.7."""
+8x32x1x64 0.6; fp16 the same except 1x32x1x64 0.7."""
 
 
 class Native(Backend):
@@ -52,41 +50,41 @@ class Native(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """First on the CPU, but for what is so small that calling PyTorch's operator costs less than ours."""
+        """First on the CPU, except for problems so small that calling PyTorch's operator costs less."""
         return 25 if _is_tiny(problem) else 10
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Not built, or not loadable. A described machine is taken to have it."""
+        """If the library is not built or does not load. A described machine is assumed to have it."""
         if not machine.probed:
             return None
         library = cpu.load()
         return library if isinstance(library, str) else None
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, and whether the library is there."""
+        """The limits, and whether the library loads."""
         reasons = limit_reasons(self.limits, problem, machine)
         if problem.device == "cpu" and (missing := self.unavailable(machine)) is not None:
             reasons.append(missing)
         return reasons
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
-        """One call of the kernel; one for every block of rows if the mask is more than ranges."""
+        """One call of the kernel, or one per block of rows if the mask is more than ranges."""
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         problem = call.problem
         q, k, v, _, _, _ = tensors
-        at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
         if 0 in at or q.is_neg() or k.is_neg() or v.is_neg():
-            tensors, at = placed(tensors)
+            (tensors, at), strides = with_addresses(tensors), None
         out, lse = _new_output(problem, q), UNREAD
         features = problem.features
-        if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the price of a property
+        if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
         if is_plain(call, tensors):
-            _table, pages = pages_of(call, tensors)
-            strides = STRIDES[problem.layout](out.stride())
-            library.forward(plain_record(call, tensors, at, out, strides, lse, pages))
-            return made(Result, (out, lse))
+            _table, pages = page_fields(call, tensors)
+            out_strides = STRIDES[problem.layout](out.stride())
+            library.forward(plain_record(call, tensors, at, strides, out, out_strides, lse, pages))
+            return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
         for rows in records.slices():
@@ -96,15 +94,15 @@ class Native(Backend):
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        """One call of the kernel, or one for every block of rows, whose parts are summed in fp32."""
+        """One call of the kernel, or one per block of rows, summed in fp32."""
         return gradients.backward(call, tensors, result, grad_out, grad_lse)
 
 
 def status() -> str:
-    """How the kernel runs in this process, in a line for people to read."""
+    """How the kernel runs in this process, in one line of text."""
     library = cpu.load()
     if isinstance(library, str):
-        return "not loaded (see below)"
+        return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
     line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
@@ -116,7 +114,7 @@ def _is_tiny(problem: Problem) -> bool:
         return False
     if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align == "bottom_right"):
         return False
-    # lengths by power of two, as `Backend.reasons` may look at them
+    # lengths are rounded up to powers of two: see `Backend.reasons`
     heads = problem.batch * problem.heads
     q_bits, kv_bits = (problem.q_len - 1).bit_length(), (problem.kv_len - 1).bit_length()
     work = (heads << q_bits << kv_bits) * (problem.qk_dim + problem.v_dim)
@@ -126,7 +124,7 @@ def _is_tiny(problem: Problem) -> bool:
 
 
 def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, H, Sq, Dk]; k and v [B, N, Sk, D], or the pools of a paged cache as they are, [pages, N, page_size, D]."""
+    """q [B, H, Sq, Dk]; k and v [B, N, Sk, D], or views of the pools of a paged cache, [pages, N, page_size, D]."""
     if call.pages is None:
         return tensors.heads_first(call.problem.layout)
     q = layout.heads_first(tensors.q, call.problem.layout)
@@ -134,7 +132,7 @@ def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _new_output(problem: Problem, q: Tensor) -> Tensor:
-    """In the caller's layout, contiguous."""
+    """Uninitialised, contiguous, in the caller's layout."""
     if problem.v_dim == problem.qk_dim and q.is_contiguous():
         return torch.empty_like(q)
     return q.new_empty((*q.shape[:-1], problem.v_dim))

@@ -1,18 +1,17 @@
 """The native kernel's arguments: a call and its tensors as the flat records of its C ABI.
 
-The kernel checks nothing. Sizes, strides and ranges are validated before they come here, ranges are clamped to the
-keys, and every tensor that a record points to is kept alive until the call returns.
+The kernel checks nothing. Sizes, strides and ranges are already validated, ranges are clamped to the keys, and the
+caller keeps every tensor that a record points to alive until the kernel returns.
 """
 
 from __future__ import annotations
 
-import operator
 import struct
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from undivided.arguments.layout import Strides, kernel_strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks.normal_form import DensePairs
@@ -24,14 +23,14 @@ from undivided.request.result import UNREAD
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MASK_PAIRS = 1 << 24
-"""Entries of a mask that are evaluated at once if ranges cannot express it: 16 MiB of bool."""
+"""Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 16 MiB of bool."""
 
 MIN_ROWS = 32
 """Smallest number of query rows in such a block: a panel of the widest instruction set."""
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
-# the record in three parts: tensors; ranges and pages; the optional fields, which are empty in plain problems
+# the record in three parts: tensors; ranges and pages; the optional fields, which are 0 in plain problems
 _FORMAT = cpu.RECORD.format
 _RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
 _PACK_TENSORS = struct.Struct(_FORMAT[:_RANGES]).pack
@@ -48,23 +47,24 @@ _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
 _NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
-"""Masks that are one band for every sequence: the kernel computes their ranges itself, without a table."""
+"""Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
 _OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
 
 
 def is_plain(call: Call, tensors: Tensors) -> bool:
-    """Whether the mask is ranges only, without optional features, as in most calls: these take the shortest path."""
+    """Whether the mask is ranges only and the call has no optional feature. Most calls are plain and take the shortest
+    path."""
     problem = call.problem
     if problem.features & _OPTIONAL_FEATURES:
         return False
     return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q).exact
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor, if its values are at its pointer; a copy if it is a negated view, or zeros without memory.
+def require_memory(tensor: Tensor) -> Tensor:
+    """The tensor if its values are at its pointer; a copy if it is a negated view or a zero tensor without memory.
 
     Raises:
-        InputError: its class or a mode keeps the values elsewhere (fake tensors, wrappers), or it is not on the CPU.
+        InputError: its values are not at its pointer (fake tensors, wrappers), or it is not on the CPU.
     """
     try:
         if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
@@ -78,48 +78,39 @@ def in_memory(tensor: Tensor) -> Tensor:
         "a tensor of the call",
         "lie in memory for the native kernel",
         f"a {kind} on {tensor.device} without memory",
-        hint="it is fake, or a wrapper: call outside of the mode that made it, or unwrap it",
+        hint="it is a fake tensor or a wrapper: call outside of the mode that created it, or unwrap it",
     )
 
 
-def placed(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
-    """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: `in_memory` may have made
-    copies."""
+def with_addresses(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
+    """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: some may be copies."""
     q, k, v = tensors.q, tensors.k, tensors.v
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
         return tensors, (q_at, k_at, v_at)
-    q, k, v = in_memory(q), in_memory(k), in_memory(v)
+    q, k, v = require_memory(q), require_memory(k), require_memory(v)
     return tensors._replace(q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
-
-
-STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
-    "bshd": operator.itemgetter(0, 2, 1),
-    "sbhd": operator.itemgetter(1, 2, 0),
-    "bhsd": operator.itemgetter(0, 1, 2),
-    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
-}
-"""Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
-microsecond each."""
 
 
 def plain_record(
     call: Call,
     tensors: Tensors,
     at: tuple[int, int, int],
+    strides: Strides | None,
     out: Tensor,
     out_strides: tuple[int, int, int],
     lse: Tensor,
     pages: tuple[int, ...] = NO_PAGES,
 ) -> bytes:
     """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
-    pages."""
+    pages; strides None reads those of `tensors`."""
     # unpacked at once: asking for each field by name would take as long as the kernel's launch
     _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = call.problem[:10]
-    q, k, v, _, _, _ = tensors
+    if strides is None:
+        strides = kernel_strides(*tensors[:3], layout, call.pages is not None)
+    of_q, of_k, of_v = strides
     if not (out_at := out.data_ptr()):
-        in_memory(out)  # of fake memory, under a mode
-    of_q, of_keys = STRIDES[layout], STRIDES[layout if call.pages is None else "bshd"]
+        require_memory(out)  # of fake memory, under a mode
     head = _PACK_TENSORS(
         _SIZE,
         DTYPES[dtype],
@@ -134,24 +125,24 @@ def plain_record(
         call.scale,
         call.softcap or 0.0,
         at[0],
-        *of_q(q.stride()),
+        *of_q,
         at[1],
-        *of_keys(k.stride()),
+        *of_k,
         at[2],
-        *of_keys(v.stride()),
+        *of_v,
         out_at,
         *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
     )
     if pages is NO_PAGES and call.mask.is_full:
         return head + _EVERY_KEY
-    return head + _PACK_RANGES(*ranges_of(call, tensors), *pages) + _NOTHING_ELSE
+    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
 
 
 def record(
     call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float
 ) -> bytes:
-    """The C record; `rest` is its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
+    """The C record; `rest` are its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
     problem = call.problem
     q_b, q_h, q_s, _ = q.stride()
     k_b, k_h, k_s, _ = k.stride()
@@ -191,15 +182,14 @@ def record(
     )
 
 
-def ranges_of(call: Call, tensors: Tensors) -> tuple[int, ...]:
-    """The record's fields of ranges and band. The table belongs to the normal form, which the call keeps alive."""
+def range_fields(call: Call, tensors: Tensors) -> tuple[int, ...]:
+    """The record's fields of ranges and band. The normal form, which the call keeps alive, owns the table."""
     problem = call.problem
     if call.mask.is_full:
         return NO_RANGES
     if problem.mask.kinds <= _BANDS:
         return (0, 0, 2, 1, *_band(problem))
-    table = call.normal_form(tensors.q).table
-    return (table.data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+    return (*call.normal_form(tensors.q).table_place, 0, 0, 0)
 
 
 def _band(problem: Problem) -> tuple[int, int]:
@@ -211,32 +201,34 @@ def _band(problem: Problem) -> tuple[int, int]:
     return first, last
 
 
-def pages_of(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
+def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
     """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
     if call.pages is None:
         return None, NO_PAGES
-    # in thd the sequences' rows follow one another, as their keys do
-    table, pool = in_memory(call.pages).contiguous(), tensors.k
+    # in layout thd the table's rows, like the sequences, follow one another
+    table, pool = require_memory(call.pages).contiguous(), tensors.k
     return table, (table.data_ptr(), table.shape[1], pool.shape[1], pool.shape[0])
 
 
 class Records:
-    """Records for all query rows or some. q, k, v, out are [B, H, S, D], lse [B, H, Sq]; k and v may be pools of
-    pages."""
+    """Creates records for all query rows or for blocks of them; views are q, k, v, out [B, H, S, D], lse [B, H, Sq].
+
+    k and v may be pools of pages.
+    """
 
     def __init__(
         self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], paged: bool = False
     ) -> None:
         problem = call.problem
         self.call, self.tensors = call, tensors
-        self.views = tuple([in_memory(view) for view in views])
-        self.table, self.pages = pages_of(call, tensors) if paged else (None, NO_PAGES)
+        self.views = tuple([require_memory(view) for view in views])
+        self.table, self.pages = page_fields(call, tensors) if paged else (None, NO_PAGES)
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if tensors.sinks is not None:
-            self.sinks = in_memory(tensors.sinks.detach()).float().contiguous()
+            self.sinks = require_memory(tensors.sinks.detach()).float().contiguous()
         if tensors.bias is not None:
-            bias = in_memory(tensors.bias.detach())
+            bias = require_memory(tensors.bias.detach())
             bias = bias if bias.dtype in DTYPES else bias.float()
             self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
         if tensors.alibi_slopes is not None:
@@ -248,7 +240,7 @@ class Records:
             self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
 
     def slices(self) -> list[slice]:
-        """The rows of each call: all at once, unless the mask has to be evaluated in blocks."""
+        """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
         problem = self.call.problem
         whole = [slice(0, problem.q_len)]
         if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
@@ -260,14 +252,14 @@ class Records:
         return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
 
     def _stored_mask(self) -> Tensor | None:
-        """The boolean tensor, if it is the only part of the mask besides the ranges."""
+        """The mask's boolean tensor if the mask is that tensor and ranges; else None."""
         extras = self.call.normal_form(self.tensors.q).extras
         if len(extras) == 1 and isinstance(extras[0], DensePairs):
             return extras[0].tensor
         return None
 
     def record(self, rows: slice) -> bytes:
-        """The record for these rows. What it points to stays alive until the next record is made."""
+        """The record for these rows. What it points to stays alive until the next record is created."""
         call, tensors = self.call, self.tensors
         q, k, v, out, lse = self.views
         q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
@@ -304,9 +296,9 @@ class Records:
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:
         if (rows.start, rows.stop) == (0, self.call.problem.q_len):
-            return ranges_of(self.call, self.tensors)
-        table = self.call.normal_form(self.tensors.q).table
-        return (table[:, rows].data_ptr(), batch_stride(table), table.shape[2], 0, 0, 0)
+            return range_fields(self.call, self.tensors)
+        form = self.call.normal_form(self.tensors.q)
+        return (form.table[:, rows].data_ptr(), *form.table_place[1:], 0, 0, 0)
 
     def _dense(self, rows: slice) -> tuple[int, ...]:
         problem = self.call.problem
@@ -321,7 +313,7 @@ class Records:
         elif dense.shape[2] > 1:
             dense = dense[:, :, rows]
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
-        self._held = [in_memory(dense)]
+        self._held = [require_memory(dense)]
         return (dense.data_ptr(), *dense.stride())
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
@@ -345,13 +337,13 @@ def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
     problem = call.problem
     assert tensors.alibi_slopes is not None
     normal = call.normal_form(tensors.q)
-    slopes = in_memory(tensors.alibi_slopes.detach()).float()
+    slopes = require_memory(tensors.alibi_slopes.detach()).float()
     if slopes.dim() == 1:
-        of_rows = slopes[None, :, None]
+        row_slopes = slopes[None, :, None]
     else:
-        of_rows = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
-    of_rows = of_rows.expand(problem.batch, problem.heads, problem.q_len)
-    return of_rows, (normal.q_position + normal.shift).contiguous()
+        row_slopes = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
+    row_slopes = row_slopes.expand(problem.batch, problem.heads, problem.q_len)
+    return row_slopes, (normal.q_position + normal.shift).contiguous()
 
 
 def batch_stride(table: Tensor) -> int:

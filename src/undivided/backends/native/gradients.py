@@ -1,13 +1,13 @@
-"""The native kernel's backward: what its second record says, and the sums that the kernel leaves to us.
+"""The native kernel's backward: its second record, and the sums that the kernel leaves to Python.
 
 The kernel writes dq, dk, dv, and one number per query row for sinks, slopes and a bias that all keys share (one per key
-for a bias that all rows share). Those are summed here over what the input is broadcast over, in fp64 and one after
-another: the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
+for a bias that all rows share). They are summed here over the axes along which the input is broadcast, in fp64 and in
+order: the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
 
-On AMX gradients of fp16 scores are rounded to fp16, scaled by a power of two for each head. Where one does not fit
-(rows of V far longer than usual), the kernel says so, and everything is computed once more with fp32 in between. So it
-does where documents' gradients are not finite: then everything is computed once more pair by pair, so that NaN stays in
-its document.
+The kernel may return a further attempt to make. On AMX, gradients of fp16 scores are rounded to fp16, scaled by a power
+of two for each head; if one overflows (rows of V with unusually large norms), everything is computed again with fp32
+intermediates. If gradients of packed documents are not finite, everything is computed again pair by pair, so that NaN
+stays in its document.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
+from undivided.arguments.layout import STRIDES
 from undivided.backends._base import Gradients
-from undivided.backends.native.call import DTYPES, STRIDES, Records, in_memory, is_plain, placed, plain_record
+from undivided.backends.native.call import DTYPES, Records, is_plain, plain_record, require_memory, with_addresses
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -28,7 +29,7 @@ from undivided.request.result import Result
 
 _PACK = cpu.GRADIENT_RECORD.pack
 _SIZE = cpu.GRADIENT_RECORD.size
-_NOTHING: tuple[int, ...] = (0,) * 4
+_NO_TENSOR: tuple[int, ...] = (0,) * 4
 _NO_BIAS: tuple[int, ...] = (0,) * 5
 
 
@@ -37,11 +38,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     layout = call.problem.layout
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    (tensors, at), grad_out = placed(tensors), in_memory(grad_out)
-    out, lse = _unit_last(in_memory(result.out)), _unit_last(in_memory(result.lse))
-    grad_lse = None if grad_lse is None else in_memory(grad_lse)
+    (tensors, at), grad_out = with_addresses(tensors), require_memory(grad_out)
+    out, lse = _unit_last(require_memory(result.out)), _unit_last(require_memory(result.lse))
+    grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
-        given = plain_record(call, tensors, at, out, STRIDES[layout](out.stride()), lse)
+        given = plain_record(call, tensors, at, None, out, STRIDES[layout](out.stride()), lse)
         return _plain(library, call, tensors, given, grad_out, grad_lse)
     records = Records(
         call,
@@ -63,18 +64,20 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 def _plain(
     library: cpu.Library, call: Call, tensors: Tensors, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """The gradients of q, k and v alone, whole and at once."""
+    """The gradients of q, k and v of a problem that `is_plain`, in one kernel call."""
     problem = call.problem
     grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
     inputs = (tensors.q, tensors.k, tensors.v)
-    found = [_like(x, False) if n else None for x, n in zip(inputs, call.needs, strict=False)]
+    found = [_gradient_buffer(x, False) if n else None for x, n in zip(inputs, call.needs, strict=False)]
     strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
-    of_grad = (grad.data_ptr(), *strides(grad.stride()))
-    places = [_NOTHING if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
+    grad_fields = (grad.data_ptr(), *strides(grad.stride()))
+    gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
     attempt: int | None = 0
     while attempt is not None:
-        attempt = library.backward(given, _record(problem, dtype, False, attempt, of_grad, lse, places), attempt)
+        attempt = library.backward(
+            given, _record(problem, dtype, False, attempt, grad_fields, lse, gradient_fields), attempt
+        )
     return [*found, None, None, None]
 
 
@@ -85,21 +88,22 @@ def _record(
     attempt: int,
     grad: tuple[int, ...],
     lse: Tensor | None,
-    places: Sequence[tuple[int, ...]],
+    gradient_fields: Sequence[tuple[int, ...]],
     rows: tuple[int, int] = (0, 0),
     bias: tuple[int, ...] = _NO_BIAS,
 ) -> bytes:
-    """The C record. grad, places of dq, dk, dv: `_place`; rows: where sinks and slopes go."""
+    """The C record. grad and gradient_fields (dq, dk, dv): see `_tensor_fields`; rows: addresses of the row sums for
+    sinks and slopes."""
     return _PACK(
         _SIZE,
         dtype,
         in_parts,
         attempt,
         *grad,
-        *(_NOTHING[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
-        *places[0],
-        *places[1],
-        *places[2],
+        *(_NO_TENSOR[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
+        *gradient_fields[0],
+        *gradient_fields[1],
+        *gradient_fields[2],
         *rows,
         problem.heads * problem.q_len,
         problem.q_len,
@@ -107,20 +111,20 @@ def _record(
     )
 
 
-def _place(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
-    """A record's fields of a tensor: where it lies, strides of batch, head and token."""
-    return _NOTHING if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
+def _tensor_fields(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
+    """A record's fields of a tensor: its address, and the strides of batch, head and token."""
+    return _NO_TENSOR if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
 
 
 def _unit_last(tensor: Tensor) -> Tensor:
-    """Itself where its last axis has stride 1, as the kernel takes it."""
+    """The tensor if its last axis has stride 1, as the kernel requires; else a copy."""
     if tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
     return tensor.contiguous()
 
 
 class _Gradients:
-    """The results, the buffers that the kernel fills, and the records that point to them."""
+    """The buffers that the kernel fills, the records that point to them, and the results."""
 
     def __init__(
         self, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool, attempt: int
@@ -131,7 +135,7 @@ class _Gradients:
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
         needs, layout = call.needs, problem.layout
         inputs = (tensors.q, tensors.k, tensors.v)
-        self._qkv = [_like(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
+        self._qkv = [_gradient_buffer(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
         self._sinks = torch.zeros(rows, device=grad_out.device) if needs[4] else None
@@ -166,9 +170,9 @@ class _Gradients:
             DTYPES[torch.float32 if self._in_parts else self._call.problem.dtype],
             self._in_parts,
             self._attempt,
-            _place(self._grad_out[:, :, rows]),
+            _tensor_fields(self._grad_out[:, :, rows]),
             None if lse is None else lse[:, :, rows],
-            (_place(None if dq is None else dq[:, :, rows]), _place(dk), _place(dv)),
+            (_tensor_fields(None if dq is None else dq[:, :, rows]), _tensor_fields(dk), _tensor_fields(dv)),
             (sinks, slopes),
             bias,
         )
@@ -180,9 +184,9 @@ class _Gradients:
         bias = sinks = slopes = None
         if self._bias is not None:
             assert tensors.bias is not None
-            bias = _summed_to(self._bias, tensors.bias.shape)
+            bias = _sum_to(self._bias, tensors.bias.shape)
         if self._sinks is not None:
-            sinks = _summed_to(self._sinks, (1, self._call.problem.heads, 1)).flatten()
+            sinks = _sum_to(self._sinks, (1, self._call.problem.heads, 1)).flatten()
         if self._slopes is not None:
             slopes = self._sum_of_slopes(self._slopes)
         for given, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
@@ -193,16 +197,16 @@ class _Gradients:
         slopes = self._tensors.alibi_slopes
         assert slopes is not None
         if slopes.dim() == 1:
-            return _summed_to(rows, (1, self._call.problem.heads, 1)).flatten()
+            return _sum_to(rows, (1, self._call.problem.heads, 1)).flatten()
         if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
-            return _summed_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
+            return _sum_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
         sequence = self._call.normal_form(self._tensors.q).q_sequence.clamp(0, slopes.shape[0] - 1).long()
         return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 
-def _like(tensor: Tensor, in_parts: bool) -> Tensor:
-    """Where the gradient of q, k or v goes: memory that lies as the tensor's own, or fp32 zeros for parts to be added
-    to."""
+def _gradient_buffer(tensor: Tensor, in_parts: bool) -> Tensor:
+    """The buffer of the gradient of q, k or v: uninitialised with the tensor's strides, or fp32 zeros if several kernel
+    calls add to it."""
     if in_parts:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
     gradient = torch.empty_like(tensor)
@@ -212,8 +216,8 @@ def _like(tensor: Tensor, in_parts: bool) -> Tensor:
     return gradient if unit else tensor.new_empty(tensor.shape)
 
 
-def _summed_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The sum over the axes that are 1 in `shape`, in an order that does not depend on threads."""
+def _sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The sum over the axes that are 1 in `shape`, in an order that does not depend on the number of threads."""
     over = [axis for axis, size in enumerate(shape) if size == 1 and tensor.shape[axis] != 1]
     if not over:
         return tensor

@@ -1,9 +1,8 @@
 """The reference: attention in readable PyTorch. It is the specification; every other backend matches it or refuses.
 
-`scores` and `attend` are the whole of the semantics for one block of query rows, as plain differentiable operations.
-Forward, backward and double backward loop over blocks of query rows, each against the keys that its rows may attend to,
-so that memory is O(S * block) and cost follows the allowed pairs. Gradients are those of `attend` itself, block by
-block.
+`scores` and `attend` define the semantics of one block of query rows as plain differentiable operations. Forward,
+backward and double backward loop over blocks of query rows, each with the keys that its rows may attend to, so that
+memory is O(S * block) and the cost follows the allowed pairs. Gradients are those of `attend`, computed block by block.
 
 Legend: B batch, H query heads, N key/value heads, R query rows of the block, K keys of the block, D head size.
 """
@@ -20,8 +19,8 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends.reference.block_gradients import Accumulators, gradients_of, leaves_of
-from undivided.backends.shared.block import Block, distance, document_ends, hide, must_part, row_slopes
+from undivided.backends.reference.block_gradients import Accumulators, leaf_gradients, make_leaves
+from undivided.backends.shared.block import Block, distance, document_ends, hide, needs_blocks_per_document, row_slopes
 from undivided.kernels import philox
 from undivided.machine import Machine
 from undivided.masks.normal_form import NormalForm
@@ -32,22 +31,23 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype, sink_factor
 
 SCORES_PER_BLOCK = 1 << 22
-"""Entries of the score matrix worked on at once. 16 MiB in fp32: several such temporaries stay near the last-level
+"""Entries of the score matrix computed at once. 16 MiB in fp32: several such temporaries fit in or near the last-level
 cache."""
 
-FEWEST_ROWS = 16
-"""Below this many query rows a block, split the heads rather than the rows."""
+MIN_ROWS = 16
+"""A block has at least this many query rows; if they do not fit, the heads are split."""
 
-MOST_ROWS = 256
-"""Query rows of a block under a mask: more would widen the keys that a window or a document needs."""
+MAX_ROWS = 256
+"""Query rows of a block under a mask. A larger block would need more keys per row under a window or documents."""
 
 
 class Scores(NamedTuple):
     """One block before its softmax.
 
-    score: [B, H, R, K], -inf where masked. v: [B, N, K, Dv] without what the mask hides.
-    some_row: rows that have a key, [B|1, H|1, R, 1]; None if all have. allowed: the pairs, [B|1, H|1, R, K]; None
-        for all.
+    score: [B, H, R, K], -inf where masked.
+    v: [B, N, K, Dv], 0 in keys that no row may attend to.
+    some_row: rows that have a key, [B|1, H|1, R, 1]; None if all have one.
+    allowed: the allowed pairs, [B|1, H|1, R, K]; None for all.
     """
 
     score: Tensor
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
 
 def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> Scores:
-    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; parts as `_slices` gives them."""
+    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; `parts` comes from `_slices`."""
     q, k, v, bias, _, slopes = parts
     assert q is not None and k is not None and v is not None
     some_row = None
@@ -77,16 +77,14 @@ def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
 
 
 def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, the specification.
+    """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, this is the specification.
 
     ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0
-    and -inf, whatever their (unspecified) contents.
+    and -inf, whatever they contain.
     """
     score, v, some_row, allowed = scores(block, call, tensors, parts)
     lse, weights = _softmax(score)
-    if (
-        allowed is not None
-    ):  # where a row's total is NaN they are, and would be in the gradients of keys that it does not see
+    if allowed is not None:  # a NaN in a row's total must not reach the gradients of keys that the row does not see
         weights = weights.masked_fill(~allowed, 0.0)
     sinks = parts[4]
     if sinks is not None:
@@ -95,12 +93,12 @@ def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
         kept = _kept(block, call, tensors)
         weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(call.dropout_p)
     out = _grouped_matmul(weights, v)
-    # a row without a key is 0 already: selected once more, so that whatever gradient comes back for it ends here
+    # a row without a key is already 0; torch.where stops the gradient that comes back to it
     return out if some_row is None else torch.where(some_row, out, 0.0), lse
 
 
 def score_blocks(call: Call, tensors: Tensors) -> Iterator[tuple[Block, Tensor]]:
-    """The masked scores, a block at a time: for what looks at scores and not at outputs."""
+    """The masked scores, block by block, for users that need scores and not outputs."""
     tensors = tensors.without_pages(call.pages, call.problem.layout)
     for block in _blocks(call, tensors):
         yield block, scores(block, call, tensors, _slices(block, call, tensors)).score
@@ -121,7 +119,7 @@ def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """[B, H, R, X] @ [B, N, X, Y]: each of the N right heads serves H / N left heads, and is never expanded."""
+    """[B, H, R, X] @ [B, N, X, Y]: each of the N right heads serves H / N left heads without being expanded."""
     batch, heads, rows, inner = left.shape
     kv_heads = right.shape[1]
     grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
@@ -129,7 +127,7 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) -> Tensor | None:
-    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None if every pair is. A bias of -inf counts as masked."""
+    """Allowed pairs of the block, bool [B|1, H|1, R, K]; None if all are. A bias of -inf counts as masked."""
     allowed = None
     if not call.mask.is_full:
         normal = call.normal_form(tensors.q)
@@ -151,62 +149,63 @@ def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
     heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
     return philox.keep(
         call.dropout_seed,
-        block.of_rows(normal.q_sequence)[:, None, :, None],
+        block.slice_rows(normal.q_sequence)[:, None, :, None],
         heads[None, :, None, None],
-        block.of_rows(normal.q_position)[:, None, :, None],
-        block.of_keys(normal.kv_position)[:, None, None, :],
+        block.slice_rows(normal.q_position)[:, None, :, None],
+        block.slice_keys(normal.kv_position)[:, None, None, :],
         call.dropout_p,
     )
 
 
 def _blocks(
-    call: Call, tensors: Tensors, of_rows: Sequence[Tensor] = (), of_keys: Sequence[Tensor] = ()
+    call: Call, tensors: Tensors, row_tensors: Sequence[Tensor] = (), key_tensors: Sequence[Tensor] = ()
 ) -> Iterator[Block]:
-    """All blocks, in order. Together their (batch, head, row) triples are every triple once.
+    """All blocks, in order. Together they cover every (batch, head, row) once.
 
-    of_rows, of_keys: what a block multiplies besides q, k and v, [B, H, Sq, D] and [B, N, Sk, D].
+    row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D]: what a block multiplies besides q, k and v.
     """
     problem = call.problem
     normal = None if call.mask.is_full else call.normal_form(tensors.q)
     batches = problem.batch
-    apart = normal is not None and must_part(call, tensors, normal, of_rows, of_keys)
-    if apart or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+    per_document = normal is not None and needs_blocks_per_document(call, tensors, normal, row_tensors, key_tensors)
+    if per_document or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
         batch = slice(b, b + batches)
-        # a row of scores is as long as the keys that its block needs: heads are split only where that is too long
+        # heads are split only if the rows of scores, which are as long as the block's keys, are too long
         group = problem.heads // problem.kv_heads
         heads = _heads_per_block(problem, normal, batch)
         for n in range(0, problem.kv_heads, heads):
             kv_heads = slice(n, min(n + heads, problem.kv_heads))
             most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
-            for rows, keys in _row_blocks(problem, normal, batch, most, apart):
+            for rows, keys in _row_blocks(problem, normal, batch, most, per_document):
                 yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
 
 
 def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
-    """How many key/value heads fit with the fewest rows; each alone costs a loop of its own."""
+    """How many key/value heads fit into a block of MIN_ROWS rows; fewer heads per block mean more iterations."""
     width: int = 1
-    for start in range(0, problem.q_len, MOST_ROWS):
-        keys = _keys(normal, problem, batch, slice(start, min(start + FEWEST_ROWS, problem.q_len)))
+    for start in range(0, problem.q_len, MAX_ROWS):
+        keys = _keys(normal, problem, batch, slice(start, min(start + MIN_ROWS, problem.q_len)))
         width = max(width, int(keys.stop) - int(keys.start))
-    per_head = width * FEWEST_ROWS * (problem.heads // problem.kv_heads) * int(batch.stop - batch.start)
+    per_head = width * MIN_ROWS * (problem.heads // problem.kv_heads) * int(batch.stop - batch.start)
     return min(max(SCORES_PER_BLOCK // per_head, 1), problem.kv_heads)
 
 
 def _row_blocks(
-    problem: Problem, normal: NormalForm | None, batch: slice, most: int, apart: bool
+    problem: Problem, normal: NormalForm | None, batch: slice, most: int, per_document: bool
 ) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys) with at most about `most` pairs each, and not fewer than FEWEST_ROWS rows, or of one document."""
-    ends = document_ends(normal, batch) if normal is not None and apart else [problem.q_len]
-    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MOST_ROWS)
+    """(rows, keys) with at most about `most` pairs each, but at least MIN_ROWS rows; a block per document if
+    `per_document`."""
+    ends = document_ends(normal, batch) if normal is not None and per_document else [problem.q_len]
+    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MAX_ROWS)
     while start < problem.q_len:
         end = ends[bisect.bisect_right(ends, start)]
         rows = slice(start, min(start + size, end))
         keys = _keys(normal, problem, batch, rows)
         pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
-        if pairs > most and rows.stop - rows.start > FEWEST_ROWS:
-            size = max(most // (keys.stop - keys.start), FEWEST_ROWS)
+        if pairs > most and rows.stop - rows.start > MIN_ROWS:
+            size = max(most // (keys.stop - keys.start), MIN_ROWS)
             rows = slice(start, min(start + size, end))
             keys = _keys(normal, problem, batch, rows)
         yield rows, keys
@@ -214,14 +213,14 @@ def _row_blocks(
 
 
 def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
-    """The keys that these rows need. All of them where asking would wait for a device, or a mode traces values."""
+    """The keys that these rows need; all keys if reading the ranges would wait for a device or be traced."""
     if normal is None or not readable(normal.ranges):
         return slice(0, problem.kv_len)
     return slice(*normal.hull(batch, rows))
 
 
 def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
-    """The block of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
+    """The block's slice of every input, in the precision of the softmax: q [B, H, R, D], k, v [B, N, K, D], bias
     [B|1, H|1, R|1, K|1], sinks [H], slopes [B|1, H, R|1, 1]."""
     problem = call.problem
     precision = lse_dtype(problem.dtype)
@@ -232,7 +231,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],
         v[block.batch, block.kv_heads, block.keys],
-        None if tensors.bias is None else block.of_pairs(tensors.bias),
+        None if tensors.bias is None else block.slice_pairs(tensors.bias),
         None if tensors.sinks is None else tensors.sinks[block.heads],
         None if slopes is None else row_slopes(slopes, block, normal),
     ]
@@ -240,14 +239,14 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
 
 
 def composite(call: Call, tensors: Tensors) -> Result:
-    """The reference as differentiable tensor operations throughout: for forward mode, vmap and higher derivatives."""
+    """The reference without in-place writes, so that forward mode, vmap and higher derivatives work."""
     problem = call.problem
     tensors = tensors.without_pages(call.pages, problem.layout)
     blocks = list(_blocks(call, tensors))
     if not blocks:
         return _empty_result(call, tensors).in_layout(problem.layout)
     parts = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
-    # blocks come ordered by batch, then heads, then rows: concatenate inside out
+    # blocks are ordered by batch, then heads, then rows: concatenate rows first
     for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
         parts, blocks = _concatenate(parts, blocks, axis, start)
     out, lse = parts[0]
@@ -279,7 +278,7 @@ def _empty_result(call: Call, tensors: Tensors) -> Result:
 
 
 class Reference(Backend):
-    """PyTorch operations, blockwise; runs every problem."""
+    """PyTorch operations, block by block; runs every problem."""
 
     name = "reference"
     family = "math"
@@ -297,7 +296,7 @@ class Reference(Backend):
         return 100
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
-        """Blocks of query rows, each written where it belongs."""
+        """Attention, block by block."""
         problem = call.problem
         tensors = tensors.without_pages(call.pages, problem.layout)
         result = _empty_result(call, tensors)
@@ -319,7 +318,7 @@ class Reference(Backend):
         out_BHSD = layout.heads_first(result.out, problem.layout)
         for block in _blocks(call, tensors, [grad_out_BHSD]):
             with torch.enable_grad():
-                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)
             where = (block.batch, block.heads, block.rows)
             outputs, grads = [out], [grad_out_BHSD[where].to(out.dtype)]
@@ -328,8 +327,8 @@ class Reference(Backend):
                 grads.append(grad_lse[where].to(lse.dtype))
             if "partial" in problem.features:
                 whole = Result(out_BHSD[where].to(out.dtype), result.lse[where].to(lse.dtype))
-                outputs, grads = [out, lse], _of_part(Result(out, lse), whole, grads)
-            sums.add(block, gradients_of(outputs, grads, leaves))
+                outputs, grads = [out, lse], _partial_gradients(Result(out, lse), whole, grads)
+            sums.add(block, leaf_gradients(outputs, grads, leaves))
         return sums.finish()
 
     def double_backward(
@@ -356,20 +355,20 @@ class Reference(Backend):
         for block in _blocks(call, tensors, [grad_out_BHSD, outer_q], outer_kv):
             where = (block.batch, block.heads, block.rows)
             with torch.enable_grad():
-                leaves = leaves_of(_slices(block, call, tensors), call.needs)
+                leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)
                 grads = [grad_out_BHSD[where].to(precision).requires_grad_()]
                 outputs = [out]
                 if grad_lse is not None:
                     outputs.append(lse)
                     grads.append(grad_lse[where].detach().clone().requires_grad_())
-                inner = gradients_of(outputs, grads, leaves, create_graph=True)
+                inner = leaf_gradients(outputs, grads, leaves, create_graph=True)
             pairs = [
                 (g, o)
                 for g, o in zip(inner, _slices(block, call, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
             ]
-            found = gradients_of([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            found = leaf_gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
             sums.add(block, found[: len(leaves)])
             layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
             if for_grad_lse is not None:
@@ -377,8 +376,8 @@ class Reference(Backend):
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
 
 
-def _of_part(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a part's (out, lse) from those of the whole that it was merged into; out is [B, H, R, Dv].
+def _partial_gradients(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a part's (out, lse) from those of the result that it was merged into; out is [B, H, R, Dv].
 
     The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
     lse)``.

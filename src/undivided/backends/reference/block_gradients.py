@@ -14,29 +14,29 @@ from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
 
 
-def leaves_of(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Detached copies of what is there, of which those that are needed record."""
+def make_leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Detached tensors, None if there is none; those whose gradient is needed require it."""
     return [None if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
 
 
-def gradients_of(
+def leaf_gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], create_graph: bool = False
 ) -> list[Tensor | None]:
-    """torch.autograd.grad that passes over leaves that are None, need no gradient, or are not reached."""
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    """`torch.autograd.grad` with None for leaves that are None, need no gradient, or do not influence the outputs."""
+    inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-    if not wanted or not reached:
+    if not inputs or not reached:
         return [None] * len(leaves)
-    found = iter(
+    gradients = iter(
         torch.autograd.grad(
-            [o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True, create_graph=create_graph
+            [o for o, _ in reached], inputs, [g for _, g in reached], allow_unused=True, create_graph=create_graph
         )
     )
-    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+    return [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
 class Accumulators:
-    """Gradients of (q, k, v, bias, sinks, alibi_slopes) being summed over blocks, in the precision of the softmax."""
+    """Sums over blocks of the gradients of (q, k, v, bias, sinks, alibi_slopes), in the precision of the softmax."""
 
     def __init__(self, call: Call, tensors: Tensors) -> None:
         problem = call.problem
@@ -48,7 +48,7 @@ class Accumulators:
         ]
 
     def add(self, block: Block, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one block, shaped as the reference slices the inputs."""
+        """Add the gradients of one block, in the shapes of its slices (`_slices`)."""
         for i, gradient in enumerate(gradients):
             total = self._sums[i]
             if gradient is None or total is None:
@@ -57,7 +57,7 @@ class Accumulators:
                 heads, span = (block.heads, block.rows) if i == 0 else (block.kv_heads, block.keys)
                 layout.heads_first(total, self._call.problem.layout)[block.batch, heads, span] += gradient
             elif i == 3:
-                block.of_pairs(total).add_(gradient)
+                block.slice_pairs(total).add_(gradient)
             elif i == 4:
                 total[block.heads] += gradient
             else:
@@ -69,12 +69,12 @@ class Accumulators:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
         normal = self._call.normal_form(self._tensors.q)
-        sequence = block.of_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
+        sequence = block.slice_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
         total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> list[Tensor | None]:
-        """In the dtypes of the inputs."""
+        """The sums in the dtypes of the inputs."""
         return [
             None if total is None or t is None else total.to(t.dtype)
             for total, t in zip(self._sums, self._tensors, strict=True)

@@ -1,1 +1,2 @@
-"""What several backends share: blocks of the score matrix, rules of cuDNN and flash-attn, tensors on a GPU."""
+"""Code that several backends share: blocks of the score matrix, rules of cuDNN and flash-attn, adapters of GPU
+kernels."""

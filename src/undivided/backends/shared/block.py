@@ -1,4 +1,4 @@
-"""A block of the score matrix: query rows against the slice of keys that they need, and what the mask says there.
+"""A block of the score matrix: query rows, the slice of keys that they need, and their allowed pairs.
 
 Shared by the backends that work block by block. Legend: B batch, H query heads, N key/value heads, R rows, K keys.
 """
@@ -30,32 +30,32 @@ class Block:
     rows: slice
     keys: slice
 
-    def of_rows(self, table: Tensor) -> Tensor:
+    def slice_rows(self, table: Tensor) -> Tensor:
         """The block's rows of a [B|1, Sq] table."""
         return table[self.batch if table.shape[0] > 1 else slice(None), self.rows]
 
-    def of_keys(self, table: Tensor) -> Tensor:
+    def slice_keys(self, table: Tensor) -> Tensor:
         """The block's keys of a [B|1, Sk] table."""
         return table[self.batch if table.shape[0] > 1 else slice(None), self.keys]
 
-    def of_pairs(self, tensor: Tensor) -> Tensor:
+    def slice_pairs(self, tensor: Tensor) -> Tensor:
         """The block of a broadcast [B|1, H|1, Sq|1, Sk|1] tensor, a view."""
-        wanted = (self.batch, self.heads, self.rows, self.keys)
-        return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, tensor.shape, strict=True))]
+        slices = (self.batch, self.heads, self.rows, self.keys)
+        return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape, strict=True))]
 
     def allowed(self, normal: NormalForm) -> Tensor:
         """The allowed pairs, bool [B|1, H|1, R, K]."""
         return normal.allowed(self.batch, self.rows, self.keys, self.heads)
 
     def is_covered(self, normal: NormalForm) -> bool:
-        """Whether every pair is allowed. Elsewhere than on the CPU asking would wait for the device: no."""
+        """Whether every pair is known to be allowed; False if finding out would wait for a device."""
         return readable(normal.ranges) and normal.covers(self.batch, self.rows, self.keys)
 
 
 def distance(block: Block, normal: NormalForm) -> Tensor:
     """|i + d - j| within the sequence, [B|1, 1, R, K]."""
-    rows = block.of_rows(normal.q_position) + block.of_rows(normal.shift)
-    return (rows[:, None, :, None] - block.of_keys(normal.kv_position)[:, None, None, :]).abs()
+    rows = block.slice_rows(normal.q_position) + block.slice_rows(normal.shift)
+    return (rows[:, None, :, None] - block.slice_keys(normal.kv_position)[:, None, None, :]).abs()
 
 
 def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tensor:
@@ -63,32 +63,32 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
     if slopes.dim() == 1:
         return slopes[block.heads][None, :, None, None]
     assert normal is not None
-    sequence = block.of_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
+    sequence = block.slice_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
     return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
 
 
-def must_part(
-    call: Call, tensors: Tensors, normal: NormalForm, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+def needs_blocks_per_document(
+    call: Call, tensors: Tensors, normal: NormalForm, row_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor]
 ) -> bool:
-    """Whether documents get blocks of their own: something that they use is not finite, and 0 * NaN is NaN.
+    """Whether no block may mix documents: values that they use are not finite, and 0 * NaN is NaN.
 
-    On the CPU alone: elsewhere looking would wait for the device, and under tracing there is nothing to look at.
+    Only on the CPU: elsewhere reading values would wait for the device, and under tracing there are none.
     """
     problem = call.problem
     if not problem.mask.kinds & DOCUMENTS or is_traced():
         return False
     q, k, v = tensors.heads_first(call.problem.layout)
-    if not readable(q, k, v, *of_rows, *of_keys):
+    if not readable(q, k, v, *row_tensors, *key_tensors):
         return False
-    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *of_rows, *of_keys)):
+    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *row_tensors, *key_tensors)):
         return False
     rows = normal.rows_allowed.flatten(0, -2).any(0)
-    used = [t[:, :, rows] for t in (q, *of_rows)] + [t[:, :, normal.keys_allowed] for t in (k, v, *of_keys)]
+    used = [t[:, :, rows] for t in (q, *row_tensors)] + [t[:, :, normal.keys_allowed] for t in (k, v, *key_tensors)]
     return not all(bool(torch.isfinite(t).all()) for t in used)
 
 
 def document_ends(normal: NormalForm, batch: slice) -> list[int]:
-    """Where each document's rows end: between neighbours that share no key. After every row if ids decide. For CPU
+    """The end of each document's rows: between neighbours that share no key; after every row if ids decide. For CPU
     tensors.
 
     >>> form = NormalForm(torch.tensor([[[0, 2], [0, 2], [2, 3]]], dtype=torch.int32), kv_len=3)
@@ -107,10 +107,10 @@ def document_ends(normal: NormalForm, batch: slice) -> list[int]:
 
 
 def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Zero what no pair of the block uses: (q, k, v, rows with a key [B|1, H|1, R, 1], or None if all have one).
+    """q, k and v with 0 where no allowed pair uses them, and the rows that have a key, [B|1, H|1, R, 1] (None if all).
 
-    Outside the mask anything may stand, NaN included, and 0 * NaN is NaN: select before multiplying. q is [B, H, R, D],
-    k and v are [B, N, K, D]. On the CPU, where looking costs nothing, what is used throughout is not copied.
+    Memory outside the mask may hold NaN, and 0 * NaN is NaN: select before multiplying. q is [B, H, R, D], k and v are
+    [B, N, K, D]. On the CPU, where reading values costs nothing, a tensor that is used entirely is not copied.
     """
     some_row, some_key = allowed.any(-1, keepdim=True), allowed.any(-2)
     if some_key.shape[1] > 1:

@@ -1,8 +1,8 @@
-"""What each version of cuDNN can run, as reasons. One place for `torch_cudnn` and `cudnn`.
+"""What each version of cuDNN can run, as reasons; for the backends `torch_cudnn` and `cudnn`.
 
-Sources: cudnn-frontend 1.23 (node/sdpa_support_surface.h, node/scaled_dot_product_flash_attention.h) and, where the
-frontend leaves a combination to the execution plans, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp).
-Where the two differ the stricter one stands.
+Sources: cudnn-frontend 1.23 (node/sdpa_support_surface.h, node/scaled_dot_product_flash_attention.h) and, for
+combinations that the frontend leaves to the execution plans, TransformerEngine 2.20 (common/fused_attn/fused_attn.cpp).
+If they differ, the stricter one applies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ Capability = tuple[int, int]
 
 
 def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False) -> list[str]:
-    """Every reason why this machine's cuDNN cannot run the problem; `plain`: at most a top-left causal mask and
-    documents."""
+    """Every reason why this machine's cuDNN cannot run the problem.
+
+    plain: the caller supports only top-left causal masks and documents, so that rules of other masks are skipped.
+    """
     version, capability = machine.version("cudnn"), machine.compute_capability
     if version is None:
         return [f"cuDNN {format_version(oldest)} or later is not installed"]
@@ -70,15 +72,16 @@ def _length_reasons(problem: Problem, version: Version) -> list[str]:
 
 
 def _one_query_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
-    """Source: PyTorch's guard (native/cudnn/MHA.cpp, `check_cudnn_sdpa_decode`). Of documents, cuDNN is told 128
-    queries."""
+    """Versions that compute a single query wrongly. Documents are not affected: their length is rounded up to 128.
+
+    Source: PyTorch's guard (native/cudnn/MHA.cpp, `check_cudnn_sdpa_decode`).
+    """
     wrong = (9, 19) <= version[:3] <= (9, 25, 0) and version[:3] != (9, 24, 1)
     if not wrong or capability[0] not in (10, 11) or problem.q_len != 1 or problem.documents is not None:
         return []
     return [
-        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong "
-        f"attention, as all from 9.19 "
-        "to 9.25.0 but 9.24.1: pytorch issue 193893)"
+        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong attention, as do 9.19 "
+        "to 9.25.0 except 9.24.1: pytorch issue 193893)"
     ]
 
 
@@ -107,7 +110,7 @@ def _training_limit(problem: Problem, version: Version, capability: Capability) 
             return "max 256 with gradients"
         unequal = sizes[0] != sizes[1] and min(sizes) >= 128 and sizes != (192, 128)
         broken = unequal and version >= (9, 11)
-        return "no gradients for unequal sizes of 128 and more but 192/128 from 9.11" if broken else None
+        return "no gradients for unequal sizes of 128 and more except 192/128 from 9.11" if broken else None
     if capability[0] >= 10 and sizes == (192, 128):
         return None if version >= (9, 11) else "192/128 with gradients from 9.11"
     if capability[0] == 10 and sizes == (256, 256):
@@ -147,7 +150,7 @@ def _mask_reasons(problem: Problem, version: Version, capability: Capability) ->
     elif mask.right != 0 and version < (9, 10, 2):
         found.append(f"a window that is not causal ({have(version)}; from 9.10.2)")
     if not padded and problem.q_len > problem.kv_len:
-        found.append("a sliding window with more queries than keys (max as many)")
+        found.append("a sliding window with more queries than keys (at most as many)")
     if version[:3] == (9, 14, 0) and mask.right != 0 and problem.kv_len > 1024:
         found.append("a window that is not causal over more than 1024 keys (cuDNN 9.14.0; 9.14.1 fixes it)")
     return found
@@ -163,7 +166,7 @@ def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> l
     if problem.documents is not None and None not in problem.documents:
         q_len, kv_len = problem.documents[1] or 0, problem.documents[2] or 0
     if q_len > kv_len:
-        found.append("bottom-right alignment with more queries than keys (max as many)")
+        found.append("bottom-right alignment with more queries than keys (at most as many)")
     if version < (9, 7):
         for name, length in (("query", q_len), ("key", kv_len)):
             if length % 64:
@@ -182,11 +185,11 @@ def _packed_reasons(problem: Problem, version: Version, capability: Capability) 
     found = []
     if capability < (9, 0):
         found.append(f"packed documents on compute capability {dotted(capability)} (min 9.0)")
-    if capability >= (12, 0):  # its statistics cannot be packed there
+    if capability >= (12, 0):  # statistics cannot be packed there
         found.append(f"packed documents on compute capability {dotted(capability)} (9.0 to 11.0)")
     if version < (9, 1):
         found.append(f"packed documents ({have(version)}; from 9.1)")
-    elif version < (9, 6):  # before 9.6 the offsets and statistics are those of a padded batch
+    elif version < (9, 6):  # before 9.6 offsets and statistics have the layout of a padded batch
         found.append(f"packed documents ({have(version)}; this library writes them for 9.6 and later)")
     return found
 

@@ -1,4 +1,4 @@
-"""What FlashAttention 2, 3 and 4 can run, as limits and reasons: as packages, and 3 and 4 behind PyTorch's operators.
+"""What FlashAttention 2, 3 and 4 can run, as limits and reasons: as packages, and 3 and 4 activated in PyTorch.
 
 Source: Dao-AILab/flash-attention (csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, flash_attn/cute/interface.py);
 TransformerEngine 2.20 (pytorch/attention/dot_product_attention/utils.py) for windows with head size 256 in version 4.
@@ -14,8 +14,8 @@ from undivided.request.problem import Problem
 _NO_DROPOUT = {"dropout": "it draws its own pattern"}
 
 
-def more_2(problem: Problem, machine: Machine) -> list[str]:
-    """What the limits of version 2 cannot say."""
+def extra_reasons_2(problem: Problem, machine: Machine) -> list[str]:
+    """The rules of version 2 that `LIMITS_2` cannot express."""
     found = gpu.large_head_reasons(problem, machine)
     version, capability = machine.version("flash_attn"), machine.compute_capability
     if capability is not None and capability >= (10, 0) and version is not None and version < (2, 8):
@@ -34,8 +34,8 @@ def more_2(problem: Problem, machine: Machine) -> list[str]:
     return found
 
 
-def more_3(problem: Problem, machine: Machine) -> list[str]:
-    """What the limits of version 3 cannot say."""
+def extra_reasons_3(problem: Problem, machine: Machine) -> list[str]:
+    """The rules of version 3 that `LIMITS_3` cannot express."""
     found = []
     qk, v = problem.qk_dim, problem.v_dim
     if qk != v and not ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512)):
@@ -49,8 +49,8 @@ def more_3(problem: Problem, machine: Machine) -> list[str]:
     return found
 
 
-def more_4(problem: Problem, machine: Machine) -> list[str]:
-    """What the limits of version 4 cannot say."""
+def extra_reasons_4(problem: Problem, machine: Machine) -> list[str]:
+    """The rules of version 4 that `LIMITS_4` cannot express."""
     found = _sizes_4(problem, machine)
     major = (machine.compute_capability or (0, 0))[0]
     backward = "backward" in problem.features
@@ -68,7 +68,7 @@ def more_4(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _sizes_4(problem: Problem, machine: Machine) -> list[str]:
-    """Head sizes of version 4 by architecture (`_validate_head_dims`); 8.x and 12.x are held to the standard range."""
+    """Head sizes of version 4 by architecture (`_validate_head_dims`); on 8.x and 12.x only the standard range."""
     major, sizes = (machine.compute_capability or (0, 0))[0], (problem.qk_dim, problem.v_dim)
     text = f"head_dim={sizes[0]}" + (f", value_dim={sizes[1]}" if sizes[0] != sizes[1] else "")
     on = gpu.capability_text(machine)

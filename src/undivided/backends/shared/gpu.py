@@ -1,8 +1,7 @@
-"""What the adapters of GPU kernels share: the order to try them in, bands, documents, rows without keys, garbage.
+"""What the adapters of GPU kernels share: default ranks, bands, documents, rows without keys, garbage.
 
-Kernels differ in how they say "this row has no key" (a log-sum-exp of +inf, of -inf, or nothing at all) and in whether
-a NaN in memory that they mask can reach a result. The rules are the design's: output 0, lse = -inf, no garbage. They
-are applied here, once.
+For a row without keys, kernels write a log-sum-exp of +inf, of -inf, or nothing; and in some a NaN in memory that they
+mask reaches the result. The specification requires output 0, lse = -inf and no garbage; this file ensures it.
 
 Legend: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size, T tokens.
 """
@@ -28,11 +27,12 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 # The default ranks, used if nothing was measured (`undivided.selection.measured`): lower first, the reference is 100.
 # Sources:
-# - sm90 and sm10x: PyTorch puts cuDNN before flash where cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
-#   check_prefer_cudnn_attention), and TransformerEngine drops flash where cuDNN can run (get_attention_backend).
-# - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90. - the package before PyTorch's
-# copy of the same kernel: newer; efficient after flash: "universally faster" (sdp_utils.cpp). - flex last of all: it is
-# the general one.
+# - sm90 and sm10x: PyTorch puts cuDNN before flash if cuDNN is later than 9.15.0 (aten, cuda/sdp_utils.cpp,
+#   check_prefer_cudnn_attention), and TransformerEngine drops flash if cuDNN can run (get_attention_backend).
+# - elsewhere flash first: PyTorch's default order, and TransformerEngine's below sm90.
+# - the flash-attn package before PyTorch's copy of the same kernel, which is older; efficient after flash, which is
+#   "universally faster" (sdp_utils.cpp).
+# - flex last, because it is the most general.
 _CUDNN_FIRST = {
     "cudnn": 10,
     "torch_cudnn": 12,
@@ -55,7 +55,7 @@ _CUDNN_FIRST_AFTER: Version = (9, 15, 0)
 
 
 def rank(name: str, machine: Machine) -> float:
-    """Where the backend of this name stands on this machine."""
+    """The default rank of this backend on this machine."""
     capability, cudnn = machine.compute_capability, machine.version("cudnn")
     prefer = capability is not None and capability[0] in (9, 10) and cudnn is not None and cudnn > _CUDNN_FIRST_AFTER
     return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
@@ -71,12 +71,12 @@ def no_gpu(machine: Machine) -> str | None:
 
 
 def hip_reasons(problem: Problem, machine: Machine) -> list[str]:
-    """What `no_gpu` says of an AMD GPU, as a reason."""
+    """The reason against an AMD GPU, as a list."""
     return [reason] if machine.hip and problem.device == "cuda" and (reason := no_gpu(machine)) else []
 
 
 def size_reasons(problem: Problem) -> list[str]:
-    """Kernels are not asked for nothing: a size of 0 belongs to the reference."""
+    """Reasons against sizes of 0, which GPU kernels do not support and the reference does."""
     sizes = {"batch": problem.batch, "query length": problem.q_len, "key length": problem.kv_len}
     if problem.documents is not None:
         sizes["number of documents"] = problem.documents[0]
@@ -104,23 +104,23 @@ def band(call: Call, tensors: Tensors) -> tuple[int | None, int | None]:
 
 
 def flash_band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
-    """(causal, left, right) as flash-attention wants them: -1 is unbounded, causal is the window (-1, 0)."""
+    """(causal, left, right) in the convention of flash-attn: -1 is unbounded, causal is the window (-1, 0)."""
     left, right = band(call, tensors)
     return (left is None and right == 0), -1 if left is None else left, -1 if right is None else right
 
 
 def documents(call: Call, tensors: Tensors) -> Documents | None:
-    """The packed documents of the mask, if any."""
+    """The packed documents of the mask; None if there are none."""
     return next((part for part in call.mask.parts if isinstance(part, Documents)), None)
 
 
 def offsets(tensor: Tensor, like: Tensor) -> Tensor:
-    """Cumulative lengths as kernels read them: int32, contiguous, on the tensors' device."""
+    """Lengths or cumulative lengths as kernels read them: int32, contiguous, on the device of `like`."""
     return tensor.to(device=like.device, dtype=torch.int32).contiguous()
 
 
 def longest(problem: Problem) -> tuple[int, int]:
-    """The longest query and key length of any document; an upper bound where only the device knows."""
+    """The longest query and key length of any document; an upper bound if only the device knows the lengths."""
     _, q, kv = problem.documents or (0, None, None)
     return min(q or problem.q_len, problem.q_len), min(kv or problem.kv_len, problem.kv_len)
 
@@ -137,28 +137,29 @@ def packing(call: Call, tensors: Tensors) -> dict[str, Any]:
 
 
 def views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v as [B, S, H, D], or as [T, H, D] where documents are packed."""
+    """q, k, v as [B, S, H, D], or as [T, H, D] if documents are packed."""
     problem = call.problem
     found = tuple(layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
     return found if documents(call, tensors) is None else tuple(t[0] for t in found)
 
 
-def cleaned_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """`views` with 0 where no pair reads them; see `cleaned`."""
+def clean_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
+    """`views` with 0 where no pair reads them; see `clean_tensors`."""
     if documents(call, tensors) is None:
         return views(call, tensors)
-    return tuple(t[0] for t in cleaned(call, tensors, call.normal_form(tensors.q)))
+    return tuple(t[0] for t in clean_tensors(call, tensors, call.normal_form(tensors.q)))
 
 
 def has_rows_without_keys(problem: Problem) -> bool:
-    """Whether a row may have no key: anything but a full mask, or a band that always holds the diagonal."""
+    """Whether a row may have no key: not under a full mask, nor under a causal mask that always allows one key."""
     if problem.mask.kinds - {"causal", "window"}:
         return True
     return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
 
 
-def settle(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
-    """Rows without keys get output 0 and lse = -inf, whatever the kernel wrote there. In place for `out`."""
+def fix_empty_rows(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) with output 0 and lse = -inf in rows without keys, whatever the kernel wrote there. In place for
+    `out`."""
     lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
     return (out_BSHD, lse) if form is None else blank(out_BSHD, lse, rows_without_keys(form))
 
@@ -170,14 +171,16 @@ def rows_without_keys(form: NormalForm) -> Tensor:
 
 
 def blank(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """Output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
+    """(out, lse) with output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
     out_BSHD.masked_fill_(_over_rows(empty_BHS), 0.0)
     return out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf)
 
 
 def closed_rows(call: Call, tensors: Tensors) -> Tensor:
-    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq]: no mask, or one from key 0
-    on."""
+    """Rows whose bias is -inf for every key that the mask allows, bool [1|B, 1|H, Sq].
+
+    For calls without a mask, and for masks whose ranges begin at key 0.
+    """
     problem = call.problem
     assert tensors.bias is not None
     is_open = tensors.bias > -torch.inf
@@ -188,15 +191,15 @@ def closed_rows(call: Call, tensors: Tensors) -> Tensor:
 
 
 def for_kernel(lse_BHS: Tensor) -> Tensor:
-    """The lse as backward kernels need it: +inf where a row has no key, so that exp(score - lse) is 0, never NaN."""
+    """The lse as backward kernels need it: +inf if a row has no key, so that exp(score - lse) is 0 and never NaN."""
     return lse_BHS.masked_fill(lse_BHS == -torch.inf, torch.inf).contiguous()
 
 
 def without_sinks(lse_BHS: Tensor, sinks: Tensor) -> Tensor:
-    """The log-sum-exp of the keys alone, of one that a kernel took over keys and sinks [H].
+    """The log-sum-exp over keys alone, computed from a kernel's log-sum-exp over keys and sinks [H].
 
-    Where the sink outweighs the keys this loses digits, which `with_sinks` adds back to the sink: the round trip is
-    exact to rounding, the value itself is not to be handed out.
+    If the sink outweighs the keys, digits are lost. The round trip through `with_sinks` is exact to rounding, but the
+    value itself must not be returned to the caller.
     """
     sink = sinks.to(lse_BHS.dtype).unsqueeze(-1)
     return lse_BHS + torch.log1p(-torch.exp((sink - lse_BHS).clamp(max=0.0)))
@@ -212,7 +215,7 @@ _MAY_HOLD_GARBAGE = frozenset({"lengths", "q_lengths", "starts", "documents", "p
 
 
 def used_keys(form: NormalForm) -> Tensor:
-    """Keys that the ranges of any row hold, bool [B|1, Sk]; O(S)."""
+    """Keys that lie in the ranges of at least one row, bool [B|1, Sk]; O(S)."""
     steps = torch.zeros(form.ranges.shape[0], form.kv_len + 1, dtype=torch.int32, device=form.ranges.device)
     for column in range(0, form.ranges.shape[-1], 2):
         start, stop = form.ranges[..., column].long(), form.ranges[..., column + 1].long()
@@ -221,14 +224,14 @@ def used_keys(form: NormalForm) -> Tensor:
     return steps.cumsum(1)[:, :-1] > 0
 
 
-def cleaned(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
+def clean_tensors(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as [B, S, H, D], with 0 where no pair reads them: for kernels that multiply what they mask by 0.
 
-    A copy of each, and only where the mask says that memory may lie outside the real lengths.
+    Copies, unless the mask leaves no memory outside the real lengths.
     """
     problem = call.problem
     q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
-    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _fills_everything(call, tensors):
+    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _nothing_to_clear(call, tensors):
         return q, k, v
     unused = ~used_keys(form)[..., None, None]
     return clear_rows(q, form), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
@@ -240,7 +243,7 @@ def clear_rows(rows_BSHD: Tensor, form: NormalForm) -> Tensor:
 
 
 def clear_rows_(rows_BSHD: Tensor, form: NormalForm) -> Tensor:
-    """The same in place, for gradients that a kernel leaves unwritten there."""
+    """0, in place, in the rows that have no key: kernels do not write their gradients."""
     return rows_BSHD.masked_fill_(_over_rows(rows_without_keys(form)), 0.0)
 
 
@@ -249,17 +252,15 @@ def _over_rows(marked_BHS: Tensor) -> Tensor:
 
 
 def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """0, in place, for tokens after the last document, which kernels leave unwritten: [.., T, H, D]."""
+    """0, in place, for tokens after the last document, which kernels do not write: [.., T, H, D]."""
     tail = torch.arange(grad.shape[-3], device=grad.device) >= cu_seqlens[-1]
     return grad.masked_fill_(tail[:, None, None], 0.0)
 
 
-def _fills_everything(call: Call, tensors: Tensors) -> bool:
-    """Whether documents on the CPU are known to leave nothing to clear: every token in one, as many queries as keys in
-    each.
+def _nothing_to_clear(call: Call, tensors: Tensors) -> bool:
+    """Whether every token is in a document with as many queries as keys; known only if the lengths are on the CPU.
 
-    With other lengths a document may have queries and no keys, rows that hold what they like and share a tile with
-    others.
+    Otherwise a document may have queries and no keys; its rows may hold garbage and share a tile with other documents.
     """
     problem = call.problem
     found = documents(call, tensors)
@@ -274,7 +275,7 @@ def _fills_everything(call: Call, tensors: Tensors) -> bool:
 
 @contextmanager
 def deterministic(problem: Problem) -> Iterator[None]:
-    """PyTorch's kernels take determinism from the process' flag alone; set it for one call."""
+    """Sets PyTorch's global determinism flag for one call: its kernels read nothing else."""
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     if not problem.deterministic or before == (True, False):
         yield
@@ -287,14 +288,15 @@ def deterministic(problem: Problem) -> Iterator[None]:
 
 
 _ALIGNMENT = 16
-"""Bytes. cuDNN's kernels load that much at once and check neither strides nor addresses (`aligned`)."""
+"""Bytes that cuDNN's kernels load at once, without checking strides or addresses (`align`)."""
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its rows do not start at multiples of 16 bytes.
+def align(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its rows do not start at multiples of 16 bytes.
 
-    On a misaligned one cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89; the frontend refuses
-    the strides from 1.32 (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), never the address.
+    For a misaligned tensor cuDNN returns wrong numbers on SM90 and SM100 and faults on SM80 and SM89. From 1.32 the
+    frontend refuses misaligned strides (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), but not
+    misaligned addresses.
     """
     steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
     misaligned = any(step * tensor.element_size() % _ALIGNMENT for step in steps)

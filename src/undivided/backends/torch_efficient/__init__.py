@@ -1,8 +1,7 @@
-"""`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), the one that takes fp32, old GPUs and a bias.
+"""`torch_efficient`: PyTorch's memory-efficient kernel (CUTLASS), which also supports fp32, old GPUs and a bias.
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention.cu,
-attention_backward.cu) and mem_eff_attention/kernel_forward.h. The kernel's causal masks are 1 (top-left) and 2
-(bottom-right). Packed documents are in `_torch_efficient_packed`.
+attention_backward.cu) and mem_eff_attention/kernel_forward.h. Packed documents are in `packed`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
-from undivided.backends.torch_efficient.packed import LSE_ROWS, MOST_DOCUMENTS, Packing
+from undivided.backends.torch_efficient.packed import LSE_ROWS, MAX_DOCUMENTS, Packing
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -23,10 +22,8 @@ from undivided.request.result import Result, lse_dtype
 OPS = torch.ops.aten
 
 _NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
-_OFFSETS = 1 << 31  # elements: kernel_forward.h multiplies a key's number by the row stride in 32 bits
-_BIAS_ROW = (
-    16  # rows of the bias start at multiples of 16 elements: what the vector loads and PyTorch's own padding need
-)
+_OFFSETS = 1 << 31  # elements: kernel_forward.h multiplies a key's index by the row stride in 32 bits
+_BIAS_ROW = 16  # elements: rows of the bias start at multiples of this, for vector loads and as PyTorch pads them
 
 
 class TorchEfficient(Backend):
@@ -46,10 +43,10 @@ class TorchEfficient(Backend):
         packages=(("torch", (2, 5), None),),
         notes={
             "dropout": "it draws its own pattern",
-            "gqa": "its kernel has one key/value head a query head, and K and V are not copied to match",
+            "gqa": "its kernel needs as many key/value heads as query heads, and K and V are never copied",
             "lse_grad": "PyTorch's operator returns lse as a constant",
             "padded": "its documents follow one another without gaps",
-            "window": "its backward knows a causal window in top-left alignment only",
+            "window": "its backward supports only causal windows in top-left alignment",
         },
     )
 
@@ -58,11 +55,11 @@ class TorchEfficient(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No GPU, no package, or neither."""
+        """Without a GPU or the package."""
         return gpu.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """The limits, then what they cannot say."""
+        """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
         reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         reasons += _alignment_reasons(problem, machine) + _size_reasons(problem)
@@ -71,8 +68,8 @@ class TorchEfficient(Backend):
             reasons.append(f"dtype=bfloat16 on compute capability {gpu.capability_text(machine)} (min 8.0)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
-                "bottom-right alignment with more queries than keys (the kernel's diagonal begins "
-                "at a key, or masks nothing)"
+                "bottom-right alignment with more queries than keys (the kernel cannot start its diagonal below the "
+                "first row)"
             )
         if "bias" in problem.features and problem.bias_dtype != problem.dtype:
             bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
@@ -82,11 +79,12 @@ class TorchEfficient(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Padding to the longest document costs memory where that may be all tokens."""
+        """Documents of unknown length: the padding to the longest one may need as much memory as all tokens for
+        each."""
         if problem.documents is not None and problem.documents[1] is None:
             return (
-                "pads what it keeps of every document to the longest, whose length only the GPU knows "
-                "(masks.documents(..., max_q=, max_kv=) says it)"
+                "pads the log-sum-exp of every document to the longest, whose length only the GPU knows "
+                "(give it: masks.documents(..., max_q=, max_kv=))"
             )
         return None
 
@@ -94,7 +92,7 @@ class TorchEfficient(Backend):
         """Attention by ``aten::_efficient_attention_forward``."""
         problem = call.problem
         q, k, v = _views(call, tensors)
-        packing = Packing.of(call, tensors)
+        packing = Packing.from_call(call, tensors)
         cu_seqlens = (None,) * 4 if packing is None else packing[:4]
         out, lse, *_ = OPS._efficient_attention_forward(
             q,
@@ -109,10 +107,10 @@ class TorchEfficient(Backend):
         )
         if packing is not None:
             lse = packing.gather(lse, problem.q_len)
-            return Result(*gpu.settle(out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
-        out, lse = gpu.settle(out, lse[..., : problem.q_len], None)
+            return Result(*gpu.fix_empty_rows(out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
+        out, lse = gpu.fix_empty_rows(out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
-            # of rows whose bias is all -inf the kernel says lse = 0; to its backward that is as good as any
+            # the kernel returns lse = 0 for rows whose bias is -inf throughout; its backward needs no correction
             out, lse = gpu.blank(out, lse, gpu.closed_rows(call, tensors))
         return Result(out, lse).in_layout(problem.layout)
 
@@ -122,12 +120,12 @@ class TorchEfficient(Backend):
         """Gradients by ``aten::_efficient_attention_backward``."""
         problem = call.problem
         q, k, v = _views(call, tensors)
-        packing = Packing.of(call, tensors)
+        packing = Packing.from_call(call, tensors)
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
         lse = gpu.for_kernel(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
-        wants_bias = "bias_grad" in problem.features
-        # one block writes each dq where keys are not split: the order of the sums is fixed
+        needs_bias = "bias_grad" in problem.features
+        # deterministic: if keys are not split, one block writes each dq in a fixed order of summation
         one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
             layout.canonical(grad_out, problem.layout),
@@ -142,19 +140,19 @@ class TorchEfficient(Backend):
             seed,
             seed,
             _mask_type(problem),
-            wants_bias,
+            needs_bias,
             scale=call.scale,
             num_splits_key=1 if one_split else None,
         )
-        if packing is not None:  # not written: rows without keys, tokens after the last document
+        if packing is not None:  # the kernel does not write rows without keys and tokens after the last document
             dq = gpu.clear_rows_(dq, call.normal_form(tensors.q))
             dk, dv = (gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
-        return *grads, _summed(dbias, tensors.bias) if wants_bias else None, None, None
+        return *grads, _sum_bias_gradient(dbias, tensors.bias) if needs_bias else None, None, None
 
 
 def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
-    """The multiple that both head sizes must have: what 128-bit loads need (`minimum_gemm_alignment`)."""
+    """Reasons against head sizes that 128-bit loads cannot read (`minimum_gemm_alignment`)."""
     capability = machine.compute_capability or (8, 0)
     half = problem.dtype in gpu.HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
@@ -169,8 +167,7 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _size_reasons(problem: Problem) -> list[str]:
-    """What the kernel's grid and offsets have room for. PyTorch's public function cuts larger batches; this does
-    not."""
+    """Reasons against sizes beyond the kernel's grid and offsets; larger batches are not split."""
     documents = (problem.documents or (0,))[0]
     heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
     most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
@@ -178,15 +175,14 @@ def _size_reasons(problem: Problem) -> list[str]:
     sizes = (
         ("batch", problem.batch, 65535),
         ("heads", problem.heads, 65535),
-        ("documents", documents, MOST_DOCUMENTS),
+        ("documents", documents, MAX_DOCUMENTS),
         ("key length", keys, most_keys),
     )
     return [f"{name}={size} (max {most})" for name, size, most in sizes if size > most]
 
 
 def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v as [B, S, H, D]; copies of keys and values whose rows lie too far apart for the kernel's 32-bit
-    offsets."""
+    """q, k, v as [B, S, H, D]; k and v are copied if their strides are too large for the kernel's 32-bit offsets."""
     problem = call.problem
     q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
     keys = gpu.longest(problem)[1]
@@ -200,7 +196,7 @@ def _mask_type(problem: Problem) -> int:
 
 
 def _bias(call: Call, tensors: Tensors) -> Tensor | None:
-    """The bias as [B, H, Sq, Sk] in the dtype of q, its rows aligned; broadcast axes stay strides of 0."""
+    """The bias as [B, H, Sq, Sk] in the dtype of q, with aligned rows; broadcast axes have stride 0."""
     problem = call.problem
     if tensors.bias is None:
         return None
@@ -212,11 +208,11 @@ def _bias(call: Call, tensors: Tensors) -> Tensor | None:
 
 
 def _padded(lse_BHS: Tensor) -> Tensor:
-    """With room to a multiple of 32 rows, as the forward wrote it: the backward loads it in vectors."""
+    """The lse padded to a multiple of 32 rows, as the forward writes it: the backward uses vector loads."""
     return torch.nn.functional.pad(lse_BHS, (0, -lse_BHS.shape[-1] % LSE_ROWS), value=torch.inf)
 
 
-def _summed(grad: Tensor, bias: Tensor | None) -> Tensor:
+def _sum_bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor:
     """The gradient of the expanded bias, summed over its broadcast axes in at least fp32."""
     assert bias is not None
     return grad.to(lse_dtype(grad.dtype)).sum_to_size(bias.shape).to(bias.dtype)

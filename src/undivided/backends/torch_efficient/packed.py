@@ -1,10 +1,8 @@
-"""How `torch_efficient` is told of packed documents, and where its log-sum-exp lies.
+"""Packed documents for `torch_efficient`: offsets, and the layout of its log-sum-exp.
 
 The kernel takes [1, T, H, D] and int32 offsets of the documents, which follow one another without gaps. Its log-sum-exp
-is
-padded: one row per document, head and position, [N, H, L] with L the longest document rounded up to 32 rows. What lies
-behind a document's last block of 32 is not written. Everything here is arithmetic on the device: nothing waits for a
-length.
+is padded: [N, H, L], with L the longest document rounded up to 32 rows; rows after a document's last block of 32 are
+not written. Everything here is computed on the device, so that nothing waits for a length.
 
 Source: PyTorch 2.13, mem_eff_attention/kernel_forward.h and kernel_backward.h (`advance_to_block`), the operators'
 checks in cuda/mem_eff_attention and cuda/attention_backward.cu.
@@ -25,8 +23,8 @@ from undivided.request.request import Tensors
 
 LSE_ROWS = 32
 """kAlignLSE: the backward reads the log-sum-exp in blocks of this many rows."""
-MOST_DOCUMENTS = 1 << 14
-"""The grid's third axis ends at 65535, and a document may count as two (see `_rows_without_keys_apart`)."""
+MAX_DOCUMENTS = 1 << 14
+"""The grid's third axis ends at 65535, and a document may count as two (see `_split_rows_without_keys`)."""
 
 
 class Packing(NamedTuple):
@@ -37,11 +35,11 @@ class Packing(NamedTuple):
     max_q: int
     max_k: int
     one_split: bool
-    """The backward must not split keys: without a causal mask it then divides by the number of queries, which may be
-    0."""
+    """Whether the backward must not split keys: if it does, without a causal mask, it divides by the number of queries,
+    which may be 0."""
 
     @staticmethod
-    def of(call: Call, tensors: Tensors) -> Packing | None:
+    def from_call(call: Call, tensors: Tensors) -> Packing | None:
         """The packing of this call; None for dense sequences."""
         problem = call.problem
         found = gpu.packing(call, tensors)
@@ -50,7 +48,7 @@ class Packing(NamedTuple):
         cu_q, cu_k = found["cu_seqlens_q"], found["cu_seqlens_k"]
         causal = "causal" in problem.mask.kinds
         if causal and problem.align == "bottom_right":
-            cu_q, cu_k = _rows_without_keys_apart(cu_q, cu_k)
+            cu_q, cu_k = _split_rows_without_keys(cu_q, cu_k)
         documents = gpu.documents(call, tensors)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
@@ -58,12 +56,12 @@ class Packing(NamedTuple):
 
     @property
     def documents(self) -> int:
-        """N."""
+        """The number of documents, N."""
         return self.cu_q.shape[0] - 1
 
     @property
     def rows(self) -> int:
-        """L."""
+        """The rows of a document's log-sum-exp, L."""
         return self.max_q + -self.max_q % LSE_ROWS
 
     def gather(self, lse_NHL: Tensor, tokens: int) -> Tensor:
@@ -73,27 +71,26 @@ class Packing(NamedTuple):
         return lse_TH.T.unsqueeze(0).contiguous()
 
     def scatter(self, lse_1HT: Tensor) -> Tensor:
-        """A log-sum-exp [1, H, T] as the kernel keeps it, [N, H, L]; +inf for a row that does not exist."""
+        """A log-sum-exp [1, H, T] in the kernel's layout [N, H, L]; +inf in rows that do not exist."""
         _, heads, tokens = lse_1HT.shape
         document, position = self._places(tokens)
-        # one document more than the kernel sees, for the tokens after the last
+        # one document more than the kernel gets, for the tokens after the last
         room = lse_1HT.new_full((self.documents + 1, heads, self.rows), torch.inf)
         room[document, :, position] = lse_1HT[0].T
         return room[: self.documents]
 
     def _places(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Document of each token, N after the last, and its position there, int64 [T]."""
+        """(document, position in it) of each token, int64 [T]; document N for tokens after the last one."""
         token = torch.arange(tokens, dtype=torch.int32, device=self.cu_q.device)
         document = torch.searchsorted(self.cu_q[1:], token, right=True)
         return document, (token - self.cu_q[document]).long().clamp(max=self.rows - 1)
 
 
-def _rows_without_keys_apart(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Each document as two: the first rows, where there are more of them than keys, without keys; the rest with all of
-    them.
+def _split_rows_without_keys(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets with each document split in two: the surplus first rows without keys, and the rest with all keys.
 
-    Under a bottom-right mask those rows have no key. Were they in one document with the others, the kernel's offset of
-    the diagonal, an unsigned number, would be below 0, and its comparison with it leaves the whole tile unmasked.
+    Under a bottom-right mask the surplus rows have no key. In one document, the kernel's unsigned offset of the
+    diagonal would be negative, and its comparison would leave the whole tile unmasked.
     """
     start_q, start_k = cu_q[:-1], cu_k[:-1]
     surplus = (cu_q.diff() - cu_k.diff()).clamp(min=0)

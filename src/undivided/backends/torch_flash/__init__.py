@@ -1,15 +1,15 @@
-"""PyTorch's fused kernels of the flash family, called directly: the CPU's here, CUDA's in `cuda`.
+"""`torch_flash`: PyTorch's fused flash kernels, called directly: the CPU's here, CUDA's in `cuda`.
 
-The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) knows a top-left causal flag and a dense additive
-mask and nothing else. It is given what it is exact for:
+The CPU kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) has only a top-left causal flag and a dense additive
+mask. A call becomes kernel calls that are exact:
 
-- no mask, or a top-left causal one: one call;
-- packed documents and padded batches: one call per sequence, cut out by strides: no padding is read or computed;
-- any other mask, bias or ALiBi: blocks of query rows, each against the keys its rows may attend to, with a mask of that
-  block alone, so that memory stays O(S * block) and a window costs what it allows.
+- no mask, or a top-left causal one: one kernel call;
+- packed documents and padded batches: one kernel call per sequence, on views: padding is neither read nor computed;
+- any other mask, bias or ALiBi: one kernel call per block of query rows, with the keys that its rows may attend to and
+  a mask of that block, so that memory stays O(S * block) and the cost follows the allowed pairs.
 
-It multiplies what it masks (0 * NaN = NaN), reports lse = 0 for rows without keys, and has no gradient for its mask or
-through its lse; the first two are fixed here, for the others it refuses.
+The kernel multiplies what it masks (0 * NaN = NaN) and returns lse = 0 for rows without keys; both are corrected here.
+It has no gradient for its mask or through its lse; such problems are refused.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 ROWS = 256
-"""Query rows of a masked block: the kernel's own largest split, so that a block fills one of its tiles."""
+"""Query rows of a masked block: the kernel's largest tile of rows."""
 
 
 MASK_ENTRIES = 1 << 22
-"""Entries of a dense mask handed to one call (16 MiB in fp32). Where no part of the mask is a band, fewer rows save
-nothing."""
+"""Entries of the dense mask of one kernel call (16 MiB in fp32), for masks where fewer rows do not need fewer keys."""
 
 _ANYWHERE = {"dense", "predicate"}
-"""Kinds of mask whose keys may lie anywhere, so that a block of few rows needs as many keys as one of many."""
+"""Kinds of mask under which a block of few rows needs as many keys as a block of many."""
 
 
 class KernelCall(NamedTuple):
-    """One call of the kernel: which queries and keys, and how they are masked."""
+    """One call of the kernel: its queries and keys, its causal flag, and whether it needs a dense mask."""
 
     block: Block
     causal: bool
@@ -78,15 +77,15 @@ class TorchFlash(Backend):
     )
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """On the CPU after our own kernel, before the reference."""
+        """On the CPU after the native kernel and before the reference."""
         return cuda.rank(problem, machine) if problem.device == "cuda" else 20
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Every PyTorch has it."""
+        """Never: every PyTorch has it."""
         return None
 
     def summary_on(self, machine: Machine) -> str:
-        """With the name of what was activated in the place of PyTorch's FlashAttention-2, if anything was."""
+        """The summary, with the FlashAttention version that was activated in place of PyTorch's, if any."""
         if machine.flash_impl is None:
             return self.summary
         return f"PyTorch's fused CPU kernel, and on CUDA {machine.flash_impl}, activated in PyTorch"
@@ -101,33 +100,35 @@ class TorchFlash(Backend):
         return reasons
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
-        """One call, or one for every sequence or block of rows."""
+        """One kernel call, or one per sequence or block of rows."""
         problem = call.problem
         if problem.device == "cuda":
             return cuda.forward(call, tensors)
         q, k, v = tensors.heads_first(call.problem.layout)
         if (causal := _one_call(call, tensors)) is not None:
             out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
-            # its memory follows q's strides for most layouts, not for all
+            # the kernel's output has q's strides in most layouts, but not in all
             return Result(layout.from_heads_first(out, problem.layout).contiguous(), lse)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = layout.empty(problem.layout, shape, tensors.q, zero=True)
         lse = torch.full(
             (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
-        for part_call in _calls(call, tensors):
-            part = _Part(part_call, call, tensors, q, k, v)
+        for kernel_call in _calls(call, tensors):
+            part = _CallTensors(kernel_call, call, tensors, q, k, v)
             part_out, part_lse = _forward(
-                part.q, part.k, part.v, 0.0, part_call.causal, attn_mask=part.mask, scale=call.scale
+                part.q, part.k, part.v, 0.0, kernel_call.causal, attn_mask=part.mask, scale=call.scale
             )
-            out_BSHD[part_call.block.batch, part_call.block.rows] = part.without_empty(part_out, 0.0).transpose(1, 2)
-            lse[part_call.block.batch, :, part_call.block.rows] = part.without_empty(
+            out_BSHD[kernel_call.block.batch, kernel_call.block.rows] = part.without_empty(part_out, 0.0).transpose(
+                1, 2
+            )
+            lse[kernel_call.block.batch, :, kernel_call.block.rows] = part.without_empty(
                 part_lse.unsqueeze(-1), -torch.inf
             ).squeeze(-1)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
-        """The CPU kernel where one call of it is exact, on the caller's own tensors."""
+        """The CPU kernel's output if one call of it is exact; None otherwise."""
         problem = call.problem
         if problem.device != "cpu" or call.pages is not None or (causal := _one_call(call, tensors)) is None:
             return None
@@ -136,7 +137,7 @@ class TorchFlash(Backend):
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        """The kernel's own backward, over the same calls as the forward."""
+        """The kernel's backward, for the same kernel calls as the forward."""
         problem = call.problem
         if problem.device == "cuda":
             return cuda.backward(call, tensors, result, grad_out, grad_lse)
@@ -158,10 +159,10 @@ class TorchFlash(Backend):
         ]
         dq, dk, dv = (layout.heads_first(total, problem.layout) for total in sums)
         out_BHSD = layout.heads_first(result.out, problem.layout)
-        for part_call in _calls(call, tensors):
-            part = _Part(part_call, call, tensors, *views)
-            rows = (part_call.block.batch, slice(None), part_call.block.rows)
-            keys = (part_call.block.batch, slice(None), part_call.block.keys)
+        for kernel_call in _calls(call, tensors):
+            part = _CallTensors(kernel_call, call, tensors, *views)
+            rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
+            keys = (kernel_call.block.batch, slice(None), kernel_call.block.keys)
             lse = result.lse[rows]
             part_q, part_k, part_v = _backward(
                 part.without_empty(grad_BHSD[rows], 0.0),
@@ -171,7 +172,7 @@ class TorchFlash(Backend):
                 out_BHSD[rows],
                 lse.masked_fill(lse == -torch.inf, 0.0),
                 0.0,
-                part_call.causal,
+                kernel_call.causal,
                 attn_mask=part.mask,
                 scale=call.scale,
             )
@@ -182,14 +183,14 @@ class TorchFlash(Backend):
 
 
 def _one_call(call: Call, tensors: Tensors) -> bool | None:
-    """The causal flag where a single call without a mask is exact; None if it is not."""
+    """The causal flag if a single kernel call without a dense mask is exact; None otherwise."""
     problem = call.problem
     if tensors.bias is not None or tensors.alibi_slopes is not None:
         return None
     kinds = problem.mask.kinds
     if not kinds:
         return False
-    # the kernel scales after it has masked with -inf, and -inf times a scale below 0 is +inf
+    # the kernel multiplies by the scale after it has masked with -inf: a negative scale would give +inf
     exact = kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
     return True if exact else None
 
@@ -200,7 +201,7 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
     biased = tensors.bias is not None or tensors.alibi_slopes is not None
     heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     read = functools.partial(_sequences, problem, call.mask)
-    sequences, rest = call.mask.remembered(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
+    sequences, rest = call.mask.cached(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
@@ -222,7 +223,7 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
 
 
 def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
-    """(batch, queries, keys) of every sequence, and the kinds of mask that remain within each."""
+    """(batch, queries, keys) of every sequence, and the kinds of mask that apply within each."""
     kinds = set(problem.mask.kinds)
     whole = [(slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len))]
     documents, _ = mask.take("documents")
@@ -243,40 +244,40 @@ def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, s
 
 
 def _entries(problem: Problem, batch: slice, keys: slice) -> int:
-    """Entries of the additive mask of one query row, at most."""
+    """Upper bound of the entries of one query row's additive mask."""
     heads = problem.heads if problem.bias is not None or "alibi" in problem.features else 1
     entries: int = (batch.stop - batch.start) * heads * (keys.stop - keys.start)
     return max(1, entries)
 
 
 def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:
-    """Where each document lies in the packed tensor."""
+    """The slice of each document in the packed tensor."""
     lengths = cu_seqlens.diff().tolist()
     starts = (cu_seqlens if padded is None else padded).tolist()
     return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int) -> list[slice]:
-    """Where each batch element's real tokens lie in its row."""
+    """The slice of each batch element's real tokens."""
     begin = [0] * batch if starts is None else starts.tolist()
     size = [whole] * batch if lengths is None else lengths.tolist()
     return [slice(b, b + n) for b, n in zip(begin, size, strict=True)]
 
 
-class _Part:
-    """The tensors of one call, with what the mask hides taken out of them."""
+class _CallTensors:
+    """The tensors of one kernel call, with 0 where the mask hides them."""
 
-    def __init__(self, part_call: KernelCall, call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -> None:
-        block = part_call.block
+    def __init__(self, kernel_call: KernelCall, call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -> None:
+        block = kernel_call.block
         self.q = q[block.batch, :, block.rows]
         self.k, self.v = (x[block.batch, :, block.keys] for x in (k, v))
         self.mask: Tensor | None = None
         self._some_row: Tensor | None = None
-        if part_call.masked:
+        if kernel_call.masked:
             self._hide(block, call, tensors)
 
     def _hide(self, block: Block, call: Call, tensors: Tensors) -> None:
-        """An additive mask of the block, and zeros where no row of it may look: the kernel multiplies what it masks."""
+        """Set the additive mask of the block, and 0 where no row attends: the kernel multiplies what it masks."""
         problem = call.problem
         allowed = block.allowed(call.normal_form(tensors.q))
         score = _additive(block, call, tensors)
@@ -301,7 +302,7 @@ def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
         normal = call.normal_form(tensors.q)
         score = -row_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
     if tensors.bias is not None:
-        bias = block.of_pairs(tensors.bias).to(precision)
+        bias = block.slice_pairs(tensors.bias).to(precision)
         score = bias if score is None else score + bias
     return score
 

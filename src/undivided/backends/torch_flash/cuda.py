@@ -1,15 +1,15 @@
 """The CUDA half of `torch_flash`: PyTorch's copy of FlashAttention-2, called below SDPA.
 
-SDPA refuses its causal flag for unequal lengths because the kernel is bottom-right; called directly, bottom-right is
-what one gets. Also reached here and not through SDPA: windows, packed documents, ALiBi, the log-sum-exp.
+The kernel aligns causal masks bottom-right, so SDPA refuses its causal flag for unequal lengths. A direct call gives
+bottom-right alignment, and also windows, packed documents, ALiBi and the log-sum-exp, which SDPA does not offer.
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention_backward.cu) and
 flash_attn/flash_api.cpp; torch/nn/attention/varlen.py for packed tokens.
 
-A program may put FlashAttention 3 or 4 in the place of that kernel
-(``torch.nn.attention.activate_flash_attention_impl``): the operators stay, the limits are the other's, narrowed by what
-torch/nn/attention/_fa3.py and _fa4.py (2.13) take. Which one is active is asked at every call. Nothing here activates
-one: it is a switch of the whole process.
+A program may replace that kernel by FlashAttention 3 or 4 (``torch.nn.attention.activate_flash_attention_impl``). The
+operators stay the same; the limits are those of the version, restricted to what torch/nn/attention/_fa3.py and _fa4.py
+(2.13) accept. The active version is read at every call. This library never activates one, because the setting is
+global.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ LIMITS = Limits(
 
 
 def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
-    """The limits of a flash-attn package behind PyTorch's operators: no ALiBi, and nothing that these have no argument
-    for."""
+    """The limits of a flash-attn package activated in PyTorch: only features that PyTorch's operators have arguments
+    for, without ALiBi."""
     return dataclasses.replace(
         limits,
         features=limits.features & LIMITS.features,
         compute_capability=((9, 0), highest),
-        packages=(("torch", (2, 13), None),),  # what its forerunners take was not read
+        packages=(("torch", (2, 13), None),),  # earlier versions were not examined
         notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse it with this implementation"},
     )
 
 
 _Rules = tuple[Limits, Callable[[Problem, Machine], list[str]]]
 ACTIVATED: dict[str, _Rules] = {
-    "FA3": (_activated(flash_attn_rules.LIMITS_3, (9, 0)), flash_attn_rules.more_3),
-    # _fa4.py asks for a major version of 9 or 10
-    "FA4": (_activated(flash_attn_rules.LIMITS_4, (10, 9)), flash_attn_rules.more_4),
+    "FA3": (_activated(flash_attn_rules.LIMITS_3, (9, 0)), flash_attn_rules.extra_reasons_3),
+    # _fa4.py requires a major version of 9 or 10
+    "FA4": (_activated(flash_attn_rules.LIMITS_4, (10, 9)), flash_attn_rules.extra_reasons_4),
 }
 
 
 def reasons(problem: Problem, machine: Machine) -> list[str]:
-    """Every reason why PyTorch's flash operators cannot run this on CUDA, with the kernel that is behind them."""
+    """Every reason why PyTorch's flash operators, with the kernel that is active, cannot run this on CUDA."""
     common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
     impl = machine.flash_impl
     if impl is not None:
@@ -85,18 +85,18 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
 def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
     if impl not in ACTIVATED:
         return [
-            f"{impl} is active in the place of PyTorch's flash kernel, and its limits are not known "
-            "(torch.nn.attention.restore_flash_attention_impl() takes it out)"
+            f"{impl} is active in place of PyTorch's flash kernel, and its limits are not known "
+            "(torch.nn.attention.restore_flash_attention_impl() deactivates it)"
         ]
-    limits, more = ACTIVATED[impl]
+    limits, extra_reasons = ACTIVATED[impl]
     found = limit_reasons(limits, problem, machine)
     if machine.compute_capability is not None:
-        found += more(problem, machine)
+        found += extra_reasons(problem, machine)
     return [f"{impl}, which is active: {reason}" for reason in found]
 
 
 def rank(problem: Problem, machine: Machine) -> float:
-    """Where it stands in the order to try."""
+    """By the table in `gpu`."""
     return gpu.rank("torch_flash", machine)
 
 
@@ -123,7 +123,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.settle(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -140,7 +140,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     packed = packing[0] is not None
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]
-    # without dropout the random state is not read, but the schema wants two tensors
+    # without dropout the random state is not read, but the schema requires two tensors
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
     with gpu.deterministic(problem):
         grads = OPS._flash_attention_backward(
@@ -168,14 +168,16 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 
 
 def _band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
-    """(causal, left, right). FlashAttention 4 is told of a causal mask by its flag alone, as its own interface does."""
+    """(causal, left, right); an activated version gets a causal mask by its flag alone, as in FlashAttention 4's
+    interface."""
     causal, left, right = gpu.flash_band(call, tensors)
     return causal, left, -1 if causal and active_flash_impl() is not None else right
 
 
 def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v. What no pair reads is 0 for FlashAttention 3 and 4, which may multiply it by 0; 2 does not load it."""
-    prepare = gpu.views if active_flash_impl() is None else gpu.cleaned_views
+    """q, k, v. For FlashAttention 3 and 4, which may multiply what no pair reads by 0, it is set to 0; 2 does not load
+    it."""
+    prepare = gpu.views if active_flash_impl() is None else gpu.clean_views
     return prepare(call, tensors)
 
 
@@ -183,7 +185,7 @@ _Packing = tuple[Tensor | None, Tensor | None, int, int]
 
 
 def _pack(call: Call, tensors: Tensors) -> _Packing:
-    """(cu_q, cu_k, max_q, max_k); no cumulative lengths for dense sequences."""
+    """(cu_q, cu_k, max_q, max_k); cu_q and cu_k are None for dense sequences."""
     problem = call.problem
     found = gpu.packing(call, tensors)
     if not found:

@@ -1,8 +1,7 @@
-"""`triton`: our own GPU kernels, for every mask and feature. Without a GPU they run under Triton's interpreter, for
-tests.
+"""`triton`: our own GPU kernels, for every mask and feature. Without a GPU, tests run them under Triton's interpreter.
 
-The kernels read the mask's row ranges, visit only tiles that hold an allowed pair, and skip mask arithmetic where a
-tile is full. Nothing here waits for the device. See `undivided.kernels.triton` for the kernels.
+The kernels read the mask's row ranges, visit only tiles that hold an allowed pair, and skip mask arithmetic in full
+tiles. Nothing here waits for the device. The kernels are in `undivided.kernels.triton`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result
 
-MOST_DECODE_ROWS = 64
-"""(query, head) rows a key/value head up to which they share each read of the keys, as in decoding."""
-MOST_SPLITS = 32
-"""Shares that the keys are cut into at most; each writes an fp32 part."""
+MAX_DECODE_ROWS = 64
+"""Up to this many (query, head) rows per key/value head share one tile, and with it each read of the keys
+(decoding)."""
+MAX_SPLITS = 32
+"""Upper limit of split-KV; each split writes an fp32 part."""
 KEYS_PER_SPLIT = 256
-"""Fewer keys than this are not worth a program of their own."""
+"""A split with fewer keys costs more than it saves."""
 
 
 class Triton(Backend):
@@ -54,13 +54,13 @@ class Triton(Backend):
         return gpu.rank(self.name, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
-        """No GPU, and no interpreter that stands for one."""
+        """Without a GPU, unless Triton's interpreter is on."""
         if self.needs_gpu(machine):
             return "no GPU (on a CPU only under Triton's interpreter: TRITON_INTERPRET=1)"
         return super().unavailable(machine)
 
     def needs_gpu(self, machine: Machine) -> bool:
-        """No GPU, and no interpreter that stands for one."""
+        """Whether there is no GPU, and Triton's interpreter is off."""
         return machine.compute_capability is None and not machine.hip and not config.is_interpreted()
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
@@ -77,7 +77,7 @@ class Triton(Backend):
         return "runs under Triton's interpreter here, for tests" if problem.device == "cpu" else None
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
-        """One launch (and one that merges split keys) for every part of the rows; mostly there is one part."""
+        """One launch per block of rows, usually one in all, and one more if keys are split."""
         problem = call.problem
         inputs = Inputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
@@ -91,7 +91,7 @@ class Triton(Backend):
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        """Three passes: over rows (dq, slopes), over keys (dk, dv), over pairs (a bias)."""
+        """Three passes: over rows (dq, slopes), over keys (dk, dv), over pairs (bias)."""
         from undivided.backends.triton import gradients as _triton_backward
 
         return _triton_backward.gradients(Inputs(call, tensors), result, grad_out, grad_lse)
@@ -104,7 +104,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
     problem = inputs.problem
     q, length = inputs.q[:, :, rows.span], rows.span.stop - rows.span.start
     heads_per_kv = problem.heads // problem.kv_heads
-    decoding = length * heads_per_kv <= MOST_DECODE_ROWS and rows.span.start == 0
+    decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
     group = heads_per_kv if decoding else 1
     tile = inputs.tile("decode" if decoding else "forward")
     blocks = -(-length * group // tile.block_m)
@@ -118,11 +118,11 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
     tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
     first_block = rows.span.start // tile.block_m
-    described = inputs.described(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
+    descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
     forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
         q=q,
-        k=described[0],
-        v=described[1],
+        k=descriptors[0],
+        v=descriptors[1],
         out=parts,
         lse=part_lses,
         sinks=inputs.sinks,
@@ -149,36 +149,44 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         PAGE=problem.page_size or 0,
         SPLITS=splits,
         PLAIN=inputs.plain and not switches["DENSE"],
-        TMA=described[0] is not inputs.k,
+        TMA=descriptors[0] is not inputs.k,
         CLEAN=inputs.clean,
-        SPECIALISE=inputs.specialised(tile, described[0] is not inputs.k),
+        SPECIALISE=inputs.uses_warp_specialisation(tile, descriptors[0] is not inputs.k),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
-        forward.combine_kernel[(problem.batch * problem.heads * length,)](
-            parts,
-            part_lses,
-            out,
-            lse,
-            inputs.sinks,
-            parts.stride(0),
-            problem.v_dim,
-            part_lses.stride(0),
-            *strides(out)[:3],
-            problem.heads,
-            length,
-            V_DIM=problem.v_dim,
-            WIDTH=max(16, 1 << (problem.v_dim - 1).bit_length()),
-            SPLITS=splits,
-            SINKS=switches["SINKS"],
-        )
+        _combine(inputs, parts, part_lses, out, lse)
+
+
+def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the parts [splits, B, H, R, Dv] and their lse [splits, B, H, R] into out and lse; sinks enter here."""
+    from undivided.kernels.triton import forward
+
+    splits, batch, heads, length, v_dim = parts.shape
+    forward.combine_kernel[(batch * heads * length,)](
+        parts,
+        part_lses,
+        out,
+        lse,
+        inputs.sinks,
+        parts.stride(0),
+        v_dim,
+        part_lses.stride(0),
+        *strides(out)[:3],
+        heads,
+        length,
+        V_DIM=v_dim,
+        WIDTH=max(16, 1 << (v_dim - 1).bit_length()),
+        SPLITS=splits,
+        SINKS=inputs.tensors.sinks is not None,
+    )
 
 
 def _splits(kv_len: int, programs: int, processors: int) -> int:
-    """Shares of the keys, a power of two: enough programs for two a processor, and enough keys for each."""
-    wanted = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MOST_SPLITS)
-    return 1 << max(wanted, 1).bit_length() - 1
+    """Number of splits of the keys, a power of two: up to two programs per processor, with enough keys in each."""
+    splits = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
+    return 1 << max(splits, 1).bit_length() - 1
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Launching the gradients of the `triton` backend."""
+"""The backward of the `triton` backend: launches of its gradient kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undivided.request.result import Result, sink_factor
 
 
 def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
-    """Of (q, k, v, bias, sinks, alibi_slopes), where `Call.needs` asks for them."""
+    """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
     return _Backward(inputs, result, grad_out, grad_lse).run()
 
 
@@ -31,17 +31,17 @@ class _Backward:
         self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.factor = None
-        if inputs.given.sinks is not None:
+        if inputs.tensors.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
         self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
 
     def run(self) -> list[Tensor | None]:
-        given, parts = self.inputs.given, list(self.inputs.parts())
-        dq = torch.empty_like(given.q) if self.needs[0] or self.needs[5] else None
-        # if the rows come in several calls, the sums of the keys are kept in fp32
+        tensors, parts = self.inputs.tensors, list(self.inputs.parts())
+        dq = torch.empty_like(tensors.q) if self.needs[0] or self.needs[5] else None
+        # if the rows are computed in several launches, the sums over rows are kept in fp32
         kind = torch.float32 if len(parts) > 1 else None
-        dk = torch.zeros_like(given.k, dtype=kind) if self.needs[1] or self.needs[2] else None
-        dv = torch.zeros_like(given.v, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dk = torch.zeros_like(tensors.k, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dv = torch.zeros_like(tensors.v, dtype=kind) if self.needs[1] or self.needs[2] else None
         dbias = self._empty_bias() if self.needs[3] else None
         for rows in parts:
             if dq is not None:
@@ -54,11 +54,11 @@ class _Backward:
         found = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
         return [
             None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
-            for gradient, tensor, needed in zip(found, given, self.needs, strict=True)
+            for gradient, tensor, needed in zip(found, tensors, self.needs, strict=True)
         ]
 
     def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
-        """What all three passes take; q, g and dq begin at the first of these rows."""
+        """The arguments of all three passes; q, g and dq begin at the first of these rows."""
         inputs, problem = self.inputs, self.problem
         q, g = inputs.q[:, :, rows.span], self.g[:, :, rows.span]
         tables = inputs.tiles(block_m, block_n)
@@ -73,7 +73,7 @@ class _Backward:
             "factor": self.delta if self.factor is None else self.factor,
             "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
             "tiles": tables.rows[:, first_block:],
-            "tiles_b": _of_batch(tables.rows),
+            "tiles_b": _batch_stride(tables.rows),
             "heads": problem.heads,
             "row_values": problem.q_len,
             "BLOCK_M": block_m,
@@ -86,9 +86,9 @@ class _Backward:
             arguments |= _strides(name, tensor)
         return arguments | inputs.pointers(rows) | inputs.switches(rows)
 
-    def _described(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
-        """The two tensors that a pass visits, as descriptors where that can be."""
-        found = self.inputs.described(tile, arguments[first], arguments[second], tile.block_n)
+    def _descriptors(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
+        """The two tensors that a pass loops over, as tensor descriptors if possible."""
+        found = self.inputs.descriptors(tile, arguments[first], arguments[second], tile.block_n)
         return {"TMA": False} if found is None else {"TMA": True, first: found[0], second: found[1]}
 
     def _rows(self, rows: Rows, dq: Tensor) -> None:
@@ -96,7 +96,7 @@ class _Backward:
 
         tile = self.inputs.tile("rows")
         arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
-        arguments |= self._described(arguments, tile, "k", "v")
+        arguments |= self._descriptors(arguments, tile, "k", "v")
         steps = -(-self.problem.qk_dim // arguments["DIM_STEP"])
         dq = dq[:, :, rows.span]
         blocks = -(-arguments["q_len"] // tile.block_m)
@@ -108,7 +108,7 @@ class _Backward:
             **arguments,
             BIAS=self.inputs.bias is not None,
             CLEAN=self.inputs.clean,
-            SPECIALISE=self.inputs.specialised(tile, arguments["TMA"]),
+            SPECIALISE=self.inputs.uses_warp_specialisation(tile, arguments["TMA"]),
         )
 
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
@@ -118,19 +118,19 @@ class _Backward:
         block_m, block_n = tile.block_n, tile.block_m  # a program keeps keys and visits rows
         arguments = self._arguments(rows, tile, block_m, block_n)
         steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
-        arguments |= self._described(arguments, tile, "q", "g")
+        arguments |= self._descriptors(arguments, tile, "q", "g")
         whole = rows.span == slice(0, problem.q_len)
         found = self.inputs.tiles(block_m, block_n, columns=whole)
         columns = found.columns
-        if columns is None:  # some rows only: the blocks of these rows, numbered from 0
+        if columns is None:  # not all rows: the table of these rows' blocks, numbered from 0
             first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
             columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
-        for with_k, with_v in ((True, False), (False, True)) if tile.apart else ((True, True),):
+        for with_k, with_v in ((True, False), (False, True)) if tile.split_gradients else ((True, True),):
             backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
                 dk=dk,
                 dv=dv,
                 columns=columns,
-                columns_b=_of_batch(columns),
+                columns_b=_batch_stride(columns),
                 steps=steps,
                 ADD=add,
                 WITH_K=with_k,
@@ -144,9 +144,9 @@ class _Backward:
             )
 
     def _empty_bias(self) -> Tensor:
-        """fp32 [b, h, Sq, Sk], b and h the bias' own sizes: what is broadcast along queries or keys is summed
-        afterwards."""
-        bias = self.inputs.given.bias
+        """fp32 zeros [b, h, Sq, Sk], b and h as in the bias; axes of queries or keys are summed afterwards if
+        broadcast."""
+        bias = self.inputs.tensors.bias
         assert bias is not None
         return bias.new_zeros((*bias.shape[:2], self.problem.q_len, self.problem.kv_len), dtype=torch.float32)
 
@@ -173,18 +173,18 @@ class _Backward:
         )
 
     def _bias(self, dbias: Tensor | None) -> Tensor | None:
-        bias = self.inputs.given.bias
+        bias = self.inputs.tensors.bias
         return None if dbias is None or bias is None else dbias.sum_to_size(bias.shape)
 
     def _sinks(self) -> Tensor | None:
-        """``-sum over rows of sigmoid(sink - lse) * delta``; rows without keys have none."""
+        """``-sum over rows of sigmoid(sink - lse) * delta``; rows without keys contribute 0."""
         if not self.needs[4] or self.factor is None:
             return None
         share = torch.where(self.lse == -torch.inf, 0.0, (self.factor - 1) * self.delta)
         return share.sum((0, 2))
 
     def _slopes(self) -> Tensor | None:
-        slopes, rows = self.inputs.given.alibi_slopes, self.row_slopes
+        slopes, rows = self.inputs.tensors.alibi_slopes, self.row_slopes
         if slopes is None or rows is None:
             return None
         if slopes.dim() == 1:
@@ -195,7 +195,7 @@ class _Backward:
         return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
 
 
-def _of_batch(table: Tensor) -> int:
+def _batch_stride(table: Tensor) -> int:
     return table.stride(0) if table.shape[0] > 1 else 0
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels are launched with: views, strides, the mask's tables, positions, switches.
+"""The arguments of the Triton kernels: views, strides, the mask's tables, positions, switches.
 
 Legend: B batch, H query heads, N key/value heads, S sequence (Sq queries, Sk keys), D head size.
 """
@@ -25,15 +25,15 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 
 MASK_PAIRS = 1 << 28
-"""Entries of a predicate or of id comparisons evaluated at once: 256 MiB of bool."""
+"""Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 256 MiB of bool."""
 
 
 _HOLES = frozenset({"padded", "document_ids", "dense", "predicate"})
-"""Kinds of mask under which unused memory, which may hold NaN, lies between keys that are used."""
+"""Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
 _ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
-"""Kinds under which it lies before or after them."""
+"""Kinds under which it lies only before or after the used keys."""
 _MOVE_ON = frozenset({"causal", "window", "documents", "lengths", "q_lengths"})
-"""Kinds of mask whose ranges begin and end no earlier from row to row; rows without keys stand at the ends."""
+"""Kinds of mask whose ranges never move back from row to row; rows without keys are at the ends."""
 
 
 @functools.cache
@@ -49,22 +49,22 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 8 stand for them on the CPU, so that decoding splits its keys there too."""
+    """The number of streaming multiprocessors; 8 on the CPU, so that decoding splits keys there too."""
     return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def precision() -> str:
-    """fp32 products: "tf32" where PyTorch's own matrix products may use it, else exact."""
+    """The precision of fp32 products: "tf32" if PyTorch's matrix products may use it, else "ieee"."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _descriptor(tensor: Tensor, rows: int) -> Any:
-    """Of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None if addresses or steps are not multiples of 16
-    bytes."""
+    """A tensor descriptor of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None if its address or strides are not
+    multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     sizes, size = list(tensor.shape), tensor.element_size()
-    # the step along an axis of length 1 is never taken, but must be one that could be
+    # the stride of an axis of length 1 is never used, but must be valid
     steps = [sizes[-1] if n == 1 else step for n, step in zip(sizes, tensor.stride(), strict=True)][:-1]
     odd = any(step <= 0 or step * size % 16 for step in steps)
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
@@ -73,14 +73,14 @@ def _descriptor(tensor: Tensor, rows: int) -> Any:
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of every axis; 0 along an axis of length 1, so that a broadcast axis is read in place."""
+    """The strides, with 0 for axes of length 1, so that broadcast axes are read in place."""
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a problem (all, or as many as a mask is evaluated for at once) and their dense mask [B|1, H|1, R,
-    Sk]."""
+    """A block of rows (all rows, or as many as the mask is evaluated for at once) and its dense mask [B|1, H|1, R, Sk],
+    None if there is none."""
 
     span: slice
     dense: Tensor | None
@@ -88,25 +88,25 @@ class Rows:
 
 @dataclass(eq=False)
 class Inputs:
-    """Everything that every kernel takes, for one problem. Tensors are held here until the launches are queued."""
+    """The inputs of one problem, for every kernel. Keeps its tensors alive until the launches are queued."""
 
     call: Call
-    given: Tensors
+    tensors: Tensors
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem of the call."""
         return self.call.problem
 
     def __post_init__(self) -> None:
-        call, problem, given = self.call, self.problem, self.given
-        self.q = layout.heads_first(given.q, problem.layout)
+        call, problem, tensors = self.call, self.problem, self.tensors
+        self.q = layout.heads_first(tensors.q, problem.layout)
         if call.pages is None:
-            self.k = layout.heads_first(given.k, problem.layout)
-            self.v = layout.heads_first(given.v, problem.layout)
+            self.k = layout.heads_first(tensors.k, problem.layout)
+            self.v = layout.heads_first(tensors.v, problem.layout)
             self.pages, self.page_strides = self.q, (0, 0, 0, 0)
         else:  # pools [pages, page_size, N, D]: a key's row is found through the table
-            self.k, self.v = given.k.transpose(1, 2), given.v.transpose(1, 2)
+            self.k, self.v = tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
             self.pages = call.pages.contiguous()
             self.page_strides = (
                 0 if problem.packed else self.pages.stride(0),
@@ -117,24 +117,24 @@ class Inputs:
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
         if needs_positions or not call.mask.is_full:
-            form = call.normal_form(given.q)
+            form = call.normal_form(tensors.q)
         self.form: NormalForm | None = form
         self.masked = not call.mask.is_full
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
         self.ranges = form.table if form is not None and self.masked else self._nothing(torch.int32)
         self.bias = None
-        if given.bias is not None:
-            self.bias = given.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
-        self.slopes = None if given.alibi_slopes is None else self._row_slopes(given.alibi_slopes)
-        self.sinks = self._nothing() if given.sinks is None else given.sinks.detach().float().contiguous()
+        if tensors.bias is not None:
+            self.bias = tensors.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
+        self.slopes = None if tensors.alibi_slopes is None else self._row_slopes(tensors.alibi_slopes)
+        self.sinks = self._nothing() if tensors.sinks is None else tensors.sinks.detach().float().contiguous()
         self.seed = self._seed(call.dropout_seed)
 
     def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Stands for a tensor that the kernel does not read."""
-        return torch.empty(1, dtype=dtype, device=self.given.q.device)
+        """A placeholder for a tensor that the kernel does not read."""
+        return torch.empty(1, dtype=dtype, device=self.tensors.q.device)
 
     def _seed(self, seed: int | Tensor | None) -> Tensor:
-        """int64 [1], filled in on the device: a number that is copied there waits for it."""
+        """The seed as int64 [1], created on the device: copying a number there would wait for it."""
         if seed is None:
             return self._nothing(torch.int64)
         if isinstance(seed, Tensor):
@@ -142,24 +142,23 @@ class Inputs:
         return torch.full((1,), seed, dtype=torch.int64, device=self.q.device)
 
     def _row_slopes(self, slopes: Tensor) -> Tensor:
-        """[B, H, Sq] fp32, a view where every sequence has the same slopes."""
+        """The slope of every row [B, H, Sq], fp32; a view if every sequence has the same slopes."""
         problem, slopes = self.problem, slopes.detach().float()
         if slopes.dim() == 1:
-            of_rows = slopes[None, :, None]
+            row_slopes = slopes[None, :, None]
         else:
             assert self.form is not None
             sequence = self.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
-            of_rows = slopes[sequence].transpose(1, 2)
-        return of_rows.expand(problem.batch, problem.heads, problem.q_len)
+            row_slopes = slopes[sequence].transpose(1, 2)
+        return row_slopes.expand(problem.batch, problem.heads, problem.q_len)
 
     @property
     def always_masked(self) -> bool:
-        """Whether no tile is free of a mask: a bias may hold -inf, a dense mask anything."""
+        """Whether no tile can skip the mask: a bias may hold -inf, a dense mask any pattern."""
         return self.bias is not None or (self.form is not None and not self.form.exact)
 
     def parts(self) -> Iterator[Rows]:
-        """All rows at once, unless the mask is neither ranges nor one dense tensor: then as many as fit in
-        MASK_PAIRS."""
+        """All rows at once if the mask is ranges or one dense tensor; otherwise blocks of at most MASK_PAIRS pairs."""
         problem, form = self.problem, self.form
         everything = slice(0, problem.q_len)
         if form is None or form.exact or not self.masked:
@@ -175,7 +174,7 @@ class Inputs:
     def tiles(self, block_m: int, block_n: int, group: int = 1, columns: bool = False) -> tables.Tables:
         """The mask's tables for these tile sizes."""
         problem = self.problem
-        return tables.of(
+        return tables.cached_tables(
             self.form if self.masked else None,
             problem.q_len,
             problem.kv_len,
@@ -188,7 +187,7 @@ class Inputs:
         )
 
     def pointers(self, rows: Rows) -> dict[str, Any]:
-        """The arguments that say what is masked, added and dropped, for these rows."""
+        """The arguments of mask, bias, slopes and dropout, for these rows."""
         form, nothing = self.form, self._nothing()
         bias = nothing if self.bias is None else self.bias[:, :, rows.span]
         dense = nothing if rows.dense is None else rows.dense.view(torch.uint8)
@@ -220,7 +219,7 @@ class Inputs:
         return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), given, strict=True))
 
     def switches(self, rows: Rows) -> dict[str, Any]:
-        """Sizes and scalars, and what the kernels are specialised for."""
+        """Sizes, scalars, and compile-time switches."""
         call, problem = self.call, self.problem
         dropout = 0
         if call.dropout_p > 0:
@@ -237,40 +236,40 @@ class Inputs:
             "HEADS_PER_KV": problem.heads // problem.kv_heads,
             "QK_DIM": problem.qk_dim,
             "V_DIM": problem.v_dim,
-            "DIM_STEP": config.step_of(problem.qk_dim),
-            "VALUE_STEP": config.step_of(problem.v_dim),
+            "DIM_STEP": config.column_step(problem.qk_dim),
+            "VALUE_STEP": config.column_step(problem.v_dim),
             "COLUMNS": self.columns,
             "DENSE": rows.dense is not None,
             "ALIBI": self.slopes is not None,
             "SOFTCAP": call.softcap is not None,
-            "SINKS": self.given.sinks is not None,
+            "SINKS": self.tensors.sinks is not None,
             "DROPOUT": dropout,
             "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
         }
 
     @property
     def plain(self) -> bool:
-        """Whether scores are ``scale * q k`` and nothing else, and the scale keeps their order."""
+        """Whether scores are just ``scale * q k`` with a positive scale."""
         return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.call.scale > 0
 
     @property
     def clean(self) -> int:
-        """Which keys the kernels take for 0: 0 none, 1 those around all that a block of rows sees, 2 all that it does
-        not."""
+        """Which keys the kernels replace by 0: 0 none, 1 those before and after the keys of a block of rows, 2 all that
+        the block does not use."""
         if not self.masked and self.bias is None:
             return 0
         kinds = self.problem.mask.kinds
         if kinds & _HOLES or self.bias is not None:
             return 2
-        documents = gpu.documents(self.call, self.given)
+        documents = gpu.documents(self.call, self.tensors)
         if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
-            # a document may have keys that none of its queries sees, or no queries: they lie between those of others
+            # a document may have keys that none of its queries uses; they lie between keys of other documents
             return 2
         return int(bool(kinds & _ENDS))
 
     @property
     def gapless(self) -> bool:
-        """Whether the rows that see a whole key tile lie side by side: ranges that never move back, one a row."""
+        """Whether the rows that see a whole key tile are contiguous: one range per row, which never moves back."""
         form = self.form
         if form is None or not self.masked:
             return True
@@ -281,23 +280,25 @@ class Inputs:
         moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
         return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
 
-    def described(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
-        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of so many rows of a head,
-        which the copy engine reads whole, zeros beyond the last; None if these tiles do not ask for them, or it
+    def descriptors(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
+        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of blocks of `rows` rows,
+        which TMA loads whole, with zeros beyond the last row. None if the tile sizes do not use descriptors or TMA
         cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
-        whole = all(config.step_of(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
+        whole = all(config.column_step(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
         if not tile.descriptors or problem.page_size is not None or not whole:
             return None
         found = [_descriptor(tensor, rows) for tensor in (first, second)]
         return None if None in found else (found[0], found[1])
 
-    def specialised(self, tile: config.Config, described: bool) -> bool:
-        """Whether loads, products and softmax get warps of their own: where these tiles ask for it and the loop is one
-        that was compiled so, that reads nothing by address, whose scores are ``scale * q k`` and which clears nothing;
-        Triton 3.7 refuses some others."""
+    def uses_warp_specialisation(self, tile: config.Config, has_descriptors: bool) -> bool:
+        """Whether loads, products and softmax run on separate warps (warp specialisation).
+
+        Only if the tile sizes request it, all tiles are loaded by descriptors, scores are just ``scale * q k`` and no
+        key is replaced by 0: Triton 3.7 fails to compile some other loops.
+        """
         plain = self.plain and not self.always_masked and not self.problem.features & {"dropout", "sinks"}
-        return tile.specialise and described and plain and self.clean == 0
+        return tile.specialise and has_descriptors and plain and self.clean == 0
 
     def tile(self, name: str) -> config.Config:
         """The tile sizes of a pass."""
@@ -305,6 +306,6 @@ class Inputs:
         size = max(problem.qk_dim, problem.v_dim)
         tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
         rich = self.always_masked or "dropout" in problem.features
-        # the pass over keys holds two sums, and has no room for a second value a pair
+        # the pass over keys has two accumulators, and no registers for a second value per pair
         rich = rich or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
-        return config.lighter(tile) if rich else tile
+        return config.with_fewer_pairs(tile) if rich else tile

@@ -1,12 +1,11 @@
-"""Which tiles a block of query rows needs, and which of them need no mask: from the row ranges, in torch, on the
-device.
+"""Which tiles a block of query rows needs, and which of them need no mask; computed from the row ranges on the device.
 
-A block of rows needs the tiles that the union of its rows' ranges touches, one run for each range. A tile is full where
-every row of the block allows all of its keys. So eight numbers a block of rows, in tiles:
+A block of rows needs the tiles that the union of its rows' ranges touches, one run per range. A tile is full if every
+row of the block allows all of its keys. That gives eight numbers per block of rows, counted in tiles:
 
     [first, full_first, full_last, last) of the first range, and of the second
 
-Nothing here waits for the device. The tables belong to a mask and are worked out once (`of`).
+Nothing here waits for the device. The tables are computed once per mask (`cached_tables`).
 """
 
 from __future__ import annotations
@@ -22,25 +21,29 @@ from undivided.masks import NormalForm
 
 _FAR = 2**31 - 1
 PAIRS_AT_ONCE = 1 << 22
-"""Tile pairs compared at once while columns are looked up: 16 MiB of int32."""
+"""(row block, key tile) pairs compared at once by `column_table`: 16 MiB of int32."""
 
 
 class Tables(NamedTuple):
-    """rows: int32 [B|1, row blocks, 8]. columns: int32 [B|1, key tiles, 4]: [first, last) block of rows that needs the
-    tile with a mask, and [first, last) of those that need it whole; between them may lie blocks that do not."""
+    """The tables of a mask.
+
+    rows: int32 [B|1, row blocks, 8], as described above.
+    columns: int32 [B|1, key tiles, 4]: [first, last) block of rows that needs the tile with its mask, and [first, last)
+        block that needs it without; not every block between them does. None if not requested.
+    """
 
     rows: Tensor
     columns: Tensor | None
 
 
-MOST_PLAIN = 64
-"""Tables of calls without a mask that are kept: a few lengths per kind of layer, 32 bytes per block of rows."""
+MAX_PLAIN_TABLES = 64
+"""Cached tables of calls without a mask: a few lengths per kind of layer, 32 bytes per block of rows."""
 
 _plain: dict[object, Tables] = {}
 _known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
 
 
-def of(
+def cached_tables(
     normal: NormalForm | None,
     q_len: int,
     kv_len: int,
@@ -52,10 +55,10 @@ def of(
     always_masked: bool = False,
     columns: bool = False,
 ) -> Tables:
-    """The tables of a mask (None: every pair), remembered beside it.
+    """The tables of a mask (None: every pair is allowed), cached per mask.
 
     Args:
-        group: heads that lie side by side in the rows, so that a query is `group` rows.
+        group: heads that share a block of rows, so that a query is `group` rows.
         always_masked: no tile is full, because more than ranges decides (a bias, a dense mask).
         columns: also the blocks of rows that each key tile needs, for a pass over keys.
     """
@@ -81,13 +84,13 @@ def _every_pair(
         found = _plain_tables(*key)
         if not is_traced():
             _plain[key] = found
-            if len(_plain) > MOST_PLAIN:
+            if len(_plain) > MAX_PLAIN_TABLES:
                 _plain.pop(next(iter(_plain)))
     return found
 
 
 def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, columns: bool) -> Tables:
-    """Filled in on the device: numbers that are copied there wait for it."""
+    """The tables without a mask, written on the device: copying numbers there would wait for it."""
     table = torch.zeros((1, max(blocks, 1), 8), dtype=torch.int32, device=device)
     table[..., 2] = whole
     table[..., 3] = tiles
@@ -105,7 +108,7 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
     for side in range(0, width, 2):
         start, stop = ranges[..., side], ranges[..., side + 1]
         none = stop <= start
-        # rows beyond the tensor need nothing and allow everything
+        # rows beyond the tensor need no tile and make no tile partial
         first = _blocked(start.masked_fill(none, _FAR), missing, _FAR, block_m).amin(-1)
         last = _blocked(stop.masked_fill(none, 0), missing, 0, block_m).amax(-1)
         latest = _blocked(start.masked_fill(none, _FAR), missing, 0, block_m).amax(-1)
@@ -119,7 +122,7 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
 
 
 def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
-    """[B, blocks, block]: rows in blocks, the last filled up."""
+    """The rows in blocks, [B, blocks, block]; the last block is padded."""
     padded: Tensor = torch.nn.functional.pad(values, (0, missing), value=fill)
     blocks: Tensor = padded.unflatten(1, (-1, block))
     return blocks
@@ -128,7 +131,7 @@ def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
 def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
     empty = last <= first
     begin, end = first // block_n, -(-last // block_n)
-    # rows that do not share a range leave no tile full
+    # a tile is full only if all rows of the block have a range
     full_begin = torch.where(latest < _FAR, -(-latest.clamp(max=_FAR - block_n) // block_n), end)
     full_end = torch.minimum(earliest, last) // block_n
     if always_masked:
@@ -140,7 +143,7 @@ def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n:
 
 
 def _after(one: Tensor, two: Tensor) -> Tensor:
-    """The second run without the tiles that the first one visits: tiles of both are masked by both ranges at once."""
+    """The second run without the tiles of the first: tiles of both are visited once and masked by both ranges."""
     begin, full_begin, full_end, end = two.unbind(-1)
     first, last = one[..., 0], one[..., 3]
     overlap = (last > first) & (end > begin) & (begin < last)
@@ -152,7 +155,7 @@ def _after(one: Tensor, two: Tensor) -> Tensor:
 
 
 def column_table(rows: Tensor, tiles: int) -> Tensor:
-    """For each key tile the blocks of rows that need it, as hulls; compared in chunks of key tiles."""
+    """For each key tile, the [first, last) blocks of rows that need it; see `Tables.columns`."""
     batch, blocks, _ = rows.shape
     index = torch.arange(blocks, device=rows.device, dtype=torch.int32)[None, None, :]
     a, fa, fa_end, a_end, b, fb, fb_end, b_end = (x[:, None, :] for x in rows.unbind(-1))
@@ -169,7 +172,7 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
 
 
 def _hull(needed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """[first, last) block where `needed`, [0, 0) for none."""
+    """[first, last) block of those `needed`; [0, 0) if there is none."""
     last = torch.where(needed, index + 1, 0).amax(-1)
     first = torch.where(needed, index, _FAR).amin(-1)
     return torch.where(last > 0, first, 0), last

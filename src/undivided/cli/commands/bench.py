@@ -16,11 +16,14 @@ from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tabl
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
-from undivided.benchmarking.report import headline
+from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
-from undivided.cli._paths import file_to_write, refuse_together
+from undivided.cli._paths import file_to_write, folder_to_write, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
+from undivided.cli.commands.report import read_report
 from undivided.errors import InputError
+from undivided.report import compare as comparison
+from undivided.report import plots
 from undivided.selection.measured import read
 
 TONES = {"good": "green", "bad": "red", "": ""}
@@ -68,6 +71,20 @@ def bench(
             "--markdown", metavar="FILE", help="Print the tables of this report as Markdown, and run nothing."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write charts (PNG) to this folder: throughput over length, ratios to each competitor, roofline.",
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD.json", help=f"Also show what changed since this report. {comparison.RULE}"),
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show, plot or compare this report, and run nothing.")
+    ] = None,
 ) -> None:
     """Time attention and compare it with PyTorch, onnxruntime and the peak of the machine. All suites take minutes.
 
@@ -75,22 +92,28 @@ def bench(
     result is never shown; the exit code is 1 if one of our results is wrong. Probes of the machine run before and after
     each problem, which is repeated if they detect other load.
     """
+    runs: dict[str, object] = {
+        "--suite": suite,
+        "--dtype": dtype,
+        "--filter": filter,
+        "--quick": quick,
+        "--backend": backend,
+        "--competitor": competitor,
+        "--threads": threads,
+        "--ranks": ranks,
+    }
     if as_markdown is not None:
-        refuse_together(
-            "--markdown",
-            {
-                "--suite": suite,
-                "--dtype": dtype,
-                "--filter": filter,
-                "--quick": quick,
-                "--backend": backend,
-                "--competitor": competitor,
-                "--threads": threads,
-                "--json": as_json,
-                "--ranks": ranks,
-            },
-        )
+        shows: dict[str, object] = {"--json": as_json, "--plot": plot, "--compare": compare, "--from": source}
+        refuse_together("--markdown", runs | shows)
         typer.echo(_as_markdown(as_markdown), nl=False)
+        return
+    if plot is not None:
+        plots.require_matplotlib("--plot")
+        folder_to_write("--plot", plot)
+    old = None if compare is None else read_report("--compare", compare)
+    if source is not None:
+        refuse_together("--from", runs | {"--json": as_json if as_json and str(as_json) != "-" else None})
+        _present(read_report("--from", source), as_json is not None, plot, old)
         return
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
@@ -126,14 +149,27 @@ def bench(
     with progress(planned.steps) as step:
         report = execute(planned, settings, threads, step)
     _save(report, report_path, ranks)
-    if to_stdout:
-        print_json(report)
-    else:
-        _show(report)
+    _present(report, to_stdout, plot, old)
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
     if _wrong(report) or report["failed"]:
         raise typer.Exit(1)
+
+
+def _present(report: dict[str, Any], as_json: bool, plot: Path | None, old: dict[str, Any] | None) -> None:
+    """Print a report, or write it as JSON to stdout; then its charts and its changes since an old report."""
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    if old is not None and not as_json:
+        _show_table(comparison.comparison(old, report))
+    if plot is not None:
+        written = plots.write(report, plot)
+        for path in written:
+            complain(f"written {path}")
+        if not written:
+            complain(f"nothing to plot: the report has no timed cases, and {plot} stays as it was")
 
 
 def _save(report: dict[str, Any], path: Path | None, ranks: Path | None) -> None:
@@ -161,15 +197,19 @@ def _as_markdown(path: Path) -> str:
 
 
 def _show(report: dict[str, Any]) -> None:
-    screen = console()
     for suite in tables(report):
-        printed = table(*suite.columns, right=suite.numbers, title=suite.title)
-        for row in suite.rows:
-            printed.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
-        print_table(screen, printed, before=1)
-        for note in suite.notes:
-            screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
-    screen.print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2), expand=False))
+        _show_table(suite)
+    console().print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2), expand=False))
+
+
+def _show_table(shown: Table) -> None:
+    screen = console()
+    printed = table(*shown.columns, right=shown.numbers, title=shown.title)
+    for row in shown.rows:
+        printed.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
+    print_table(screen, printed, before=1)
+    for note in shown.notes:
+        screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
 
 
 def _wrong(report: dict[str, Any]) -> bool:

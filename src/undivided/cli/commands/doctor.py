@@ -22,6 +22,7 @@ from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
+from undivided.kernels.cpu import _install
 from undivided.machine import Machine
 from undivided.selection.policy import policy
 from undivided.verification.budget import FACTOR, relative_error
@@ -42,6 +43,13 @@ VARIABLES = {
 }
 """The environment variables and their effects; `undivided.selection.policy` reads most of them."""
 
+NEXT = {
+    "undivided demo --quick": "attention over real documents, checked and timed",
+    "undivided report": "one HTML file: this machine, verification, benchmarks, a mask explorer",
+    "undivided init-example": "examples to copy and run",
+}
+"""The commands to try after this one."""
+
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Show this machine, the backends that can run, how to install the others, and a self-check.
@@ -49,23 +57,28 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     Exit code 1 if the self-check fails, 2 if an environment variable is invalid.
     """
     policy()  # raises if a variable is invalid
-    findings: dict[str, Any] = {
+    found = findings() | {"self_check": _self_check()}
+    if as_json:
+        print_json(found)
+    else:
+        _show(console(), found)
+    if not found["self_check"]["ok"]:
+        raise typer.Exit(1)
+
+
+def findings() -> dict[str, Any]:
+    """The machine, its backends and the environment variables."""
+    return {
         "machine": _machine(),
         "backends": [dataclasses.asdict(row) for row in table_of_backends()],
         "environment": _environment(),
-        "self_check": _self_check(),
     }
-    if as_json:
-        print_json(findings)
-    else:
-        _show(console(), findings)
-    if not findings["self_check"]["ok"]:
-        raise typer.Exit(1)
 
 
 def _machine() -> dict[str, str]:
     values = {
         "undivided": __version__,
+        "installed from": _origin(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of "
@@ -77,6 +90,14 @@ def _machine() -> dict[str, str]:
     if not torch.cuda.is_available():
         values["GPU"] = "none that PyTorch can use"
     return values
+
+
+def _origin() -> str:
+    """The kind of installation, which decides whether there is a native kernel."""
+    tags = ", ".join(_install.wheel_tags())
+    if (_install.CHECKOUT / "cmake" / "CMakeLists.txt").is_file():
+        return f"a checkout, {_install.CHECKOUT}"
+    return f"the wheel {tags}{', pure Python without the native kernel' if _install.is_pure_wheel() else ''}"
 
 
 def _environment() -> list[dict[str, str]]:
@@ -138,6 +159,7 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
     words = f"{check['backend']}: relative error {check['error']:.1e} against fp64 (allowed: {check['budget']:.1e})"
     mark = Text("✓ ", "green") if check["ok"] else Text("✗ ", "bold red")
     _section(screen, "Self-check", mark + Text(words))
+    _section(screen, "Try next", _pairs(NEXT.items()))
 
 
 def _pairs(rows: Any) -> Table:

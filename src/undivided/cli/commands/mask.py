@@ -17,7 +17,7 @@ from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
 from undivided.masks._drawing import LARGEST_PICTURE, natural_sizes
 
-SIZED = frozenset({"lengths", "documents", "document_ids"})
+SIZED = frozenset({"lengths", "documents", "document_ids", "dense"})
 """The parts from which the lengths of the sequences follow."""
 
 MAX_ROWS = 1 << 24

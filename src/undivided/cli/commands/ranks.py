@@ -101,6 +101,6 @@ def _show(shown: Table) -> None:
         print_table(screen, printed, after=1)
     for number, run in enumerate(runs, 1):
         words = f"run {number}: {run.when[:10]}, {run.machine}, torch {run.torch}, {run.report}"
-        screen.print(Text(words, "dim"), soft_wrap=True)
+        screen.print(Text(words, "dim"))
     if not runs:
         screen.print("no measurements: backends are ordered by their default ranks")

@@ -161,7 +161,7 @@ class ProcessGroup:
             with self._rank_errors(f"an exchange with ranks {sorted(set(peers))}"):
                 for work in works:
                     work.wait()
-            ops.clear()  # not earlier: gloo keeps no reference to tensors that it still sends
+            ops.clear()  # not earlier: gloo does not keep tensors alive while it sends them
             works.clear()
 
         return wait

@@ -112,7 +112,7 @@ def _decode_text(data: Tensor) -> str:
 
 def describe_mask(mask: Mask) -> str:
     """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
-    return mask.remembered(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
+    return mask.cached(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
 
 
 def _value_digest(mask: Mask) -> int:

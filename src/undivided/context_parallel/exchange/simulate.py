@@ -1,6 +1,6 @@
 """All ranks in one process: one thread per rank, with queues instead of a network.
 
-The code that runs is that of real ranks; only the communicator differs. It serves tests, debugging, and trying a
+The code is that of real ranks; only the communicator differs. It is for tests, for debugging, and for trying out a
 placement without a cluster.
 """
 

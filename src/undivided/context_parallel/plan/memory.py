@@ -1,9 +1,9 @@
-"""The peak memory of a rank: the bytes that it holds at every moment of a call, in the order of a run.
+"""The peak memory of a rank: the bytes that it holds at every moment of a call.
 
-Counted are the tensors of a call: the caller's q, k, v and output (and their gradients), what the all-to-all exchanges,
-keys that are in use or in flight, sums, and what a kernel returns. Not counted are the scratch memory of kernels and
-the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent without a copy;
-they are assumed to be consecutive unless they belong to several documents.
+It counts the tensors of a call: the caller's q, k, v and output (and their gradients), the tensors of the all-to-all
+exchanges, keys that are in use or in flight, sums, and the results of kernels. It does not count the scratch memory of
+kernels and the mask with its schedule, which all layers share. Keys that are consecutive on their owner are sent
+without a copy; they are assumed to be consecutive unless they belong to several documents.
 
 Legend: W ranks, T rounds; all values are bytes, int64 [W] or [W, T].
 """
@@ -62,7 +62,7 @@ class Memory:
         self._sums_rounds = (self._rounds.in_use > 0).any(1) & (not self._is_all_gather)
         """Ranks that add up the results of several rounds."""
         self._is_one_piece = ~self._sums_rounds & (work.shares == 1) & (self._largest_fraction == 1)
-        """Ranks with a single piece, whose result is taken as it is."""
+        """Ranks with a single piece, whose result is used without a copy."""
 
     @property
     def _is_all_gather(self) -> bool:
@@ -132,7 +132,7 @@ class Memory:
         grad_out = self._out_local if self._has_all_to_all else 0
         is_later = torch.arange(rounds.in_use.shape[1]) > 0
         dq = self._largest_piece(self._q_local)[:, None] * ((rounds.in_use > 0) | ~is_later)
-        # the gradients of keys of one piece are sent as they are; those of several shares are summed first
+        # the gradients of keys of one piece are sent directly; those of several shares are summed first
         dkv = rounds.in_use.clone()
         if not self._is_all_gather:
             dkv[:, 0] = self._kv_local

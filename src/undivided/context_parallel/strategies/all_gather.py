@@ -1,8 +1,8 @@
 """All-gather: a rank gathers all the keys that it needs, one group of heads at a time, and attends to them in one call.
 
-One softmax covers all keys, so nothing is merged; in return the keys of a group of heads must fit in memory. The next
-group arrives while one is attended to. As in the ring, a rank receives only keys that some row of its own may attend
-to, and their gradients go back to their owners, which add them up in fp32 (a reduce-scatter).
+One softmax covers all keys, so nothing is merged; but the keys of a group of heads must fit into memory. The keys of
+the next group arrive during the computation of one. As in the ring, a rank receives only keys that some row of its own
+may attend to, and their gradients return to their owners, which sum them in fp32 (a reduce-scatter).
 
 Source: Llama 3 (arXiv:2407.21783, section 3.3.2) gathers keys and values in the same way.
 """

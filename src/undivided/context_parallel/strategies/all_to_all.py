@@ -1,4 +1,4 @@
-"""All-to-all: each rank exchanges its rows for heads. Between two exchanges it has whole sequences of some heads.
+"""All-to-all: each rank exchanges rows for heads. Between the two exchanges it has whole sequences of some heads.
 
 The usual form needs numbers of query and key heads that are multiples of the number of ranks. Here rank r of W computes
 heads [r * H / W, (r + 1) * H / W) of H query heads, fractions included: a head that two ranks share is split between
@@ -163,7 +163,7 @@ class HeadExchange:
     disjoint: bool
 
     @staticmethod
-    def of(
+    def build(
         rank: int, rows: Sequence[Tensor], targets: Sequence[Sequence[tuple[Tensor, slice]]], heads: int
     ) -> HeadExchange:
         """The exchange of one member.

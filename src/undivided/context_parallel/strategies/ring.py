@@ -1,4 +1,4 @@
-"""Ring: the keys of one rank arrive per round, while those of the round before are attended to.
+"""Ring: the keys of one rank arrive per round, during the computation of the previous round.
 
 In round t, rank r attends to keys of rank r - t. It receives them from that rank directly, and only those that some row
 of its own may attend to: three quarters of them under a causal mask (zigzag), the few at the edges of its rows under a

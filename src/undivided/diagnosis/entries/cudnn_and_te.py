@@ -39,7 +39,7 @@ _LAYOUT = """
     """
 
 _MERGED = """
-    # 7 tokens: any number over any split
+    # 7 tokens: any length, split anywhere
     q, k, v = (torch.randn(1, 7, 8, 64) for _ in range(3))
     parts = [
         undivided.attention(
@@ -61,14 +61,14 @@ _PLANS = r"No (?:valid execution plans built|execution plans (?:built successful
 ENTRIES = (
     Entry(
         id="te-default-layout",
-        title="cuDNN refuses a TransformerEngine layer: was it fed [batch, sequence, hidden]? The default is sbhd",
+        title="cuDNN refuses a TransformerEngine layer: is its input [batch, sequence, hidden]? The default is sbhd",
         patterns=(rf"\A(?=.*{_TE_LAYER}).*?{_PLANS}",),
         example="""  y = transformer_layer(x)  # te.TransformerLayer, x: [1, 2048, 12288]
             RuntimeError: cuDNN Error: [cudnn_frontend] Error: No valid execution plans built.""",
         cause="""TransformerEngine's layers read their input as [sequence, batch, hidden] unless attn_input_format (or
-            qkv_format) says otherwise. A batch-first input swaps the two: cuDNN may refuse the odd shape, other
-            backends run it and mix the batch up.""",
-        confirm="Swap the first two axes of the input (x.transpose(0, 1)): if the error goes, this was it.",
+            qkv_format) is set. With a batch-first input the two are exchanged: cuDNN may refuse the unusual shape, other
+            backends run it and mix the sequences of the batch.""",
+        confirm="Swap the first two axes of the input (x.transpose(0, 1)): if the error disappears, this is the cause.",
         fix="""Pass attn_input_format="bshd" to TransformerLayer, qkv_format="bshd" to MultiheadAttention and
             DotProductAttention.""",
         call=_LAYOUT,
@@ -82,15 +82,15 @@ ENTRIES = (
         patterns=(_PLANS,),
         example="RuntimeError: cuDNN Error: [cudnn_frontend] Error: No valid execution plans built.",
         cause="""Two causes are the most frequent. The layout: an input in the order sbhd (TransformerEngine's default) is
-            read as bshd, or the reverse, so that batch and length are exchanged. The length: cuDNN before 9.0 takes
-            only multiples of 64. Otherwise no engine of this cuDNN takes the graph on this GPU: a head size or mask
-            that this version lacks (often in the backward alone), or a GPU newer than the library.""",
-        confirm="""Print q.shape and compare it with the layout in force (qkv_format, attn_input_format); print length % 64
+            read as bshd, or the reverse, so that batch and length are exchanged. The length: cuDNN before 9.0 supports
+            only multiples of 64. Otherwise no engine of this cuDNN supports the graph on this GPU: a head size or mask
+            that this version lacks (often only in the backward), or a GPU newer than the library.""",
+        confirm="""Print q.shape and compare it with the layout setting (qkv_format, attn_input_format); print length % 64
             and torch.backends.cudnn.version(). Then set CUDNN_LOGLEVEL_DBG=2 (before 9: CUDNN_LOGERR_DBG=1) and
-            CUDNN_LOGDEST_DBG=stderr for cuDNN's words; try head size 128; try without gradients.""",
-        fix="""Name the layout of the tensors (qkv_format="bshd" or attn_input_format="bshd"). Pad the length to a
-            multiple of 64, or upgrade cuDNN to 9.0 or later. To go on without cuDNN, in PyTorch:
-            torch.backends.cuda.enable_cudnn_sdp(False). In TransformerEngine: NVTE_FUSED_ATTN=0 takes flash-attn or
+            CUDNN_LOGDEST_DBG=stderr for cuDNN's messages; try head size 128; try without gradients.""",
+        fix="""Set the layout of the tensors (qkv_format="bshd" or attn_input_format="bshd"). Pad the length to a
+            multiple of 64, or upgrade cuDNN to 9.0 or later. To run without cuDNN, in PyTorch:
+            torch.backends.cuda.enable_cudnn_sdp(False). In TransformerEngine: NVTE_FUSED_ATTN=0 selects flash-attn or
             the unfused path.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1591, NVIDIA/TransformerEngine#651, YanWenKun/ComfyUI-Docker#140",
@@ -105,10 +105,11 @@ ENTRIES = (
             CUDNN_STATUS_EXECUTION_FAILED""",
         cause="""The kernel could not be compiled or loaded (libraries of two CUDA or cuDNN versions in one process, a
             missing NVRTC), or it read bad offsets: cu_seqlens of the wrong dtype or beyond the tokens.""",
-        confirm="""CUDNN_LOGLEVEL_DBG=2 CUDNN_LOGDEST_DBG=stderr shows a Reason; "rtc->loadModule()" means libraries.
-            Compare torch.backends.cudnn.version() with the cuDNN that the logs name. CUDA_LAUNCH_BLOCKING=1.""",
-        fix="""One cuDNN in the environment (pip's nvidia-cudnn, no other on LD_LIBRARY_PATH); check cu_seqlens;
-            NVTE_FUSED_ATTN=0 meanwhile.""",
+        confirm="""CUDNN_LOGLEVEL_DBG=2 CUDNN_LOGDEST_DBG=stderr shows a Reason; "rtc->loadModule()" means a library
+            problem. Compare torch.backends.cudnn.version() with the cuDNN version in the logs. Run with
+            CUDA_LAUNCH_BLOCKING=1.""",
+        fix="""Keep only one cuDNN in the environment (pip's nvidia-cudnn, no other on LD_LIBRARY_PATH); check
+            cu_seqlens; set NVTE_FUSED_ATTN=0 in the meantime.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1116, NVIDIA/TransformerEngine#1407, NVIDIA/Megatron-LM#1882",
         near=ATTENTION,
@@ -123,12 +124,12 @@ ENTRIES = (
         patterns=(r"No dot product attention (?:backend is available|support) for the provided inputs",),
         example="""ValueError: No dot product attention backend is available for the provided inputs. Please run with
             NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to find out the reasons for disabling all backends.""",
-        cause="""Each backend was knocked off by one condition. Usual ones: a front end set NVTE_FUSED_ATTN or
+        cause="""Each backend was disabled by a condition. Usual ones: a front end set NVTE_FUSED_ATTN or
             NVTE_UNFUSED_ATTN to 0; flash-attn is missing or outside the accepted versions; head sizes 192/128 (MLA)
-            or over 256 in training; context parallelism, which takes the unfused path away; float32.""",
+            or above 256 in training; context parallelism, which the unfused path does not support; float32.""",
         confirm='Run with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2: each "Disabling ..." line is a reason.',
-        fix="""Remove the first reason that you can: unset the NVTE_* variables, install a flash-attn in the accepted
-            range, upgrade cuDNN, pad the length to a multiple of 64 (cuDNN 8) or v to the head size of q.""",
+        fix="""Remove the reasons of one backend: unset the NVTE_* variables, install a flash-attn in the accepted range,
+            upgrade cuDNN, pad the length to a multiple of 64 (cuDNN 8) or v to the head size of q.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1321, NVIDIA/TransformerEngine#2285, NVIDIA/TransformerEngine#3006",
         reads=_values.alignment,
@@ -138,9 +139,9 @@ ENTRIES = (
         title="Context parallelism is on and neither flash nor fused attention can run",
         patterns=(r"Context parallelism is only implemented with Flash Attention(?: and Fused Attention| v1)?",),
         example="AssertionError: Context parallelism is only implemented with Flash Attention and Fused Attention!",
-        cause="""Selection fell through to the unfused path, which has no context parallelism; why flash and fused
-            were refused is not stated. A length that is not a multiple of 64 under cuDNN 8, flash switched off
-            (use_flash_attention, NVTE_FLASH_ATTN), a bias or an arbitrary mask are the usual reasons.""",
+        cause="""Selection chose the unfused path, which has no context parallelism; the error does not say why flash
+            and fused attention were refused. The usual reasons are a length that is not a multiple of 64 under cuDNN 8,
+            flash switched off (use_flash_attention, NVTE_FLASH_ATTN), a bias or an arbitrary mask.""",
         confirm="NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reasons; print the sequence length modulo 64.",
         fix="""Switch flash attention on and install flash-attn; pad the length to a multiple of 64 and of
             2 * ranks; cuDNN 9 takes any length.""",
@@ -150,14 +151,14 @@ ENTRIES = (
     ),
     Entry(
         id="te-thd-padding",
-        title='TransformerEngine: qkv_format="thd" wants a mask type with "padding" in it',
+        title='TransformerEngine: qkv_format="thd" needs a mask type with "padding" in its name',
         patterns=(
             r"Attention mask type must be padding or padding_causal for qkv_format=thd",
             r"THD format requires padding mask type, got (?P<got>\w+)",
         ),
         example="AssertionError: Attention mask type must be padding or padding_causal for qkv_format=thd!",
-        cause="""Packed sequences have lengths, and the mask type must say that they count. For thd, "padding" is what
-            no_mask is for dense tensors, and "padding_causal" what causal is.""",
+        cause="""Packed sequences have lengths, and only mask types with "padding" use them. For thd, "padding" has the
+            meaning of no_mask for dense tensors, and "padding_causal" that of causal.""",
         confirm="attn_mask_type is causal or no_mask.",
         fix='attn_mask_type="padding_causal" (or "padding"), with cu_seqlens_q and cu_seqlens_kv.',
         call=_PACKED,
@@ -165,14 +166,14 @@ ENTRIES = (
     ),
     Entry(
         id="te-layout",
-        title="TransformerEngine does not recognise how q, k and v lie in memory",
+        title="TransformerEngine does not recognise the memory layout of q, k and v",
         patterns=(r"The provided qkv memory layout is not supported!?",),
         example="RuntimeError: The provided qkv memory layout is not supported!",
-        cause="""It infers an interleaving from pointers and strides. Expanded key heads, tensors of different
-            formats, a last axis that is not contiguous, or rotary embeddings on two of the three break the guess; so
-            does a tensor in [B, H, S, D].""",
+        cause="""It infers the layout from pointers and strides. That fails for expanded key heads, tensors of different
+            formats, a last axis that is not contiguous, rotary embeddings on two of the three tensors, and tensors in
+            [B, H, S, D].""",
         confirm="Print shape and stride of q, k, v; none may have stride 0 or a last stride other than 1.",
-        fix="Pass contiguous tensors in the format that qkv_format names; num_gqa_groups instead of expand.",
+        fix="Pass contiguous tensors in the format of qkv_format; use num_gqa_groups instead of expand.",
         call="""
             qkv = torch.randn(2, 16, 3, 8, 64)
             # views, any strides: nothing is guessed or copied
@@ -186,7 +187,7 @@ ENTRIES = (
         title="TransformerEngine: cu_seqlens must be int32",
         patterns=(r"cu_seqlens_q and cu_seqlens_k?q?v? must both be in dtype torch\.int32",),
         example="AssertionError: cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!",
-        cause="cumsum of integers returns int64 unless dtype= is given; other libraries want int64.",
+        cause="cumsum of integers returns int64 unless dtype= is given; other libraries require int64.",
         confirm="Print cu_seqlens_q.dtype.",
         fix="cu_seqlens.to(torch.int32).",
         call=_PACKED,
@@ -201,11 +202,10 @@ ENTRIES = (
         ),
         example="""  out = attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
             RuntimeError: CUDA error: device-side assert triggered""",
-        cause="""In sbhd and bshd, cu_seqlens are lengths of batch elements, batch + 1 of them. Documents packed in a
-            batch of one are not that: flash ran it by accident, cuDNN asserts on the device.""",
+        cause="""In sbhd and bshd, cu_seqlens are cumulative lengths of the batch elements, batch + 1 of them. Documents
+            packed into a batch of one do not fit: flash-attn runs them by accident, cuDNN asserts on the device.""",
         confirm="len(cu_seqlens) - 1 is not the batch size, or cu_seqlens[-1] is not the number of tokens.",
-        fix="""qkv_format="thd" with [T, H, D] tensors, the cu_seqlens as they are and attn_mask_type
-            "padding_causal".""",
+        fix="""qkv_format="thd" with [T, H, D] tensors, the same cu_seqlens and attn_mask_type "padding_causal".""",
         call=_PACKED,
         source="NVIDIA/TransformerEngine#1259",
         weight=PRECISE,
@@ -215,12 +215,12 @@ ENTRIES = (
         title="TransformerEngine's paged KV cache has no free page",
         patterns=(r"KV cache is full!?",),
         example="RuntimeError: KV cache is full!",
-        cause="""InferenceParams holds max_batch_size * max_sequence_length tokens and no more. Sequences that ended
-            keep their pages until a step omits their id.""",
-        confirm="Count the sequences alive and their tokens against the two limits.",
-        fix="Leave finished sequences out of pre_step's dictionary; allocate for the longest, prompt and output.",
+        cause="""InferenceParams has room for max_batch_size * max_sequence_length tokens. Finished sequences keep their
+            pages until a step omits their id.""",
+        confirm="Compare the number of active sequences and of their tokens with the two limits.",
+        fix="Leave finished sequences out of pre_step's dictionary; size the cache for the longest prompt plus output.",
         call="""
-            # your pool, your table: as many pages as you like
+            # your own pool and block table: any number of pages
             pool = torch.randn(64, 16, 2, 64)
             table = torch.arange(8, dtype=torch.int32).view(2, 4)
             mask = masks.lengths([20, 64]) & masks.causal(align="bottom_right")
@@ -245,15 +245,15 @@ ENTRIES = (
         example="AssertionError: Sequence length per GPU needs to be divisible by 2!",
         cause="Each rank owns two chunks, one from each end, so that causal work is balanced: 2 * ranks equal chunks.",
         confirm="Print sequence_length % (2 * context_parallel_size).",
-        fix="""Pad to a multiple of 2 * ranks (and of tensor parallel size times ranks). Packed: every sequence,
-            with cu_seqlens the real lengths and cu_seqlens_padded the padded ones.""",
+        fix="""Pad to a multiple of 2 * ranks (and of tensor parallel size times ranks). Pad every packed sequence; pass
+            the real lengths as cu_seqlens and the padded ones as cu_seqlens_padded.""",
         call=_MERGED,
         source="NVIDIA/TransformerEngine#1930, NVIDIA/Megatron-LM#1669, NVIDIA-NeMo/RL#3563",
         reads=_values.ranks,
     ),
     Entry(
         id="te-cuda-only",
-        title="TransformerEngine's attention takes CUDA tensors only",
+        title="TransformerEngine's attention supports only CUDA tensors",
         patterns=(r"DotProductAttention only supports CUDA tensors",),
         example="AssertionError: DotProductAttention only supports CUDA tensors.",
         cause="There is no CPU path, so its models cannot be tested or debugged without a GPU.",
@@ -269,9 +269,9 @@ ENTRIES = (
             r"Supported flash-attn versions are (?P<range>[^F]+?)\.? Found flash-attn (?P<found>[\w.]+?)\.?(?: |$)",
         ),
         example="Supported flash-attn versions are >= 2.1.1, <= 2.7.4.post1. Found flash-attn 2.8.3.",
-        cause="""Each TransformerEngine release has a highest flash-attn version that it was tried with; a newer one
-            is treated as not installed, or used with this warning, by version.""",
-        confirm="NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says whether flash was disabled for it.",
+        cause="""Each TransformerEngine release has a highest flash-attn version that it was tested with. Depending on
+            the release, a newer one is treated as not installed, or is used with this warning.""",
+        confirm="NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows whether flash attention was disabled for this reason.",
         fix="Install a version in the range, or a newer TransformerEngine.",
         call="""
             print(
@@ -291,10 +291,11 @@ ENTRIES = (
         title="TransformerEngine's log says why a backend was disabled",
         patterns=(r"Disabling (?:Flash|Fused|Unfused)\w*(?: \d)? ",),
         example="[DEBUG | DotProductAttention]: Disabling FusedAttention as no backend supports the provided input",
-        cause="""One condition of selection did not hold. "No backend supports the provided input" comes from cuDNN's
-            gate, which gives no reason.""",
-        confirm='The line "Selected backend" after it says what ran.',
-        fix="Look the named property up; for cuDNN's gate compare head size, mask, length and version with its table.",
+        cause="""A condition of the selection is not met. "No backend supports the provided input" comes from the check
+            for cuDNN, which gives no reason.""",
+        confirm='The line "Selected backend" after it shows what ran.',
+        fix="""Look up the property in the message; for cuDNN compare head size, mask, length and version with its
+            support matrix.""",
         call=_EXPLAIN,
         source="NVIDIA/TransformerEngine#1321, NVIDIA/TransformerEngine#2354",
         weight=WORDS,

@@ -10,14 +10,14 @@ _EXPLAIN = """
     packages = {{"flash_attn": "2.8.3"}}
     machine = undivided.Machine.named("{gpu}", packages=packages)
     decision = undivided.explain(q, q, q, layout="bshd", machine=machine)
-    # something else runs, and this says why
+    # the backend that runs instead, and why
     print(decision.chosen.name, decision.reasons["flash_attn"])
     """
 
 _PACKED = """
     # 3 and 7 tokens, packed
     q, k, v = (torch.randn(10, 8, 64) for _ in range(3))
-    # int64 is enough; checked before anything runs
+    # int64 is accepted; checked before anything runs
     cu_seqlens = torch.tensor([0, 3, 10])
     out = undivided.attention(
         q,
@@ -31,20 +31,20 @@ _PACKED = """
 ENTRIES = (
     Entry(
         id="flash-dtype",
-        title="flash-attn computes in fp16 and bf16 only",
+        title="flash-attn supports only fp16 and bf16",
         patterns=(r"FlashAttention only supports? fp16(?:,| and) bf16",),
         example="RuntimeError: FlashAttention only support fp16 and bf16 data type",
         cause="""The tensors are float32: no autocast, weights loaded without torch_dtype, or a norm or rotary
             embedding that returned float32 inside autocast.""",
         confirm="Print q.dtype just before the call.",
-        fix="""Run under torch.autocast("cuda", torch.bfloat16), load with torch_dtype="auto", cast q and k after
+        fix="""Run under torch.autocast("cuda", torch.bfloat16), load with torch_dtype="auto", or cast q and k after
             the rotary embedding.""",
         call=_EXPLAIN.format(d=64, dtype="float32", gpu="a100"),
         source="Dao-AILab/flash-attention#622, QwenLM/Qwen3#406, unslothai/unsloth#827",
     ),
     Entry(
         id="flash-head-256",
-        title="flash-attn takes head sizes up to 256",
+        title="flash-attn supports head sizes up to 256",
         patterns=(r"FlashAttention (?:forward|backward) only supports head dimension at most (?P<limit>\d+)",),
         example="RuntimeError: FlashAttention forward only supports head dimension at most 256",
         cause="The model has a larger head size (512 in some global layers), or heads and head size were swapped.",
@@ -57,17 +57,17 @@ ENTRIES = (
     ),
     Entry(
         id="flash-head-8",
-        title="flash-attn's head size must be a multiple of 8 (or of what the build has)",
+        title="flash-attn's head size must be a multiple of 8 (of 32 in some builds)",
         patterns=(
             r"must have a head_size that is a multiple of 8",
             r"head[_ ]?(?:dim(?:ension)?|size)\w* (?:must|should) be (?:divisible by|a multiple of) 8",
             r"does not support headdim not being a multiple of 32",
         ),
         example="RuntimeError: query, key, value, and out_ must have a head_size that is a multiple of 8",
-        cause="""The kernel reads 16 bytes at a time. The Python functions pad for you; direct calls of the C++
-            operators and builds made with FLASHATTENTION_DISABLE_UNEVEN_K do not.""",
-        confirm="q.shape[-1] % 8 is not 0 (or % 32, where the message says 32).",
-        fix="Pad q, k and v with zeros to the next multiple, pass the old softmax_scale, cut the output.",
+        cause="""The kernel reads 16 bytes at a time. The Python functions pad the tensors; direct calls of the C++
+            operators and builds with FLASHATTENTION_DISABLE_UNEVEN_K do not.""",
+        confirm="q.shape[-1] % 8 is not 0 (% 32 if the message names 32).",
+        fix="Pad q, k and v with zeros to the next multiple, pass the old softmax_scale, and slice the output.",
         call="""
             # any head size
             q, k, v = (torch.randn(2, 16, 8, 35) for _ in range(3))
@@ -83,11 +83,11 @@ ENTRIES = (
         example="RuntimeError: FlashAttention only supports Ampere GPUs or newer.",
         cause="V100 (7.0), T4 and RTX 20 (7.5) and older lack the instructions that version 2 uses.",
         confirm="torch.cuda.get_device_capability() is below (8, 0).",
-        fix="""attn_implementation="sdpa": its efficient kernel runs from 5.0 on. On these GPUs float16, not
-            bfloat16.""",
+        fix="""attn_implementation="sdpa": its efficient kernel runs from compute capability 5.0 on. Use float16 on these
+            GPUs, not bfloat16.""",
         call=_EXPLAIN.format(d=64, dtype="float16", gpu="t4"),
         source="facebookresearch/locate-3d#22, if-ai/ComfyUI-IF_Trellis#40",
-        reads=lambda match, text: [f"It wants {match['gpu']} or newer."],
+        reads=lambda match, text: [f"It needs {match['gpu']} or newer."],
     ),
     Entry(
         id="flash-cpu",
@@ -98,7 +98,7 @@ ENTRIES = (
         ),
         example="""NotImplementedError: Could not run 'flash_attn::_flash_attn_varlen_forward' with arguments from the
             'CPU' backend.""",
-        cause="The package has GPU kernels only; the model, or a part that was off-loaded, is on the CPU.",
+        cause="The package has only GPU kernels; the model, or an offloaded part of it, is on the CPU.",
         confirm="q.device is cpu.",
         fix="""Move the model before the first call, or load it with attn_implementation="sdpa".""",
         call="""
@@ -115,7 +115,7 @@ ENTRIES = (
         example="RuntimeError: cu_seqlens_q must have dtype int32",
         cause="cumsum of an int32 tensor returns int64 unless dtype= is given.",
         confirm="Print cu_seqlens.dtype.",
-        fix="lengths.cumsum(0, dtype=torch.int32), with a 0 in front: F.pad(..., (1, 0)).",
+        fix="lengths.cumsum(0, dtype=torch.int32), with a 0 prepended: F.pad(..., (1, 0)).",
         call=_PACKED,
         source="huggingface/transformers modeling_qwen2_vl.py, Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp",
         reads=lambda match, text: [f"It is {match['name']}."],
@@ -131,7 +131,7 @@ ENTRIES = (
         fix="q.transpose(1, 2) before the call (and after it, on the output).",
         call="""
             q, k, v = (torch.randn(2, h, 16, 64) for h in (8, 2, 2))
-            # no transposes: say the layout
+            # no transposes: the layout is an argument
             out = undivided.attention(q, k, v, layout="bhsd")
             """,
         source="Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp",
@@ -143,10 +143,10 @@ ENTRIES = (
             r"\b(?P<name>q|k|v|out|dout|kcache|vcache) must have shape \((?P<want>(?:batch_size|total_)[\w, ]+)\)",
         ),
         example="RuntimeError: k must have shape (batch_size, seqlen_k, num_heads_k, head_size)",
-        cause="""k and v disagree in length or heads (a cache updated for one alone), their batch differs from q's, or
-            d_v differs from d_qk, which version 2 does not take.""",
-        confirm="Print the three shapes beside the one in the message.",
-        fix="Update both caches; pad v with zeros to the head size of q and cut the output.",
+        cause="""k and v differ in length or heads (a cache updated for only one of them), their batch differs from
+            that of q, or d_v differs from d_qk, which version 2 does not support.""",
+        confirm="Print the three shapes and compare them with the message.",
+        fix="Update both caches; pad v with zeros to the head size of q and slice the output.",
         call="""
             q, k, v = (torch.randn(2, 16, 8, d) for d in (192, 192, 128))
             # [2, 16, 8, 128]
@@ -157,18 +157,18 @@ ENTRIES = (
     ),
     Entry(
         id="flash-illegal-access",
-        title="A flash kernel read outside of its tensors",
+        title="A flash kernel reads outside its tensors",
         patterns=(
             r"\A(?=.*(?:flash_?attn|flash_attention|varlen|cu_seqlens)).*?an illegal memory access was encountered",
         ),
         example="""  out, lse = flash_attn_gpu.varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k)
             RuntimeError: CUDA error: an illegal memory access was encountered""",
-        cause="""cu_seqlens that does not end at the number of tokens, or max_seqlen below the longest sequence:
-            neither is checked. Or tensors over 2^31 elements: version 2 counts in 32 bits. CUDA reports it late, so
-            the frame shown may be another.""",
+        cause="""cu_seqlens does not end at the number of tokens, or max_seqlen is below the longest sequence: neither
+            is checked. Or a tensor has more than 2^31 elements: version 2 uses 32-bit offsets. CUDA reports errors
+            late, so the stack frame may belong to another call.""",
         confirm="""Run with CUDA_LAUNCH_BLOCKING=1. Check cu_seqlens[0] == 0, cu_seqlens[-1] == len(q),
             cu_seqlens.diff().max() <= max_seqlen, q.numel() < 2**31.""",
-        fix="Correct the offsets; split the batch where tensors are too large, or use version 3.",
+        fix="Correct the offsets; if a tensor is too large, split the batch or use version 3.",
         call=_PACKED,
         source="Dao-AILab/flash-attention#1311, Dao-AILab/flash-attention#1773, Dao-AILab/flash-attention#2214",
         weight=PRECISE,
@@ -179,10 +179,11 @@ ENTRIES = (
         patterns=(r"flash_attn_?\d?_cuda\S*: undefined symbol: ?(?P<symbol>\w+)",),
         example="""ImportError: flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: undefined symbol:
             _ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE""",
-        cause="Its extension links to the C++ of one PyTorch version, CUDA version and ABI; PyTorch was changed since.",
-        confirm="print(torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()) against the wheel's name.",
-        fix="""pip uninstall flash-attn, then the wheel whose name has this torch, CUDA, Python and cxx11abi; or
-            build: pip install flash-attn --no-build-isolation --no-cache-dir.""",
+        cause="Its extension is linked against one PyTorch version, CUDA version and ABI; the installed PyTorch differs.",
+        confirm="""Compare torch.__version__, torch.version.cuda and torch.compiled_with_cxx11_abi() with the wheel's
+            name.""",
+        fix="""pip uninstall flash-attn, then install the wheel whose name has this torch, CUDA, Python and cxx11abi; or
+            build it: pip install flash-attn --no-build-isolation --no-cache-dir.""",
         call="""
             # a failed import is a reason, not a crash
             for row in undivided.backends():
@@ -196,9 +197,9 @@ ENTRIES = (
         title="flash-attn's page size must be a multiple of 256",
         patterns=(r"Paged KV cache block size must be divisible by (?P<limit>\d+)",),
         example="RuntimeError: Paged KV cache block size must be divisible by 256",
-        cause="Version 2 of the published package reads whole tiles from a page (128 on ROCm); 16 is vLLM's own build.",
+        cause="Version 2 of the package reads whole tiles from a page (128 on ROCm); vLLM's own build supports 16.",
         confirm="Print k_cache.shape[1].",
-        fix="Pages of 256 tokens, flash-attn 3 (any size), or vLLM's vllm-flash-attn.",
+        fix="Use pages of 256 tokens, flash-attn 3 (any size), or vLLM's vllm-flash-attn.",
         call="""
             # pages of 16 tokens
             pool = torch.randn(8, 16, 2, 64)
@@ -214,16 +215,17 @@ ENTRIES = (
             )
             """,
         source="Dao-AILab/flash-attention#828, Dao-AILab/flash-attention#1720, Dao-AILab/flash-attention#1627",
-        reads=lambda match, text: [f"This build asks for {match['limit']}."],
+        reads=lambda match, text: [f"This build requires a multiple of {match['limit']}."],
     ),
     Entry(
         id="flash-backward-head",
-        title="flash-attn's backward for this head size wants a data-centre GPU",
+        title="flash-attn's backward for this head size needs a data-centre GPU",
         patterns=(r"FlashAttention backward for head dim > (?P<limit>\d+) requires",),
         example="RuntimeError: FlashAttention backward for head dim > 192 requires A100/A800 or H100/H800",
         cause="Its tiles need more shared memory than RTX cards, A10 and A40 have.",
-        confirm="It runs under torch.no_grad(); the head size is over the limit.",
-        fix="""attn_implementation="sdpa" for training, or a newer flash-attn (2.5.5 lifted it where dropout is 0).""",
+        confirm="It runs under torch.no_grad(); the head size is above the limit.",
+        fix="""attn_implementation="sdpa" for training, or a newer flash-attn (2.5.5 has no such limit without
+            dropout).""",
         call=_EXPLAIN.format(d=256, dtype="bfloat16", gpu="rtx4090"),
         source="Dao-AILab/flash-attention#277, Dao-AILab/flash-attention#328",
         reads=lambda match, text: [f"The limit here is {match['limit']}.", *_values.head_size(match, text)],

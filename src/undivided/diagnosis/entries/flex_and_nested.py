@@ -50,8 +50,8 @@ ENTRIES = (
         ),
         example="""InductorError: LoweringException: NotImplementedError: torch.compile on CPU only supports inference
             and `return_lse` is not supported yet.""",
-        cause="""The CPU template writes the output only. Models with attention sinks ask for the log-sum-exp, so
-            they fail with attn_implementation="flex_attention" on a CPU.""",
+        cause="""The CPU template writes only the output. Models with attention sinks need the log-sum-exp, so they fail
+            with attn_implementation="flex_attention" on a CPU.""",
         confirm="return_lse=True, return_aux=AuxRequest(...), or a gradient is requested.",
         fix="Run it uncompiled (it stores the scores), or use another implementation on the CPU.",
         call="""
@@ -70,9 +70,9 @@ ENTRIES = (
         ),
         example="""ValueError: Expect query and key/value to have the same number of heads but got Hq=8 and Hkv=2. Try
             setting enable_gqa=True for GQA.""",
-        cause="Grouped-query attention has to be asked for.",
+        cause="Grouped-query attention must be enabled explicitly.",
         confirm="The message has both numbers.",
-        fix="flex_attention(..., enable_gqa=True), where Hkv divides Hq.",
+        fix="flex_attention(..., enable_gqa=True), if Hkv divides Hq.",
         call="""
             q, k, v = (torch.randn(2, h, 16, 64) for h in (8, 2, 2))
             out = undivided.attention(q, k, v, layout="bhsd")
@@ -86,7 +86,7 @@ ENTRIES = (
     ),
     Entry(
         id="flex-rank",
-        title="FlexAttention takes [B, H, S, D] only",
+        title="FlexAttention supports only [B, H, S, D]",
         patterns=(r"NYI: query, key, and value must be 4D tensors",),
         example="NotImplementedError: NYI: query, key, and value must be 4D tensors",
         cause="Packed [T, H, D] and unbatched tensors are not accepted.",
@@ -105,8 +105,8 @@ ENTRIES = (
         example="""ValueError: NYI: Currently non power of 2 embedding dimension are not supported. Got E=72 and
             Ev=72.""",
         cause="Triton blocks are powers of 2 and older versions did not pad them; decoding was fixed last.",
-        confirm="The head size is 72, 80, 96 or such.",
-        fix="A newer PyTorch, or pad q, k and v with zeros to the next power of 2 and pass the old scale.",
+        confirm="The head size is not a power of 2, for example 72, 80 or 96.",
+        fix="Upgrade PyTorch, or pad q, k and v with zeros to the next power of 2 and pass the old scale.",
         call=_PREDICATE,
         source="unslothai/unsloth#4036, meta-pytorch/attention-gym#127, pytorch/pytorch#133321",
         reads=lambda match, text: (
@@ -124,7 +124,7 @@ ENTRIES = (
         example="""ValueError: Expect query and key/value to have the same embedding dimension but got E=16 and E=8.""",
         cause="q and k were split into heads differently, or q carries a rotary part that k lacks.",
         confirm="Compare q.shape[-1] and k.shape[-1].",
-        fix="Concatenate the rotary part to both; only v may have a size of its own.",
+        fix="Concatenate the rotary part to both; only v may have another head size.",
         call="""
             q, k, v = (torch.randn(1, 8, 16, d) for d in (48, 48, 32))
             out = undivided.attention(q, k, v, layout="bhsd")
@@ -134,7 +134,7 @@ ENTRIES = (
     ),
     Entry(
         id="flex-block-mask-size",
-        title="The BlockMask was made for other lengths",
+        title="The BlockMask was created for other lengths",
         patterns=(
             r"block_mask was created for block_mask\.shape=(?P<a>\([\d, ]+\)) but got "
             r"q_len=(?P<q>\d+) and kv_len=(?P<k>\d+)",
@@ -142,17 +142,19 @@ ENTRIES = (
         example="""ValueError: block_mask was created for block_mask.shape=(1, 1, 128, 128) but got q_len=256 and
             kv_len=256.""",
         cause="A block mask belongs to one pair of lengths; with a cache or varying batches they change each step.",
-        confirm="The message has both.",
-        fix="Make it anew for each pair of lengths, or make one large mask and use block_mask._adjust.",
+        confirm="The message has both pairs of lengths.",
+        fix="Create one for each pair of lengths, or create one large mask and use block_mask._adjust.",
         call="""
-            # no length in it: serves any
+            # a mask without lengths, for all of them
             mask = masks.window(64, 0, align="bottom_right")
             for queries, keys in ((40, 40), (1, 41)):
                 q, k, v = (torch.randn(1, 8, n, 64) for n in (queries, keys, keys))
                 out = undivided.attention(q, k, v, layout="bhsd", mask=mask)
             """,
         source="pytorch/pytorch#141486, meta-pytorch/attention-gym#54",
-        reads=lambda match, text: [f"Made for {match['a']}, called with {match['q']} queries and {match['k']} keys."],
+        reads=lambda match, text: [
+            f"Created for {match['a']}, called with {match['q']} queries and {match['k']} keys."
+        ],
     ),
     Entry(
         id="flex-cpu-dtype",
@@ -163,7 +165,7 @@ ENTRIES = (
         ),
         example="""NotImplementedError: `torch.float` , `torch.float16` and `torch.bfloat16` are supported in
             FlexAttention for CPU device. Found input tensors are `torch.float64`.""",
-        cause="The CPU template wants x86 with AVX2, Linux or Windows, and no float64.",
+        cause="The CPU template needs x86 with AVX2, Linux or Windows, and does not support float64.",
         confirm="Print q.dtype, platform.machine() and torch.backends.cpu.get_cpu_capability().",
         fix="Cast to float32, or call flex_attention uncompiled.",
         call="""
@@ -179,19 +181,19 @@ ENTRIES = (
         title="FlexAttention runs uncompiled and stores the whole score matrix",
         patterns=(r"flex_attention called without torch\.compile\(\)",),
         example="UserWarning: flex_attention called without torch.compile() - this will use an unfused implementation",
-        cause="Outside of torch.compile it is a plain implementation: right, slow, O(S^2) memory.",
+        cause="Outside torch.compile it runs a plain implementation: correct, but slow and with O(S^2) memory.",
         confirm="The call is not inside torch.compile.",
-        fix="flex_attention = torch.compile(flex_attention), once, at module level.",
+        fix="Compile it once, at module level: flex_attention = torch.compile(flex_attention).",
         call=_PREDICATE,
         source="pytorch/pytorch torch/nn/attention/flex_attention.py",
         weight=WORDS,
     ),
     Entry(
         id="flex-nested",
-        title="FlexAttention takes no nested tensors",
+        title="FlexAttention does not support nested tensors",
         patterns=(r"flex_attention does not support NestedTensor inputs",),
         example="NotImplementedError: flex_attention does not support NestedTensor inputs",
-        cause="Support for jagged inputs was taken out.",
+        cause="PyTorch removed the support for jagged inputs.",
         confirm="q.is_nested is True.",
         fix="Pad, or use the packed values: x.values() with a document mask from x.offsets().",
         call=_PACKED,
@@ -206,8 +208,8 @@ ENTRIES = (
         ),
         example="""RuntimeError: _scaled_dot_product_attention: Nested tensors for query / key are not supported when
             is_causal=True""",
-        cause="""On CPUs a nested tensor can take the math path alone, and that has neither causal masks nor explicit
-            ones for it. The fused GPU kernels do causal jagged attention.""",
+        cause="""On CPUs nested tensors run only on the math path, which supports neither causal nor explicit masks for
+            them. The fused GPU kernels support causal jagged attention.""",
         confirm="It works with is_causal=False.",
         fix="Pad to a dense batch with a mask, or loop over q.unbind().",
         call=_PACKED,
@@ -218,8 +220,8 @@ ENTRIES = (
         title="Nested tensors must be contiguous",
         patterns=(r"If inputs are nested tensors they must be contiguous",),
         example="RuntimeError: scaled_dot_product_attention: If inputs are nested tensors they must be contiguous",
-        cause="Strided nested tensors come out of transpose(1, 2) non-contiguous, which this layout cannot use.",
-        confirm="The tensors were made without layout=torch.jagged.",
+        cause="transpose(1, 2) makes strided nested tensors non-contiguous, which their kernels do not support.",
+        confirm="The tensors were created without layout=torch.jagged.",
         fix="torch.nested.nested_tensor(..., layout=torch.jagged), or .contiguous() after the transpose.",
         call=_PACKED,
         source="pytorch/pytorch#136270",

@@ -25,7 +25,7 @@ ENTRIES = (
               HINT: an explicit backend='cudnn' never falls back; leave it out to let selection choose""",
         cause="""The reference backend runs everything, so a backend=, a use_backends(...) or UNDIVIDED_BACKENDS (or an
             NVTE_* variable) has excluded it. Each line under the message is one backend with the reasons why it was refused.""",
-        confirm="error.decision.reasons holds the same by name; undivided doctor shows the variables that are set.",
+        confirm="error.decision.reasons has the reasons by name; undivided doctor shows the variables that are set.",
         fix="Leave backend= out, or put a backend that can run it last in the list.",
         call="""
             q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
@@ -46,8 +46,8 @@ ENTRIES = (
         ),
         example="""undivided.errors.InputError: k must have a number of heads that divides q's (8), got 3 in [1, 4, 3, 16]
               HINT: these shapes would fit layout='bhsd'""",
-        cause="""The message names the argument, the rule and the value; nothing was computed or changed.""",
-        confirm="error.argument and error.hint hold the two parts.",
+        cause="The message names the argument, the rule and the value; nothing was computed or changed.",
+        confirm="error.argument and error.hint have the argument and the hint.",
         fix="Do what the HINT says.",
         call="""
             q, k, v = (torch.randn(1, 8, 4, 16) for _ in range(3))

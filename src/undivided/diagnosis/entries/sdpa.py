@@ -8,7 +8,7 @@ from undivided.diagnosis._entry import ATTENTION, WORDS, Entry
 ENTRIES = (
     Entry(
         id="sdpa-no-kernel",
-        title="Every kernel that sdpa_kernel(...) left allowed refused the inputs",
+        title="Every kernel that sdpa_kernel(...) allows refused the inputs",
         patterns=(r"No available kernel\. ?Aborting execution",),
         example="RuntimeError: No available kernel. Aborting execution.",
         cause="""Only some kernels were allowed (sdpa_kernel(...), torch.backends.cuda.enable_*_sdp), usually not the
@@ -20,7 +20,7 @@ ENTRIES = (
             warning names: pass is_causal instead of a mask, cast to bfloat16, set dropout_p to 0.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-            # an order, not a trap: math runs what flash cannot
+            # math runs what flash cannot
             with undivided.use_backends("flash", "math"):
                 out = undivided.attention(
                     q, k, v, layout="bhsd", mask=masks.causal(), dropout_p=0.1
@@ -36,18 +36,18 @@ ENTRIES = (
     ),
     Entry(
         id="sdpa-no-viable-backend",
-        title="No kernel of scaled_dot_product_attention is allowed at all on this device",
+        title="sdpa_kernel(...) or the switches allow no kernel of this device",
         patterns=(r"No viable backend for scaled_dot_product_attention was found",),
         example="""RuntimeError: No viable backend for scaled_dot_product_attention was found. This is likely due to
             turning off both the math kernel and the fused kernels.""",
         cause="""The kernels allowed by sdpa_kernel(...) or the enable_*_sdp switches do not exist on this device:
             efficient and cuDNN attention are for GPUs only. With nested tensors it also means that all refused.""",
         confirm="""Print torch.backends.cuda.flash_sdp_enabled(), mem_efficient_sdp_enabled(), math_sdp_enabled(), and
-            look for sdpa_kernel around the call. The switches say what is wanted, not what is available.""",
+            look for sdpa_kernel around the call. The switches show what is allowed, not what is available.""",
         fix="Allow MATH too, or choose the list of kernels by q.device.type.",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-            # picks what the device has
+            # selects a backend of the device
             out = undivided.attention(q, k, v, layout="bhsd")
             """,
         source="intel/torch-xpu-ops#2426, pytorch/pytorch aten/src/ATen/native/transformers/attention.cpp",
@@ -55,7 +55,7 @@ ENTRIES = (
     ),
     Entry(
         id="sdpa-head-count",
-        title="Query and key have different numbers of heads (grouped-query attention not asked for)",
+        title="Query and key have different numbers of heads, without enable_gqa=True",
         patterns=(
             r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) "
             r"at non-singleton dimension 1\b",
@@ -66,8 +66,8 @@ ENTRIES = (
             with a broadcasting message that names neither heads nor arguments. The same text comes from tensors in
             [B, S, H, D] order and from a mask of three dimensions.""",
         confirm="Print q.shape, k.shape, v.shape and mask.shape: axis 1 is the head axis of [B, H, S, D].",
-        fix="""Pass enable_gqa=True (PyTorch 2.5 and later) where the key heads divide the query heads; transpose
-            [B, S, H, D] tensors; give a 3-D mask its head axis with mask[:, None].""",
+        fix="""Pass enable_gqa=True (PyTorch 2.5 and later) if the key heads divide the query heads; transpose
+            [B, S, H, D] tensors; add the head axis to a 3-D mask with mask[:, None].""",
         call="""
             q = torch.randn(2, 8, 16, 64)
             k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
@@ -87,14 +87,14 @@ ENTRIES = (
         ),
         example="""RuntimeError: The size of tensor a (4) must match the size of tensor b (7) at non-singleton
             dimension 3""",
-        cause="""The mask is added to scores of shape [B, H, Sq, Sk] by broadcasting. A padding mask [B, Sk] lines up
-            with the wrong axes, and with a cache Sk is longer than Sq.""",
+        cause="""The mask is broadcast to the scores [B, H, Sq, Sk]. A padding mask [B, Sk] is aligned with the wrong
+            axes, and with a cache Sk is longer than Sq.""",
         confirm="Compare mask.shape with (B, H, q.shape[-2], k.shape[-2]).",
-        fix="""Give a padding mask its axes, mask[:, None, None, :], and build a causal mask for the cached
+        fix="""Add the missing axes to a padding mask, mask[:, None, None, :], and build a causal mask for the cached
             length, not for the new tokens.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-            # lengths, no mask tensor
+            # lengths instead of a mask tensor
             out = undivided.attention(
                 q, k, v, layout="bhsd", mask=masks.lengths([9, 16])
             )
@@ -109,10 +109,10 @@ ENTRIES = (
         patterns=(r"Explicit attn_mask should not be set when is_causal=True",),
         example="""RuntimeError: _scaled_dot_product_attention: Explicit attn_mask should not be set when
             is_causal=True""",
-        cause="""PyTorch documents the two as exclusive, but checks it only in some kernels: the CPU flash kernel
-            intersects them silently, the math kernel raises. So it appears when the device or dtype changes.""",
-        confirm="Both arguments are in the call; it works with either left out.",
-        fix="Pass one mask that is both, is_causal=False.",
+        cause="""PyTorch documents the two as exclusive, but only some kernels check it: the CPU flash kernel silently
+            intersects them, the math kernel raises. So the error can appear when the device or dtype changes.""",
+        confirm="Both arguments are in the call; it works with either one left out.",
+        fix="Pass one mask that combines both, with is_causal=False.",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
             out = undivided.attention(
@@ -142,7 +142,7 @@ ENTRIES = (
             means the opposite); mask.to(q.dtype) for masks that are added.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-            # a tokenizer's
+            # as a tokenizer returns it
             attention_mask = torch.tensor([[1] * 9 + [0] * 7, [1] * 16])
             out = undivided.attention(
                 q, k, v, layout="bhsd", mask=masks.lengths(attention_mask.sum(1))
@@ -161,8 +161,8 @@ ENTRIES = (
         ),
         example="""RuntimeError: Expected query, key, and value to have the same dtype, but got query.dtype: float
             key.dtype: c10::BFloat16 and value.dtype: float instead.""",
-        cause="""Something between the projections and the attention computed in float32: rotary embeddings, a norm
-            over q and k, or a cache that was allocated in another dtype.""",
+        cause="""A step between the projections and the attention returned float32 (rotary embeddings, a norm over q
+            and k), or a cache was allocated in another dtype.""",
         confirm="Print q.dtype, k.dtype, v.dtype just before the call.",
         fix="Cast back after the rotary embedding (q.to(v.dtype)), allocate the cache in the model's dtype.",
         call="""
@@ -184,7 +184,7 @@ ENTRIES = (
             cuda:0 key.device: cpu and value.device: cpu instead.""",
         cause="A cache, a mask or part of the model stayed on the CPU (or on meta, where weights were not loaded).",
         confirm="Print q.device, k.device, v.device.",
-        fix="Move what is behind: cache and buffers with model.to(device); load the weights of meta tensors.",
+        fix="Move cache and buffers too, with model.to(device); load the weights of meta tensors.",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
             out = undivided.attention(
@@ -198,13 +198,13 @@ ENTRIES = (
         title="enable_gqa=True, but the key heads do not divide the query heads",
         patterns=(r"Number of heads in key and value must divide the number of heads in",),
         example="RuntimeError: Number of heads in key and value must divide the number of heads in query",
-        cause="""Groups must be equal. Mostly the tensors are in [B, S, H, D] order, so that lengths are read as
-            heads, or tensor parallelism split the query heads and not the key heads.""",
+        cause="""Each key head must serve equally many query heads. Often the tensors are in [B, S, H, D] order, so that
+            lengths are read as heads, or tensor parallelism split the query heads and not the key heads.""",
         confirm="Print q.shape and k.shape; axis 1 is the head axis.",
         fix="Transpose to [B, H, S, D], or repeat or shard the key heads so that they divide.",
         call="""
             q, k, v = (torch.randn(2, 16, h, 64) for h in (12, 4, 4))
-            # the layout is given, lengths are not read as heads
+            # with the layout given, lengths are not read as heads
             out = undivided.attention(q, k, v, layout="bshd")
             """,
         source="pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils.h",
@@ -217,10 +217,10 @@ ENTRIES = (
             r"but got: \[(?P<b>\d+, ?\d+)\]",
         ),
         example="RuntimeError: Expected size for first two dimensions of batch2 tensor to be: [8, 16] but got: [8, 32].",
-        cause="""q @ k^T needs one head size for both. Often q or k was reshaped with the other's number of heads, or
-            the key still has its rotary half.""",
-        confirm="Print q.shape[-1] and k.shape[-1]; v may differ, k may not.",
-        fix="Reshape with hidden // heads of that tensor: k.view(B, S, kv_heads, head_dim).",
+        cause="""q @ k^T needs the same head size in both. Often q or k was reshaped with the number of heads of the
+            other, or only one of them has the rotary part.""",
+        confirm="Print q.shape[-1] and k.shape[-1]: they must be equal; v may differ.",
+        fix="Reshape each tensor with its own number of heads: k.view(B, S, kv_heads, head_dim).",
         call="""
             # d_qk and d_v may differ
             q, k, v = (torch.randn(2, 16, 8, d) for d in (192, 192, 128))
@@ -231,7 +231,7 @@ ENTRIES = (
     ),
     Entry(
         id="sdpa-fused-refused",
-        title="PyTorch says why a fused kernel was not used; it falls back to the O(S^2) one",
+        title="PyTorch warns why a fused kernel was not used; the O(S^2) one runs instead",
         patterns=(
             r"(?:Flash attention|Memory efficient|cuDNN(?: attention)?) kernel not used because",
             r"Flash Attention does not support non-null attn_mask",
@@ -240,14 +240,14 @@ ENTRIES = (
         ),
         example="""UserWarning: Flash Attention does not support non-null attn_mask. (Triggered internally at
             aten/src/ATen/native/transformers/sdp_utils_cpp.h:262.)""",
-        cause="""These warnings come with sdpa_kernel(...) alone. Without it the fall to the math kernel, which
-            stores the whole score matrix, is silent.""",
-        confirm="torch._fused_sdp_choice(q, k, v, ...) returns 0 where the math kernel would run.",
-        fix="""Remove what is named: is_causal=True instead of a causal mask, no padding mask (pack instead),
-            half precision, four dimensions, a last stride of 1, dropout 0, equal head sizes.""",
+        cause="""PyTorch prints these warnings only under sdpa_kernel(...). Otherwise it falls back silently to the math
+            kernel, which stores the whole score matrix.""",
+        confirm="torch._fused_sdp_choice(q, k, v, ...) returns 0 if the math kernel would run.",
+        fix="""Remove the cause in the warning: is_causal=True instead of a causal mask, packing instead of a padding
+            mask, half precision, four dimensions, a last stride of 1, dropout 0, equal head sizes.""",
         call="""
             q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-            # reasons before running
+            # the reasons, without running anything
             print(undivided.explain(q, k, v, layout="bhsd", mask=masks.window(4, 0)))
             """,
         source="Dao-AILab/flash-attention#1321, lucidrains/x-transformers#143",

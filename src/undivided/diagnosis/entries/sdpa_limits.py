@@ -17,13 +17,13 @@ ENTRIES = (
             implemented""",
         cause="""Fused kernels have a first derivative only. Gradient penalties, meta-learning, Hessians and forces
             from energies need the derivative of the backward.""",
-        confirm="create_graph=True (or torch.func.hessian) stands somewhere above the attention.",
-        fix="Run that part under sdpa_kernel(SDPBackend.MATH), at O(S^2) memory.",
+        confirm="A caller of the attention uses create_graph=True (or torch.func.hessian).",
+        fix="Run that part under sdpa_kernel(SDPBackend.MATH), with O(S^2) memory.",
         call="""
             q = torch.randn(1, 16, 4, 32, requires_grad=True)
             out = undivided.attention(q, q, q, layout="bshd", mask=masks.causal())
             (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-            # has a derivative, whatever kernel ran
+            # it has a derivative with every backend
             gradient.square().sum().backward()
             """,
         source="pytorch/pytorch#116350, pytorch/pytorch#181177, learnables/learn2learn#429",
@@ -36,7 +36,7 @@ ENTRIES = (
         example="""NotImplementedError: Trying to use forward AD with _scaled_dot_product_flash_attention_for_cpu that
             does not support it because it has not been implemented yet.""",
         cause="Fused kernels have no forward-mode rule.",
-        confirm="torch.func.jvp, jacfwd, hessian or forward_ad.dual_level is above the call.",
+        confirm="The call is inside torch.func.jvp, jacfwd, hessian or forward_ad.dual_level.",
         fix="Run it under sdpa_kernel(SDPBackend.MATH).",
         call="""
             q = torch.randn(1, 16, 4, 32)
@@ -52,13 +52,13 @@ ENTRIES = (
         title="This PyTorch build has no flash kernel for this GPU",
         patterns=(r"Torch was not compiled with (?:flash|memory efficient) attention",),
         example="UserWarning: 1Torch was not compiled with flash attention.",
-        cause="""The build (Windows wheels of 2.2 to 2.4 above all, some ROCm builds, custom ones) leaves it out.
-            Installing the flash-attn package does not change that: SDPA has a kernel of its own.""",
+        cause="""The build does not contain it (mostly Windows wheels of 2.2 to 2.4, some ROCm builds, custom builds).
+            Installing the flash-attn package does not help: SDPA has a kernel of its own.""",
         confirm="torch.backends.cuda.is_flash_attention_available() is False.",
-        fix="""A warning: the efficient kernel runs instead, results are right. A newer PyTorch wheel has it; on
-            a GPU before Ampere no build does.""",
+        fix="""It is only a warning: the efficient kernel runs instead, and results are correct. A newer PyTorch wheel
+            has the kernel; on a GPU before Ampere no build does.""",
         call="""
-            # what is there, and why not the others
+            # the available backends, and why others are not
             for row in undivided.backends():
                 print(row.name, row.available, row.why_not)
             """,
@@ -71,7 +71,7 @@ ENTRIES = (
         example="""NotImplementedError: Could not run 'aten::_flash_attention_forward' with arguments from the 'CPU'
             backend.""",
         cause="varlen_attn calls the CUDA flash kernel directly; there is none for other devices.",
-        confirm="The tensors are on the device that the message names.",
+        confirm="The tensors are on the device in the message.",
         fix="Run it on a GPU, or one call per sequence on the CPU.",
         call="""
             # 3 and 7 tokens, packed
@@ -93,18 +93,18 @@ ENTRIES = (
         patterns=(rf"{_SCORES}.{{0,600}}?out of memory{_SIZE}", rf"out of memory{_SIZE}.{{0,300}}?{_SCORES}"),
         example="""torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB. (raised in
             scaled_dot_product_attention)""",
-        cause="""An unfused path ran: eager attention, or SDPA's math kernel, which it takes silently for a mask with
-            grouped-query heads, float32 with head size over the limit, or a mask that needs a gradient. It stores
-            scores of 4 * B * H * Sq * Sk bytes, and several copies in training.""",
-        confirm="""The size asked for grows with the square of the length. torch._fused_sdp_choice(...) == 0 means
+        cause="""An unfused path ran: eager attention, or SDPA's math kernel, which runs without a warning for a mask
+            with grouped-query heads, float32 with a head size above the limit, or a mask that needs a gradient. It
+            stores scores of 4 * B * H * Sq * Sk bytes, and several copies in training.""",
+        confirm="""The requested size grows with the square of the length. torch._fused_sdp_choice(...) == 0 means
             the math kernel.""",
         fix="""Make a fused kernel possible (is_causal=True instead of a mask, bfloat16, attn_implementation="sdpa"
-            instead of "eager"); repeat the key heads where grouped-query with a mask is the reason.""",
+            instead of "eager"); repeat the key heads if the cause is grouped-query attention with a mask.""",
         call="""
             q, k, v = (torch.randn(1, 512, h, 64) for h in (8, 2, 2))
-            # ask before allocating
+            # the decision, before allocating
             decision = undivided.explain(q, k, v, layout="bshd", mask=masks.causal())
-            # blockwise: O(S) memory
+            # computed in blocks: O(S) memory
             out = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
             """,
         source="unslothai/unsloth#8225, Comfy-Org/ComfyUI#15135, PriorLabs/TabPFN#947",
@@ -119,8 +119,8 @@ ENTRIES = (
         ),
         example="""RuntimeError: attn_bias is not correctly aligned (strideM). attn_bias.stride(2) = 66, and should be
             a multiple of 4.""",
-        cause="The cutlass kernel reads a bias in vectors of 4 or 8, so its row stride must be a multiple of that.",
-        confirm="The key length is not a multiple of 8, or the bias is a slice or an expand of another tensor.",
+        cause="The CUTLASS kernel reads a bias in vectors of 4 or 8, so its row stride must be a multiple of that.",
+        confirm="The key length is not a multiple of 8, or the bias is a slice or an expanded view of another tensor.",
         fix="Allocate a wider bias and slice it: torch.zeros(B, H, Sq, ceil8(Sk))[..., :Sk].",
         call="""
             q, k, v = (torch.randn(2, 8, 43, 64) for _ in range(3))
@@ -142,7 +142,7 @@ ENTRIES = (
         cause="""attn_mask must be [Sq, Sk] or [B * heads, Sq, Sk]; key_padding_mask [B, Sk]. With batch_first=False,
             the default, the first axis of the input is the sequence.""",
         confirm="Print the shapes, and module.batch_first.",
-        fix="Say batch_first=True if inputs are [B, S, E]; repeat a per-batch mask heads times.",
+        fix="Pass batch_first=True if inputs are [B, S, E]; repeat a mask per batch element once per head.",
         call="""
             q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
             out = undivided.attention(
@@ -156,9 +156,9 @@ ENTRIES = (
         title="nn.MultiheadAttention: the last axis is not embed_dim",
         patterns=(r"was expecting embedding dimension of (?P<a>\d+), but got (?P<b>\d+)",),
         example="AssertionError: was expecting embedding dimension of 16, but got 8",
-        cause="The input is transposed, still split into heads, or key and value have sizes of their own.",
+        cause="The input is transposed or still split into heads, or key and value have other sizes.",
         confirm="Print query.shape; its last axis must be embed_dim.",
-        fix="Pass [B, S, embed_dim] with batch_first=True; kdim= and vdim= for other key and value sizes.",
+        fix="Pass [B, S, embed_dim] with batch_first=True; set kdim= and vdim= for other key and value sizes.",
         call="""
             # split into heads
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
@@ -172,7 +172,7 @@ ENTRIES = (
         title="nn.MultiheadAttention: is_causal is a hint about a mask, not a mask",
         patterns=(r"Need attn_mask if specifying the is_causal hint",),
         example="RuntimeError: Need attn_mask if specifying the is_causal hint.",
-        cause="Unlike scaled_dot_product_attention, the module wants the causal mask as well.",
+        cause="Unlike scaled_dot_product_attention, the module also needs the causal mask.",
         confirm="The call has is_causal=True and no attn_mask.",
         fix="Pass attn_mask=nn.Transformer.generate_square_subsequent_mask(S) with it.",
         call="""
@@ -183,10 +183,10 @@ ENTRIES = (
     ),
     Entry(
         id="sdpa-fp8",
-        title="fp8 tensors were passed to a kernel that takes none",
+        title="fp8 tensors were passed to a kernel that does not support them",
         patterns=(r'\w{1,60}"? not implemented for \'Float8_(?P<kind>\w+)\'',),
         example="NotImplementedError: \"mul_cpu_reduced_float\" not implemented for 'Float8_e4m3fn'",
-        cause="PyTorch's attention computes in 16 bits and more; fp8 is a storage type there.",
+        cause="PyTorch's attention computes in 16 bits or more; fp8 is only a storage type.",
         confirm="Print q.dtype.",
         fix="Cast (and scale) before the call: q.to(torch.bfloat16).",
         call="""

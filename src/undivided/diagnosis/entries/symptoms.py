@@ -1,4 +1,4 @@
-"""What goes wrong without an error: known from a description in somebody's words."""
+"""Faults without an error, found from a description in free words."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ENTRIES = (
             r"Function '(?:Softmax|ScaledDotProduct)\w*Backward\d' returned nan values",
         ),
         example="scaled_dot_product_attention gives NaN for the padding rows of my mask",
-        cause="""The softmax of a row of -inf is 0 / 0. PyTorch's kernels return 0 there since 2.5, older ones, some
-            GPU kernels and hand-written attention do not, nor does nn.MultiheadAttention. A NaN already in a masked
-            key or value is another way: 0 * NaN is NaN.""",
-        confirm="(~mask).all(-1).any() is True, or torch.isnan(k).any() where padding was never written.",
-        fix="""Let padding rows attend to themselves and drop their output; zero the unused cache; use
-            torch.finfo(dtype).min in place of -inf.""",
+        cause="""The softmax of a row of -inf is 0 / 0. PyTorch's kernels return 0 there since 2.5; older ones, some
+            GPU kernels, hand-written attention and nn.MultiheadAttention do not. A NaN in a masked key or value is
+            another cause: 0 * NaN is NaN.""",
+        confirm="(~mask).all(-1).any() is True, or torch.isnan(k).any() is, because padding was never written.",
+        fix="""Let padding rows attend to themselves and ignore their output; zero the unused part of the cache; use
+            torch.finfo(dtype).min instead of -inf.""",
         call="""
             q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
-            # garbage in the padding
+            # NaN in the padding
             k[0, 9:], v[0, 9:] = float("nan"), float("nan")
             # and a sequence of length 0
             out = undivided.attention(
@@ -41,10 +41,10 @@ ENTRIES = (
             r"(?:off[ -]by[ -]one|differ\w*|deviat\w*|mismatch).{0,160}(?:sliding[ _-]window|window[_ ]size)",
         ),
         example="large deviations between flash and fused attention outputs when sliding window attention is active",
-        cause="""A window is counted in two ways: [i - left, i + right], both ends included (flash-attn,
-            TransformerEngine, Undivided), or as the number of keys, (i - w, i] (cuDNN, transformers' sliding_window,
-            xFormers). The same number means one key more or less.""",
-        confirm="Compare with a tiny window (2 or 3) on distinct values: a long one hides it.",
+        cause="""There are two conventions: [i - left, i + right], both ends included (flash-attn, TransformerEngine,
+            Undivided), or a number of keys, (i - w, i] (cuDNN, transformers' sliding_window, xFormers). The same
+            number gives one key more or less.""",
+        confirm="Compare with a tiny window (2 or 3) on distinct values: a long window hides the difference.",
         fix="flash-attn's window_size for sliding_window=w tokens is (w - 1, 0); cuDNN's bound is left + 1.",
         call="""
             # 4 keys: the query's own and 3 before it
@@ -64,14 +64,14 @@ ENTRIES = (
             r"(?:kv[ -]?cache|decod\w*|chunked prefill).{0,160}(?:is_causal|causal)",
         ),
         example="is_causal=True gives the same vector at every step of generation with a KV cache",
-        cause="""With L queries and S > L keys, PyTorch's is_causal lets query 0 see key 0 alone (top-left);
-            flash-attn since 2.1 lets the last query see every key (bottom-right), which decoding and chunked prefill
-            mean. Neither raises.""",
-        confirm="With one query and n keys, the output equals v[0]: only the first key was seen.",
+        cause="""With L queries and S > L keys, PyTorch's is_causal lets query 0 attend only to key 0 (top-left);
+            flash-attn since 2.1 lets the last query attend to every key (bottom-right), which decoding and chunked
+            prefill need. Neither raises an error.""",
+        confirm="With one query and n keys, the output equals v[0]: the query attended only to the first key.",
         fix="""torch.nn.attention.bias.causal_lower_right(L, S) as attn_mask; is_causal=False for a single query.""",
         call="""
             q, k, v = (torch.randn(1, n, 8, 64) for n in (4, 20, 20))
-            # required where the lengths differ
+            # required if the lengths differ
             mask = masks.causal(align="bottom_right")
             out = undivided.attention(q, k, v, layout="bshd", mask=mask)
             """,
@@ -86,10 +86,10 @@ ENTRIES = (
             r"(?:cross[ -]contaminat|leak)\w*.{0,120}(?:pack|document|sequence)",
         ),
         example="documents packed into one sequence attend to each other",
-        cause="""A packed batch run as one dense causal sequence: each document sees all before it. Nothing fails; the
-            loss is only a little off.""",
+        cause="""A packed batch ran as one dense causal sequence, so that each document attends to all before it. No
+            error is raised; the loss is only slightly wrong.""",
         confirm="Change a token of the first document: the output of the second must not change.",
-        fix="cu_seqlens and the packed (thd, varlen) form of the library; position ids that restart.",
+        fix="Pass cu_seqlens to the packed (thd, varlen) function of the library; restart the position ids per document.",
         call="""
             # 3 and 7 tokens
             q, k, v = (torch.randn(10, 8, 64) for _ in range(3))
@@ -106,22 +106,22 @@ ENTRIES = (
     ),
     Entry(
         id="slow-on-cpu",
-        title="Attention on the CPU is slow, half precision slower still",
+        title="Attention on the CPU is slow, and half precision even slower",
         patterns=(
             r"(?:bf16|bfloat16|fp16|float16|half).{0,80}slow\w*.{0,80}(?:fp32|float32|cpu)",
             r"cpu.{0,80}(?:bf16|bfloat16|fp16|float16).{0,80}slow",
             r"(?:attention|sdpa).{0,60}slow.{0,60}\bcpu\b",
         ),
         example="bfloat16 attention is much slower than float32 on my CPU",
-        cause="""Without AMX, PyTorch hands half types to a matrix library that widens them first; with one query there
-            is too little work for its threads. 3-D inputs, dropout and different head sizes take the math path.""",
-        confirm="Time float32 beside it; look for avx512_bf16 and amx in /proc/cpuinfo.",
-        fix="float32 on such CPUs, four dimensions, dropout 0.",
+        cause="""Without AMX, PyTorch's matrix library converts half types to float32 first; a single query has too
+            little work for its threads. 3-D inputs, dropout and different head sizes run on the math path.""",
+        confirm="Compare with the time in float32; look for avx512_bf16 and amx in /proc/cpuinfo.",
+        fix="Use float32 on such CPUs, four dimensions, and dropout 0.",
         call="""
             q, k, v = (
                 torch.randn(1, 64, 8, 64, dtype=torch.bfloat16) for _ in range(3)
             )
-            # what runs here, and why
+            # the backend that runs here, and why
             print(undivided.explain(q, k, v, layout="bshd"))
             """,
         source="pytorch/pytorch#146508, pytorch/torchchat#1253, pytorch/pytorch#133458",
@@ -135,10 +135,10 @@ ENTRIES = (
             r"(?:math|unfused|eager) (?:backend|kernel|path).{0,120}(?:silent|memory|slow|instead)",
         ),
         example="SDPA silently falls back to the math kernel, memory use is 71 GB",
-        cause="""Selection found a reason against every fused kernel and took the plain one without saying so. The
-            enable_*_sdp switches report a wish, not what ran.""",
-        confirm="A profile shows softmax and bmm (or addmm) in place of one attention kernel.",
-        fix="sdpa_kernel([...fused ones...]) makes it an error with reasons, for a test.",
+        cause="""Every fused kernel was refused, and PyTorch chose the plain one without a warning. The enable_*_sdp
+            switches show what is allowed, not what ran.""",
+        confirm="A profile shows softmax and bmm (or addmm) instead of one attention kernel.",
+        fix="For a test, allow only fused kernels, sdpa_kernel([...]): then the fallback is an error with reasons.",
         call="""
             q, k, v = (torch.randn(2, 16, h, 64) for h in (8, 2, 2))
             decision = undivided.explain(
@@ -157,11 +157,12 @@ ENTRIES = (
             r"(?:differ\w*|inconsistent|mismatch|wrong).{0,160}(?:context[ -]parallel\w*|\bcp[_ =])",
         ),
         example="results are inconsistent compared to when context parallelism is disabled (length 7, cp=2)",
-        cause="""Real lengths that are not a multiple of 2 * ranks are rounded down (7 becomes 6), or tokens were cut into
-            contiguous shares where the library expects one chunk from each end; partial outputs in bf16 add to it.""",
-        confirm="Compare on a length that is a multiple of 2 * ranks, in float32.",
-        fix="""Pad each sequence to the multiple and give real and padded offsets; use the library's own function to
-            cut the batch.""",
+        cause="""Real lengths that are not a multiple of 2 * ranks are rounded down (7 becomes 6), or tokens were split
+            into contiguous shares although the library expects one chunk from each end; partial outputs in bf16 add
+            rounding errors.""",
+        confirm="Compare with a length that is a multiple of 2 * ranks, in float32.",
+        fix="""Pad each sequence to the multiple and pass real and padded offsets; split the batch with the library's
+            own function.""",
         call="""
             # ranks with 4 and 3 keys: nothing is rounded
             q, k, v = (torch.randn(1, 7, 8, 64) for _ in range(3))

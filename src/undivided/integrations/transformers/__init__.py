@@ -6,7 +6,7 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
 
     _patterns.py    the pattern of a mask function of transformers, read from its closure
     _masks.py       the pattern as a Mask, for the sizes and offsets of a call
-    _model_mask.py  the Mask as a stand-in for a tensor; it becomes dense if a model computes with it
+    _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
 """
 

@@ -50,7 +50,7 @@ def attention(
         query: ``[B, H, Sq, D]``, floating point.
         key, value: ``[B, N, Sk, D]``, where N divides H; they are never expanded.
         attention_mask: the result of `model_mask`; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or a
-        bias.
+            bias.
         dropout: probability; layers pass 0 in evaluation.
         scaling: factor of the scores; None is 1/sqrt(D).
         is_causal: overrides that of the layer.
@@ -85,13 +85,7 @@ def attention(
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
         cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        documents = (cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
-        if isinstance(attention_mask, ModelMask):
-            mask = within_documents(attention_mask, *documents)
-        elif attention_mask is None:
-            mask = packed_mask(Pattern(right=0 if causal else None), *documents)
-        else:
-            mask = packed_mask(Pattern(), *documents) & (mask or masks.FULL)
+        mask = _document_mask(attention_mask, mask, causal, cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
     for selected in _selected_keys(module, indices, block_indices, query.shape[1], key.shape[2]):
         mask = masks.dense(selected) if mask is None else mask & masks.dense(selected)
     if position_bias is not None:
@@ -117,7 +111,7 @@ def attention(
 def _mask_and_bias(
     given: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """What a layer was given, as a mask or as numbers to add. Nothing means what it means to PyTorch's function."""
+    """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
         if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
@@ -133,6 +127,23 @@ def _mask_and_bias(
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
     given = given[..., :kv_len]  # the mask may cover a whole static cache
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
+
+
+def _document_mask(
+    given: ModelMask | Tensor | None,
+    mask: Mask | None,
+    causal: bool,
+    cu_q: Tensor,
+    cu_kv: Tensor,
+    max_q: int | None,
+    max_kv: int | None,
+) -> Mask:
+    """The mask within documents packed into a batch of one; `given` is the layer's ``attention_mask``."""
+    if isinstance(given, ModelMask):
+        return within_documents(given, cu_q, cu_kv, max_q, max_kv)
+    if given is None:
+        return packed_mask(Pattern(right=0 if causal else None), cu_q, cu_kv, max_q, max_kv)
+    return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (mask or masks.FULL)
 
 
 def _selected_keys(

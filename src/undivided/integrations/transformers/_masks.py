@@ -66,7 +66,7 @@ def model_mask(
     if attention_mask is not None:
         pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
     device, own = torch.device(device), config is not None and not takes_booleans(type(config))
-    return ModelMask(mask_of(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
+    return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
 
 
 def within_documents(given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
@@ -103,10 +103,10 @@ def takes_booleans(config_class: type) -> bool:
 _takes_booleans: dict[type, bool] = {}
 
 
-def mask_of(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
+def to_mask(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     """The mask of a pattern for these sizes; bands, chunks, documents and padding keep their structure.
 
-    >>> mask_of(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
+    >>> to_mask(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
     window(2, None, align='bottom_right') & lengths(kv=[5])
     """
     if not _fits(pattern, sizes):

@@ -1,4 +1,4 @@
-"""A `Mask` on its way through a model, which becomes a tensor as soon as the model computes with it."""
+"""A `Mask` that a model passes to its layers; it becomes a dense tensor if the model computes with it."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ class Sizes(NamedTuple):
 
     @property
     def diagonal(self) -> int:
-        """d: the key that the first query stands on."""
+        """d: the key at the position of the first query."""
         return self.q_offset - self.kv_offset
 
     @property
     def end(self) -> int:
-        """One past the key that the last query stands on."""
+        """One past the key at the position of the last query."""
         return self.diagonal + self.q_len
 
 
 class ModelMask:
-    """An undivided `Mask` in the place of the 4-D mask that a model has with another attention implementation.
+    """An undivided `Mask` in place of the 4-D mask tensor of other attention implementations.
 
-    A model that only passes it on keeps its structure. One that computes with it (a slice, a reshape, an operator or
-    function of PyTorch, a method of tensors) gets that result for the dense mask, which is made then and kept.
+    A model that only passes it to its layers keeps the mask's structure. If the model computes with it (a slice, a
+    reshape, an operator or function of PyTorch, a tensor method), the result is that of the dense mask, which is
+    created then and cached.
 
     Args:
         mask: which pairs may attend.
-        pattern: what the mask says apart from padding, for documents that only the attention is told of.
-        sizes: those of the call.
-        device, dtype: of the dense mask. ``torch.bool``: the mask of "sdpa", True = attend. A floating-point dtype:
-            that of "eager", 0 and the lowest number.
+        pattern: the pattern that the mask is from, for documents that only the attention gets.
+        sizes: the sizes of the call.
+        device, dtype: of the dense mask. ``torch.bool`` gives the mask of "sdpa", True = attend. A floating-point dtype
+            gives that of "eager": 0 and the lowest number.
 
     >>> from undivided import masks
     >>> mask = ModelMask(masks.causal(), Pattern(right=0), Sizes(1, 2, 2), torch.device("cpu"))
@@ -71,9 +72,8 @@ class ModelMask:
         if self.dtype == torch.bool:
             return pairs
         warnings.warn(
-            "a model that supports neither 'sdpa' nor 'flex_attention' computes with its attention "
-            "mask itself: what it "
-            "computes so runs as with attn_implementation='eager', not on undivided",
+            "a model that supports neither 'sdpa' nor 'flex_attention' computes with its attention mask: this part of "
+            "the model runs as with attn_implementation='eager', not on undivided",
             stacklevel=3,
         )
         lowest = torch.finfo(self.dtype).min
@@ -89,7 +89,7 @@ class ModelMask:
         return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len, self.device)
 
     def contiguous(self) -> ModelMask:
-        """Itself: it has no memory to put in order.
+        """This object, because it has no memory layout.
 
         Returns:
             This object.
@@ -105,7 +105,7 @@ class ModelMask:
             args, options: as for ``Tensor.to``.
 
         Returns:
-            Itself for its own device and dtype; otherwise the dense mask, converted.
+            This object if device and dtype are its own; otherwise the dense mask, converted.
         """
         here = (self.dtype, self.device, str(self.device), None)
         stays = all(one in here for one in (*args, *options.values()) if not isinstance(one, bool))
@@ -131,7 +131,7 @@ class ModelMask:
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: Any) -> Any:
-        """Itself for a slice that leaves nothing out, else a part of the dense mask."""
+        """This object for a slice of everything, else a part of the dense mask."""
         each = index if isinstance(index, tuple) else (index,)
         if len(each) <= 4 and all(
             isinstance(one, slice) and one.indices(size) == (0, size, 1)
@@ -141,8 +141,8 @@ class ModelMask:
         return self.dense[index]
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else tensors have, of the dense mask."""
-        if name.startswith("_"):  # what copying and pickling look for
+        """Any other attribute or method of tensors, from the dense mask."""
+        if name.startswith("_"):  # copying and pickling look for such names
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.dense, name)
 
@@ -150,7 +150,7 @@ class ModelMask:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A function of PyTorch, of the dense mask."""
+        """The result of a PyTorch function for the dense mask."""
         args, kwargs = tree_map(_dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 

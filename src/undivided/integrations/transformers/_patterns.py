@@ -1,9 +1,9 @@
-"""What a mask function of transformers says, read from the function itself.
+"""The pattern of a mask function of transformers, read from its closure.
 
-Transformers describes a mask as a function of absolute positions ``fn(batch, head, q, k)``, built from a handful of
-closures. Those are recognised by their code and taken apart into a `Pattern`; each is first compared, over a grid of
-positions, with what we take it for. A closure that is unknown, or no longer means what it did, stays a function that is
-asked pair by pair.
+Transformers describes a mask as a function of absolute positions ``fn(batch, head, q, k)``, built from a few kinds of
+closures. They are recognised by their code and read into a `Pattern`. `learn` first compares each kind with its pattern
+over a grid of positions. A closure that is unknown, or that changed its meaning, stays a function, which is evaluated
+pair by pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Chunked:
-    """Positions in chunks of ``size`` counted from ``start[b]``, int ``[B]``, that see only themselves."""
+    """Chunks of ``size`` positions, counted from ``start[b]``, int ``[B]``; a query attends only within its chunk."""
 
     size: int
     start: Tensor
@@ -32,7 +32,7 @@ class Chunked:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Packed documents: their ids, ascending, and the position of each token in its own, int ``[B, S]``."""
+    """Packed documents: the ascending ids of the tokens, and their positions within the documents, int ``[B, S]``."""
 
     ids: Tensor
     positions: Tensor
@@ -44,10 +44,10 @@ class Pattern:
 
     Args:
         left, right: a band, ``q - left <= k <= q + right``; None is unbounded.
-        chunks: chunks that see only themselves.
-        packed: documents that see only themselves; band and chunks then count positions within a document.
-        padding: keys that are real, bool ``[B, S]``.
-        rest: functions that say what the above does not.
+        chunks: a query attends only within its chunk.
+        packed: a query attends only within its document; band and chunks then count positions within the document.
+        padding: the real keys, bool ``[B, S]``.
+        rest: functions for all other conditions.
     """
 
     left: int | None = None
@@ -59,12 +59,12 @@ class Pattern:
 
     def __and__(self, other: Pattern) -> Pattern:
         if self.packed is not None and (other.packed is not None or other.chunks):
-            other = Pattern(rest=(other.allows,))  # documents in documents, or chunks that do not begin with them
+            other = Pattern(rest=(other.allows,))  # two sets of documents, or chunks that cross documents
         elif other.packed is not None and self.chunks:
             return other & self
         return Pattern(
-            _least(self.left, other.left),
-            _least(self.right, other.right),
+            _smaller(self.left, other.left),
+            _smaller(self.right, other.right),
             self.chunks + other.chunks,
             self.packed or other.packed,
             self.padding + other.padding,
@@ -72,7 +72,7 @@ class Pattern:
         )
 
     def allows(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Whether the query at position q may attend to the key at position k: what the fields mean."""
+        """Whether the query at position q may attend to the key at position k; defines the fields."""
         allowed = torch.ones((), dtype=torch.bool, device=q.device)
         for real in self.padding:
             allowed = allowed & real[b, k]
@@ -91,12 +91,12 @@ class Pattern:
         return allowed
 
 
-def _least(a: int | None, b: int | None) -> int | None:
+def _smaller(a: int | None, b: int | None) -> int | None:
     return min((side for side in (a, b) if side is not None), default=None)
 
 
 def read(fn: MaskFunction) -> Pattern:
-    """The pattern of a mask function: structure where it is known, the function itself where it is not.
+    """The pattern of a mask function; an unknown function becomes `Pattern.rest`.
 
     >>> from transformers import masking_utils
     >>> learn(masking_utils)
@@ -127,20 +127,20 @@ def _read_and(closure: Closure) -> Pattern | None:
 
 
 def _read_packed(ids: MaskFunction, within: MaskFunction) -> Pattern | None:
-    """Packed documents are two functions that mean something together alone: equal ids, and what holds in a
+    """The pattern of packed documents: a pair of functions, one for equal ids and one for the mask within a
     document."""
     names = [getattr(fn, "__qualname__", "").partition(".")[0] for fn in (ids, within)]
     if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return None
     inner = read(_closure(within)["mask_function"])
-    if inner.packed is not None or inner.padding or inner.rest:  # these would need the document's positions too
+    if inner.packed is not None or inner.padding or inner.rest:  # they would have to use positions within the document
         return None
     packed = Packed(_closure(ids)["packed_sequence_mask"], _closure(within)["position_ids"])
     return dataclasses.replace(inner, packed=packed)
 
 
 def _read_window(closure: Closure) -> Pattern | None:
-    """The last ``sliding_window`` keys up to the query's own, which counts; of no keys there is no band."""
+    """A window of ``sliding_window`` keys that ends with the query's own; None if it has no key."""
     size: int = closure["sliding_window"]
     return Pattern(left=size - 1) if size >= 1 else None
 
@@ -159,11 +159,11 @@ def _read_chunks(closure: Closure) -> Pattern:
 
 
 _readers: dict[CodeType, Reader] = {}
-"""The code of the closures that mean what we take them for, and how each is read. `learn` fills it."""
+"""Readers by the code of the closures that they read; `learn` adds those that it has verified."""
 
 
 def learn(masking_utils: ModuleType) -> None:
-    """Compare what the readers take the closures of ``transformers.masking_utils`` for with the closures themselves."""
+    """Add the readers whose patterns agree with the closures of ``transformers.masking_utils``."""
     for reader, samples in _samples(masking_utils):
         code = None
         try:
@@ -173,34 +173,33 @@ def learn(masking_utils: ModuleType) -> None:
                 _readers[code] = reader
                 pattern = reader(_closure(fn))
                 if pattern is None or not torch.equal(_pairs(fn), _pairs(pattern.allows)):
-                    raise ValueError(f"{fn.__qualname__} means something else")
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # gone, or built in another way
+                    raise ValueError(f"{fn.__qualname__} has another meaning")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # removed, or built in another way
             _readers.pop(code, None)  # type: ignore[arg-type]
 
 
-def _samples(made_by: ModuleType) -> Iterator[tuple[Reader, Sequence[Callable[[], MaskFunction]]]]:
-    """Each reader, and functions of ``transformers.masking_utils`` that it is for; what is read inside others comes
-    first."""
+def _samples(masking_utils: ModuleType) -> Iterator[tuple[Reader, Sequence[Callable[[], MaskFunction]]]]:
+    """Each reader, and functions that create its closures; readers that others use come first."""
     ids, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2), torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
     real = torch.tensor([[True] * 5 + [False] * 2, [False, True, True, False, True, True, True]])
-    yield lambda closure: Pattern(right=0), [lambda: made_by.causal_mask_function]
-    yield lambda closure: Pattern(), [lambda: made_by.bidirectional_mask_function]
-    yield _read_window, [lambda: made_by.sliding_window_overlay(3)]
-    yield _read_window_both_ways, [lambda: made_by.sliding_window_bidirectional_overlay(2)]
-    yield _read_chunks, [lambda: made_by.chunked_overlay(3, torch.tensor([0, 2]))]
-    yield _read_padding, [lambda: made_by.padding_mask_function(real)]
-    causal, window = made_by.causal_mask_function, made_by.sliding_window_overlay(2)
+    yield lambda closure: Pattern(right=0), [lambda: masking_utils.causal_mask_function]
+    yield lambda closure: Pattern(), [lambda: masking_utils.bidirectional_mask_function]
+    yield _read_window, [lambda: masking_utils.sliding_window_overlay(3)]
+    yield _read_window_both_ways, [lambda: masking_utils.sliding_window_bidirectional_overlay(2)]
+    yield _read_chunks, [lambda: masking_utils.chunked_overlay(3, torch.tensor([0, 2]))]
+    yield _read_padding, [lambda: masking_utils.padding_mask_function(real)]
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(2)
     yield (
         _read_and,
         [
-            lambda: made_by.and_masks(causal, window),
-            lambda: made_by.packed_sequence_compatibility_function(window, positions, ids),
+            lambda: masking_utils.and_masks(causal, window),
+            lambda: masking_utils.packed_sequence_compatibility_function(window, positions, ids),
         ],
     )
 
 
 def _pairs(fn: MaskFunction) -> Tensor:
-    """A mask function over a grid: 2 sequences, 7 positions."""
+    """A mask function evaluated on a grid of 2 sequences and 7 positions, bool ``[2, 1, 7, 7]``."""
     b, at = torch.arange(2), torch.arange(7)
     pairs = fn(b[:, None, None, None], b[None, :1, None, None], at[None, None, :, None], at[None, None, None])
     return pairs.expand(2, 1, 7, 7)

@@ -1,8 +1,8 @@
-"""How fast a whole model runs with each attention implementation: prefill, decoding and a training step.
+"""The time of a whole model with each attention implementation: prefill, decoding and a training step.
 
 ``python -m undivided.integrations.transformers.speed`` builds a Llama with random weights and times it with "eager",
-"sdpa" and "undivided", which take turns in one run. A figure is the least over the turns: what disturbs a shared
-machine only ever adds. Nothing is timed before the results of the three were compared.
+"sdpa" and "undivided", interleaved in one run. A figure is the minimum over the turns, because other load on a machine
+only adds time. The results of the three implementations are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and how much it is given."""
+    """The sizes of the model, and the lengths of its inputs in tokens."""
 
     layers: int = 4
     hidden: int = 512
@@ -40,27 +40,27 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of work in one dtype: the least seconds of each implementation."""
+    """One kind of work in one dtype: the minimum time of each implementation, in seconds."""
 
     work: str
     dtype: str
     seconds: dict[str, float]
 
-    def times(self, other: str) -> float:
-        """How many times faster undivided is than another implementation."""
+    def speedup(self, other: str) -> float:
+        """The time of another implementation, divided by that of undivided."""
         return self.seconds[other] / self.seconds["undivided"]
 
 
 def measure(
     sizes: Sizes, turns: int, clock: Clock = time.perf_counter, step: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
-    """Time prefill, decoding and a training step in fp32 and bf16.
+    """The times of prefill, decoding and a training step in fp32 and bf16.
 
     Args:
-        sizes: of the model and of its texts.
-        turns: how often each implementation has its turn.
-        clock: seconds; ``time.process_time`` leaves out what others do on a busy machine, and counts every thread.
-        step: called with the name of each piece of work as its turn comes.
+        sizes: of the model and its inputs.
+        turns: number of timed runs of each implementation.
+        clock: returns seconds; ``time.process_time`` excludes other processes of a busy machine, and sums over threads.
+        step: called with the name of each piece of work before it starts.
 
     Raises:
         RuntimeError: an implementation's results are too far from the exact ones; nothing is timed then.
@@ -73,7 +73,7 @@ def measure(
         for work, make in {"prefill": _prefill, "decoding": _decoding, "training step": _training}.items():
             name = str(dtype).removeprefix("torch.")
             step(f"{work}, {name}")
-            rows.append(Row(work, name, _least_seconds(model, make(model, sizes), turns, clock)))
+            rows.append(Row(work, name, _minimum_seconds(model, make(model, sizes), turns, clock)))
     return rows
 
 
@@ -99,7 +99,7 @@ def _text(length: int) -> Tensor:
 
 
 def _compare(model: Any) -> None:
-    """Each implementation's error against eager in float64 may be twice eager's own in the model's dtype."""
+    """Check the results: an error against float64 may be at most twice that of eager in the model's dtype."""
     text, dtype = _text(256), model.dtype
     results: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -115,21 +115,21 @@ def _compare(model: Any) -> None:
         raise RuntimeError(f"errors of the logits {errors}: {wrong} exceed twice eager's, so nothing is timed")
 
 
-def _least_seconds(model: Any, work: Callable[[], object], turns: int, clock: Clock) -> dict[str, float]:
-    """The least seconds of each implementation; they take turns."""
-    least = dict.fromkeys(IMPLEMENTATIONS, float("inf"))
+def _minimum_seconds(model: Any, work: Callable[[], object], turns: int, clock: Clock) -> dict[str, float]:
+    """The minimum time of each implementation in seconds, interleaved."""
+    minimum = dict.fromkeys(IMPLEMENTATIONS, float("inf"))
     for turn in range(turns + 1):
         for name in IMPLEMENTATIONS:
             model.set_attn_implementation(name)
             start = clock()
             work()
-            if turn:  # the first fills caches and starts threads
-                least[name] = min(least[name], clock() - start)
-    return least
+            if turn:  # the first run fills caches and starts threads
+                minimum[name] = min(minimum[name], clock() - start)
+    return minimum
 
 
 def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
-    """A prompt goes through the model; the last token's logits come out."""
+    """The forward pass of a prompt, with the logits of the last token."""
     text = _text(sizes.prefill)
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
 
 
 def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
-    """Token after token over a cache, which is cut back afterwards."""
+    """Single tokens with a cache, which is cropped afterwards."""
     model.eval()
     with torch.inference_mode():
         cache = model(_text(sizes.cached), use_cache=True, logits_to_keep=1).past_key_values
@@ -157,7 +157,7 @@ def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
 
 
 def _training(model: Any, sizes: Sizes) -> Callable[[], object]:
-    """Forward and backward of a text; the optimizer is the same for all and left out."""
+    """Forward and backward of a text, without the optimizer step, which is the same for all."""
     model.train()
     text = _text(sizes.training)
 
@@ -171,21 +171,23 @@ def _training(model: Any, sizes: Sizes) -> Callable[[], object]:
 def table(rows: Sequence[Row]) -> str:
     """The rows as a table in Markdown."""
     lines = [
-        "| | dtype | eager, s | sdpa, s | undivided, s | times eager | times sdpa |",
+        "| | dtype | eager, s | sdpa, s | undivided, s | speed-up over eager | speed-up over sdpa |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         seconds = " | ".join(f"{row.seconds[name]:.3f}" for name in IMPLEMENTATIONS)
-        lines.append(f"| {row.work} | {row.dtype} | {seconds} | {row.times('eager'):.2f} | {row.times('sdpa'):.2f} |")
+        lines.append(
+            f"| {row.work} | {row.dtype} | {seconds} | {row.speedup('eager'):.2f} | {row.speedup('sdpa'):.2f} |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print the table. The defaults take some minutes on two cores."""
+    """Measure and print the table. The defaults take a few minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5, help="turns of each implementation (5)")
+    parser.add_argument("--turns", type=int, default=5, help="timed runs of each implementation (5)")
     parser.add_argument(
-        "--processor-time", action="store_true", help="seconds of the processor, for one thread on a busy machine"
+        "--processor-time", action="store_true", help="time.process_time, for one thread on a busy machine"
     )
     for name, value in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"({value})")
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = Sizes(**options)
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {platform.machine()}; {sizes}")
-    print(f"seconds by {clock.__name__}, the least of {turns} turns")
+    print(f"seconds by {clock.__name__}, the minimum of {turns} runs")
     print(table(measure(sizes, turns, clock)))
 
 

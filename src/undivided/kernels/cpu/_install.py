@@ -13,10 +13,26 @@ CHECKOUT = Path(__file__).resolve().parents[4]
 
 def not_built() -> str:
     """Why the library is missing, and the command that builds it."""
-    return (
-        "the native kernel's library was not built: the installation found no C++ compiler, or the build failed; "
-        f"install g++ or clang++, then run: {command()}"
-    )
+    if sys.platform == "win32":
+        return "the native kernel's library was not built: it has no build for Windows"
+    cause = "the installation found no C++ compiler, or the build failed"
+    if is_pure_wheel():
+        cause = f"this is the pure Python wheel; no other fits this platform, or {cause}"
+    return f"the native kernel's library was not built: {cause}; install g++ or clang++, then run: {command()}"
+
+
+def is_pure_wheel() -> bool:
+    """Whether the package was installed from a wheel without a library."""
+    return "py3-none-any" in wheel_tags() and not (CHECKOUT / "cmake" / "CMakeLists.txt").is_file()
+
+
+def wheel_tags() -> list[str]:
+    """The tags of the wheel that was installed, such as "py3-none-any"; none without an installation."""
+    try:
+        text = importlib.metadata.distribution("undivided").read_text("WHEEL") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [line.removeprefix("Tag: ") for line in text.splitlines() if line.startswith("Tag: ")]
 
 
 def command() -> str:

@@ -1,19 +1,19 @@
 """Gradients by recomputation from the output and the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 
-With ``p = exp(s - lse)`` (sinks left out), ``w = p * sigmoid(lse - sink)`` the weights that were used, ``g`` the
-gradient of the output and ``delta = sum(g * out)``:
+With ``p = exp(s - lse)`` (without sinks), ``w = p * sigmoid(lse - sink)`` the weights of the forward, ``g`` the gradient
+of the output and ``delta = sum(g * out)``:
 
     dv = (dropout(w))^T g          ds = w * (dropout(g v^T) - delta) + p * dlse
     dq = scale * (ds * rate) k     dk = scale * (ds * rate)^T q          dbias = ds      dslope = -ds * |i + d - j|
 
-where rate is the derivative of the softcap. Three passes, each deterministic: rows write dq and what ALiBi needs, keys
-write dk and dv (every head of the group in turn), pairs write the gradient of a bias.
+where rate is the derivative of the softcap. There are three passes, each deterministic: `rows_kernel` writes dq and the
+row sums for ALiBi, `keys_kernel` writes dk and dv (summed over the heads of the group), `pairs_kernel` writes dbias.
 
 Memory traffic: the pass over rows reads a key tile once per block of rows, the pass over keys reads q and g once per key
 tile.
 """
 
-# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# The arguments of kernels are grouped: pointers, strides, sizes, constants.
 # fmt: off
 
 import triton
@@ -23,10 +23,10 @@ from undivided.kernels.triton.forward import nth_tile
 from undivided.kernels.triton.score_gradient import load_row_values, product, score_gradient
 from undivided.kernels.triton.tile import (
     allowed_pairs,
-    described_rows,
     dot,
+    dropout_keep,
     hull,
-    kept,
+    load_descriptor_rows,
     load_rows,
     row_features,
     row_ranges,
@@ -46,7 +46,7 @@ def rows_kernel(
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
 ):
-    """dq of one block of rows of one head, DIM_STEP columns; and its rows' part of the slopes' gradient.
+    """dq of one block of rows of one head, DIM_STEP columns; and the row sums of the slopes' gradient.
 
     The grid is (blocks of rows * steps, heads, batch). lse, factor, delta, grad_lse and dslope are contiguous
     [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables.
@@ -77,7 +77,7 @@ def rows_kernel(
     start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
     base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
-    k_head, v_head = q_head, g_head  # with TMA nothing is read by address
+    k_head, v_head = q_head, g_head  # unused placeholders with TMA
     if not TMA:
         k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
@@ -101,8 +101,8 @@ def rows_kernel(
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 keys = o_n.to(tl.int64)
                 if TMA:
-                    k_tile = described_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
-                    v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                    k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
+                    v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
                     k_tile = load_rows(
                         k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked
@@ -121,7 +121,7 @@ def rows_kernel(
                     )
                 keep = True
                 if DROPOUT:
-                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
+                    keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
                                 DROPOUT == 2, BLOCK_M, BLOCK_N)
                 _, ds, allowed, rate, distance = score_gradient(
                     qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
@@ -155,7 +155,7 @@ def rows_kernel(
 
 @triton.jit
 def _sees(run, tile, MASKED: tl.constexpr):
-    """Whether a block of rows sees the tile whole; with MASKED in part."""
+    """Whether a block of rows needs the tile without a mask; with MASKED, whether it needs it with one."""
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(run)
     whole = ((tile >= full_first) & (tile < full_last)) | ((tile >= full_first2) & (tile < full_last2))
     if MASKED:
@@ -165,7 +165,7 @@ def _sees(run, tile, MASKED: tl.constexpr):
 
 @triton.jit
 def _write(to, values, inside, ADD: tl.constexpr):
-    """Store these sums; with ADD onto what is there."""
+    """Store the values; with ADD, add them to what is stored."""
     if ADD:
         values += tl.load(to, mask=inside, other=0.0)
     tl.store(to, values.to(to.dtype.element_ty), mask=inside)
@@ -185,11 +185,11 @@ def keys_kernel(
     PRECISION: tl.constexpr, ADD: tl.constexpr, GAPLESS: tl.constexpr, CLEAN: tl.constexpr,
     TMA: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):
-    """dk and dv of one key tile of one key/value head, one step of the columns of each. Scores are k q^T [N, M], as
-    both products take them.
+    """dk and dv of one key tile of one key/value head, one step of the columns of each.
 
-    The grid is (key tiles * steps, key/value heads, batch). With ADD the sums are added to what dk and dv hold (fp32):
-    the rows then come in several calls. WITH_K and WITH_V: which of the two this call works out.
+    Scores are k q^T [N, M], the orientation that both products need. The grid is (key tiles * steps, key/value heads,
+    batch). With ADD the sums are added to dk and dv (fp32), because the rows come in several launches. WITH_K, WITH_V:
+    whether this launch computes dk, dv.
     """
     tile, step = tl.program_id(0) // steps, tl.program_id(0) % steps
     n_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -211,7 +211,7 @@ def keys_kernel(
 
     for of_group in range(0, HEADS_PER_KV):
         h = n_head * HEADS_PER_KV + of_group
-        q_head, g_head = k_head, v_head  # with TMA nothing is read by address
+        q_head, g_head = k_head, v_head  # unused placeholders with TMA
         if not TMA:
             q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
         for masked in tl.static_range(2):
@@ -233,8 +233,8 @@ def keys_kernel(
                             ok_m = (stop > start) | (stop2 > start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
                         if TMA:
-                            q_tile = described_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
-                            g_tile = described_rows(g, b, h, block * BLOCK_M, BLOCK_M, VALUE_STEP)
+                            q_tile = load_descriptor_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
+                            g_tile = load_descriptor_rows(g, b, h, block * BLOCK_M, BLOCK_M, VALUE_STEP)
                             if masked and CLEAN > 0 and COLUMNS > 0:
                                 q_tile = tl.where(ok_m[:, None], q_tile, 0.0)
                                 g_tile = tl.where(ok_m[:, None], g_tile, 0.0)
@@ -253,11 +253,11 @@ def keys_kernel(
                             slope, at_m = slope[None, :], at_m[None, :]
                         kq = product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
                                       DIM_STEP, PRECISION)
-                        vg = kq  # dv does not take it
+                        vg = kq  # an unused placeholder for dv alone
                         if WITH_K:
                             vg = product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
                                           VALUE_STEP, PRECISION)
-                        # after the products: in registers across them they would spill
+                        # loaded after the products: kept in registers across them, they would spill
                         base2, f, d, g_lse = load_row_values(
                             lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
                         )
@@ -270,7 +270,7 @@ def keys_kernel(
                                                     start2[None, :], stop2[None, :], COLUMNS)
                         keep = True
                         if DROPOUT:
-                            keep = tl.trans(kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
+                            keep = tl.trans(dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
                                                  seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))
                         w, ds, allowed, rate, _ = score_gradient(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
@@ -279,7 +279,7 @@ def keys_kernel(
                             key_at + b * key_at_b, keep, base2[None, :], f[None, :], d[None, :], g_lse[None, :],
                             scale, softcap, survivor, masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                         )
-                        if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # steps of one may lie beyond the other
+                        if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # a step may be beyond the columns of one of the two
                             q_tile = load_rows(
                                 q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
                             )
@@ -313,7 +313,7 @@ def pairs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The gradient of the scores, summed over the batch rows and heads that share a bias: dbias fp32 [b, h, Sq, Sk].
+    """The gradient of the scores, summed over the batch elements and heads that share a bias: dbias fp32 [b, h, Sq, Sk].
 
     The grid is (key tiles, blocks of rows, own_batch * own_heads); own_batch and own_heads are the bias' own sizes.
     """
@@ -326,7 +326,7 @@ def pairs_kernel(
     seed_value = 0
     if DROPOUT:
         seed_value = tl.load(seed)
-    # a size of its own means one turn, a broadcast one all of them
+    # one iteration for each batch element and head that shares this slice of the bias
     for turn in range(0, (batches // own_batch) * (heads // own_heads)):
         b = (own_b + turn // (heads // own_heads)).to(tl.int64)
         h = (own_h + turn % (heads // own_heads)).to(tl.int64)
@@ -359,7 +359,7 @@ def pairs_kernel(
                                     start2[:, None], stop2[:, None], COLUMNS)
             keep = True
             if DROPOUT:
-                keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
+                keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
                             DROPOUT == 2, BLOCK_M, BLOCK_N)
             _, ds, _, _, _ = score_gradient(
                 qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,

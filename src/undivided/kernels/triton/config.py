@@ -1,11 +1,10 @@
-"""Tile sizes: one frozen table an architecture, and what `undivided tune` has measured on this machine in its place.
+"""Tile sizes: one table per architecture, replaced by the sizes that `undivided tune` measured on this machine.
 
-Nothing in the tables was measured by this project yet. They begin with what FlashAttention-2 (csrc/flash_attn,
-flash_fwd_launch_template.h and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor,
-template_heuristics/triton.py) use for the same work, and keep of these what our kernels compile to without spilling in
-the loop over whole tiles, and with loads in flight: bf16, causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and
-sm120 (`tests/support/triton_compile.py` prints registers, spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md
-says what it showed). `undivided tune` measures on yours; nothing is tuned at a first call.
+The tables are not measured yet. They are derived from FlashAttention-2 (csrc/flash_attn, flash_fwd_launch_template.h
+and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor, template_heuristics/triton.py), restricted
+to sizes with which our kernels compile without spills in the loop over full tiles, and with pipelined loads: bf16,
+causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and sm120. `tests/support/triton_compile.py` prints registers,
+spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md has the results. Nothing is tuned automatically.
 """
 
 from __future__ import annotations
@@ -23,22 +22,25 @@ from undivided._files import users_file
 
 
 class Config(NamedTuple):
-    """Rows and keys of a tile, warps of a program, loads in flight; whether what is visited is read by tensor
-    descriptors (Hopper's copy engine, TMA) where its memory allows it; whether dk and dv have a launch of their own
-    each, so that a program holds one of the two sums; whether loads, products and softmax have warps of their own (see
-    `SPECIALISING`)."""
+    """The tile sizes of a pass.
+
+    block_m, block_n: rows and keys of a tile. warps: per program. stages: pipelined loads.
+    descriptors: load the tiles of the loop by tensor descriptors (TMA), if their memory allows it.
+    split_gradients: compute dk and dv in separate launches, so that a program has one accumulator and not two.
+    specialise: run loads, products and softmax on separate warps (see `SPECIALISING`).
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     descriptors: bool = False
-    apart: bool = False
+    split_gradients: bool = False
     specialise: bool = False
 
 
-# (pass, bytes of an element, largest head size up to) -> tiles. The passes of the backward: "rows" keeps block_m rows
-# and visits block_n keys at a time, "keys" keeps block_m keys and visits block_n rows.
+# (pass, bytes of an element, largest head size) -> tile sizes. Passes of the backward: "rows" has block_m rows per
+# program and loops over block_n keys at a time, "keys" has block_m keys and loops over block_n rows.
 _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
@@ -57,14 +59,14 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("rows", 2, 128): Config(64, 64, 8, 2),
     ("keys", 2, 128): Config(64, 64, 8, 2),
     ("rows", 2, 256): Config(64, 32, 8, 2),
-    ("keys", 2, 256): Config(64, 32, 8, 2, apart=True),
+    ("keys", 2, 256): Config(64, 32, 8, 2, split_gradients=True),
     ("rows", 4, 64): Config(32, 32, 8, 1),
     ("keys", 4, 64): Config(32, 32, 8, 1),
     ("rows", 4, 128): Config(32, 16, 8, 1),
     ("keys", 4, 128): Config(32, 16, 8, 1),
     ("rows", 4, 256): Config(16, 16, 4, 1),
     ("keys", 4, 256): Config(16, 16, 4, 1),
-    # heads contracted in steps: what is not held in registers is read again for every tile
+    # large heads are contracted in steps, and what does not fit into registers is loaded again for every tile
     ("forward", 2, 512): Config(64, 32, 4, 2),
     ("forward", 4, 512): Config(32, 32, 4, 1),
     ("decode", 2, 512): Config(16, 32, 4, 2),
@@ -76,8 +78,7 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
 }
 
 _HOPPER: Mapping[tuple[str, int, int], Config] = {
-    # 64 rows a group of 4 warps, as wgmma takes them; keys and values by the copy engine, whose addresses cost no
-    # registers
+    # 64 rows per group of 4 warps, for wgmma; keys and values by TMA, which needs no registers for addresses
     ("forward", 2, 64): Config(128, 64, 4, 3, True),
     ("forward", 2, 128): Config(128, 128, 8, 2, True),
     ("forward", 2, 256): Config(128, 64, 8, 2, True),
@@ -86,14 +87,14 @@ _HOPPER: Mapping[tuple[str, int, int], Config] = {
     ("rows", 2, 256): Config(128, 32, 8, 2, True),
     ("keys", 2, 64): Config(128, 64, 8, 2, True),
     ("keys", 2, 128): Config(128, 64, 8, 2, True),
-    ("keys", 2, 256): Config(128, 32, 8, 2, True, apart=True),
+    ("keys", 2, 256): Config(128, 32, 8, 2, True, split_gradients=True),
     ("decode", 2, 64): Config(16, 128, 4, 3, True),
     ("decode", 2, 128): Config(16, 64, 4, 3, True),
     ("decode", 2, 256): Config(16, 32, 4, 3, True),
 }
 
 _BLACKWELL: Mapping[tuple[str, int, int], Config] = {
-    # sums in tensor memory: 128 rows, or 64 where shared memory holds no more
+    # accumulators are in tensor memory: 128 rows, or 64 if shared memory is too small
     ("forward", 2, 64): Config(128, 64, 4, 3, True),
     ("forward", 2, 128): Config(128, 64, 8, 3, True),
     ("forward", 2, 256): Config(64, 64, 8, 2, True),
@@ -102,28 +103,27 @@ _BLACKWELL: Mapping[tuple[str, int, int], Config] = {
     ("rows", 2, 256): Config(64, 32, 8, 2, True),
     ("keys", 2, 64): Config(128, 64, 8, 2, True),
     ("keys", 2, 128): Config(64, 64, 8, 2, True),
-    ("keys", 2, 256): Config(64, 32, 8, 2, True, apart=True),
+    ("keys", 2, 256): Config(64, 32, 8, 2, True, split_gradients=True),
     ("decode", 2, 64): Config(16, 128, 4, 3, True),
     ("decode", 2, 128): Config(16, 64, 4, 3, True),
     ("decode", 2, 256): Config(16, 32, 4, 2, True),
 }
 
-_OWN = {"sm90": _HOPPER, "sm100": _BLACKWELL, "sm103": _BLACKWELL}
-"""Architectures with rows of their own."""
+_BY_ARCHITECTURE = {"sm90": _HOPPER, "sm100": _BLACKWELL, "sm103": _BLACKWELL}
+"""Architectures with a table of their own; `_TABLE` has the passes that it lacks."""
 
 _LITTLE_SHARED = frozenset({"sm86", "sm87", "sm89", "sm120", "sm121"})
-"""99 KiB of shared memory a program instead of 163 and more (CUDA programming guide, compute capabilities): a load less
-in flight for head sizes above 128; what serves smaller ones fits."""
+"""99 KiB of shared memory per program instead of 163 or more (CUDA programming guide, compute capabilities): one stage
+less for head sizes above 128; smaller heads fit."""
 
 WIDTHS = (64, 128, 256, 512)
-"""Head sizes up to each have tiles of their own; the last stands for all that are larger."""
+"""The tables have an entry for head sizes up to each of these; the last also serves larger heads."""
 WIDEST = 256
-"""Head sizes up to here are one step; larger ones are contracted STEP columns at a time."""
+"""Head sizes up to this are contracted in one step, larger ones STEP columns at a time."""
 STEP = 128
 
 LIGHT = 32
-"""Keys (or rows) visited at once under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and
-sm90."""
+"""Keys (or rows) per iteration under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and sm90."""
 
 CANDIDATES = tuple(
     Config(m, n, warps, stages, descriptors)
@@ -134,19 +134,18 @@ CANDIDATES = tuple(
     for descriptors in (False, True)
     if not descriptors or (m >= 64 and n >= 32)
 )
-"""What `undivided tune` tries for every pass; small tiles are not worth the copy engine."""
+"""The tile sizes that `undivided tune` tries for every pass; TMA does not pay off for small tiles."""
 
 SPECIALISING = frozenset({"sm100", "sm103"})
-"""Where Triton 3.4 to 3.7 gives loads, products and softmax of our loops warps of their own
-(`tl.range(warp_specialize=True)`). Its pass for Hopper takes one loop a kernel, ours have two
-(docs/decisions/2026-11-21-triton-kernels.md)."""
+"""Architectures on which Triton 3.4 to 3.7 can specialise the warps of our loops (`tl.range(warp_specialize=True)`).
+Its pass for Hopper supports one loop per kernel, and ours have two (docs/decisions/2026-11-21-triton-kernels.md)."""
 
 INTERPRETED = Config(32, 32, 1, 1)
-"""Under Triton's interpreter, where only the numbers matter: small, so that short sequences have several tiles."""
+"""The tile sizes under Triton's interpreter: small, so that short test sequences have several tiles."""
 
 
-def step_of(dim: int) -> int:
-    """Columns of a head held at once: a power of two, as Triton's tiles are."""
+def column_step(dim: int) -> int:
+    """Columns of a head that are loaded at once: a power of two, as Triton requires."""
     return STEP if dim > WIDEST else max(16, 1 << (dim - 1).bit_length())
 
 
@@ -156,7 +155,7 @@ def is_interpreted() -> bool:
 
 
 def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
-    """Tiles of a pass ("forward", "decode", "rows", "keys") for this head size on this architecture ("sm90",
+    """The tile sizes of a pass ("forward", "decode", "rows", "keys") for a head size and an architecture ("sm90",
     "gfx942")."""
     if name in _trials:
         return _trials[name]
@@ -167,27 +166,27 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     if tuned is not None:
         return tuned
     found = _TABLE[name, itemsize, width]
-    found = _OWN.get(architecture, {}).get((name, itemsize, width), found)
+    found = _BY_ARCHITECTURE.get(architecture, {}).get((name, itemsize, width), found)
     if architecture in _LITTLE_SHARED and width >= WIDEST:
         found = found._replace(stages=max(found.stages - 1, 1))
     return found
 
 
-def lighter(tile: Config) -> Config:
-    """These tiles for problems with more to work out for each pair, which would spill: fewer pairs a thread."""
+def with_fewer_pairs(tile: Config) -> Config:
+    """Tile sizes with fewer pairs per thread, for problems with more values per pair, which would spill otherwise."""
     if tile.block_m < 64:
         return tile
     return tile._replace(block_n=min(tile.block_n, LIGHT), warps=8)
 
 
 def candidates(name: str, architecture: str) -> tuple[Config, ...]:
-    """What `undivided tune` tries for a pass."""
+    """The tile sizes that `undivided tune` tries for a pass."""
     found = CANDIDATES
     if name == "decode":
         few = (one for one in CANDIDATES if one.block_m == 16 and one.block_n >= 32)
         found += tuple(one._replace(descriptors=True) for one in few)
     if name == "keys":
-        found += tuple(one._replace(apart=True) for one in CANDIDATES if one.block_m >= 64)
+        found += tuple(one._replace(split_gradients=True) for one in CANDIDATES if one.block_m >= 64)
     if name in ("forward", "rows") and architecture in SPECIALISING:
         found += tuple(one._replace(specialise=True) for one in CANDIDATES if one.descriptors)
     return found
@@ -198,7 +197,7 @@ _trials: dict[str, Config] = {}
 
 @contextmanager
 def trial(name: str, tile: Config) -> Iterator[None]:
-    """Inside the block this pass runs with these tiles: for measuring them."""
+    """In the ``with`` block this pass runs with these tile sizes, to measure them."""
     _trials[name] = tile
     try:
         yield
@@ -211,7 +210,7 @@ def _key(architecture: str, name: str, itemsize: int, width: int) -> str:
 
 
 def tuned_path() -> Path:
-    """Where `undivided tune` writes and `config` reads: UNDIVIDED_TUNED, or a file in the user's cache folder."""
+    """The file that `undivided tune` writes and `config` reads: UNDIVIDED_TUNED, or one in the user's cache folder."""
     return users_file("UNDIVIDED_TUNED", "triton-tiles.json")
 
 
@@ -230,10 +229,10 @@ def _tuned(path: Path) -> Mapping[str, Config]:
 
 
 def remember(architecture: str, found: Mapping[tuple[str, int, int], Config], path: Path | None = None) -> Path:
-    """Write measured tiles beside those of other architectures; calls from now on use them.
+    """Add measured tile sizes to the file, and return its path; later calls use them.
 
     Args:
-        found: (pass, bytes of an element, head size up to) -> tiles.
+        found: (pass, bytes of an element, largest head size) -> tile sizes.
     """
     path = path or tuned_path()
     tiles = {key: list(value) for key, value in _tuned(path).items()}

@@ -2,15 +2,16 @@
 2018).
 
 Memory traffic: a program reads its query rows once and each key tile that its rows need once; it writes its output rows
-once. Rows are (query, head of the group) pairs, GROUP heads side by side: with GROUP = 1 a tile of rows is one head's;
-in decoding all heads that share a key/value head read it together. With SPLITS > 1 each program takes an equal share of
-its tiles and `combine` merges the parts in a fixed order, so results repeat bit for bit.
+once. Rows are (query, head of the group) pairs: with GROUP = 1 a tile of rows belongs to one head; in decoding the rows
+of all heads that share a key/value head are in one tile, so that its keys are read once. With SPLITS > 1 (split-KV) each
+program computes an equal share of the tiles and `combine_kernel` merges the parts in a fixed order: results are
+bit-reproducible.
 
-Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are held in registers, larger ones
-are contracted in steps and read again for every tile.
+Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are kept in registers, larger ones
+are contracted in steps and loaded again for every tile.
 """
 
-# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# The arguments of kernels are grouped: pointers, strides, sizes, constants.
 # fmt: off
 
 import triton
@@ -20,12 +21,12 @@ from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
     allowed_pairs,
-    described_rows,
     dot,
+    dropout_keep,
     finish_scores,
     hull,
-    kept,
     key_offsets,
+    load_descriptor_rows,
     load_rows,
     row_features,
     row_ranges,
@@ -35,7 +36,7 @@ from undivided.kernels.triton.tile import (
 
 @triton.jit
 def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_last2, FULL: tl.constexpr):
-    """The n-th tile to visit: of the full ones, or of those at the edges of the two runs."""
+    """The n-th tile: of the full tiles, or of the partial tiles at the edges of the two runs."""
     if FULL:
         one = full_last - full_first
         return tl.where(n < one, full_first + n, full_first2 + n - one)
@@ -58,15 +59,15 @@ def forward_kernel(
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr,
 ):
-    """One block of rows of one head (or group of heads), one share of its tiles, one step of value columns.
+    """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
-    TMA: k and v are tensor descriptors of blocks [1, 1, BLOCK_N, D]. CLEAN: what no row sees may be NaN, and is taken
-    for 0; 1: it lies before the first or after the last key that any row of the block sees; 2: anywhere.
-    PLAIN: scores are ``scale * qk`` and nothing else, and scale > 0, so that the largest can be found before it is
-        applied.
+    TMA: k and v are tensor descriptors of blocks [1, 1, BLOCK_N, D].
+    CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
+        last key of the block's rows; 2: anywhere.
+    PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
-    The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). Rows from `first_row` on of
-    the mask's tables; q, out, lse, bias and dense begin at that row.
+    The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
+    begin at row `first_row` of the mask's tables.
     """
     part = tl.program_id(0)
     share = part % SPLITS
@@ -128,7 +129,7 @@ def forward_kernel(
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 if TMA:
-                    k_tile = described_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
+                    k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                 else:
                     k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
                     k_tile = load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
@@ -147,7 +148,7 @@ def forward_kernel(
                 keys, allowed = o_n[None, :], True
                 if masked:
                     allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
-                if PLAIN:  # the scale goes into the exponent, where a multiply-add takes it for nothing
+                if PLAIN:  # the scale is applied in the exponent, by a multiply-add at no extra cost
                     s = qk
                     if masked:
                         s = tl.where(allowed, qk, float("-inf"))
@@ -165,16 +166,16 @@ def forward_kernel(
                 total = total * shrink + tl.sum(p, 1)
                 m = m_new
                 if DROPOUT:
-                    keep = kept(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
+                    keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
                                 DROPOUT == 2, BLOCK_M, BLOCK_N)
                     p = tl.where(keep, p * survivor, 0.0)
                 if TMA:
-                    v_tile = described_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                    v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
                     v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
                     v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
                                        V_DIM % VALUE_STEP == 0, masked)
-                if masked and CLEAN == 2:  # what no row of the block sees may be NaN, and 0 * NaN is NaN
+                if masked and CLEAN == 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
                 elif masked and CLEAN == 1 and TMA:

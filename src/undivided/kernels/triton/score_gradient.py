@@ -1,6 +1,6 @@
-"""The gradient of one tile of scores, as the three passes of `backward` compute it; its docstring has the formulas."""
+"""The gradient of one tile of scores, for the three passes of `backward`, whose docstring has the formulas."""
 
-# The arguments of kernels stand in groups, a line for each: pointers, strides, sizes, constants.
+# The arguments of kernels are grouped: pointers, strides, sizes, constants.
 # fmt: off
 
 import triton
@@ -12,7 +12,7 @@ from undivided.kernels.triton.tile import LOG2E, dot, finish_scores, load_rows
 @triton.jit
 def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
              PRECISION: tl.constexpr):
-    """left @ right^T over DIM columns, STEP at a time; a and b are the first step of either."""
+    """left @ right^T over DIM columns, STEP at a time; a and b are the first steps of left and right."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
         a = load_rows(left, left_rows, left_ok, DIM, d, STEP, d + STEP <= DIM, True)
@@ -28,8 +28,8 @@ def score_gradient(
     MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):
-    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. What
-    belongs to rows and to keys has an axis of length 1, as in `finish_scores`."""
+    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. Values of
+    rows and of keys have an axis of length 1, as in `finish_scores`."""
     s, allowed, rate, distance = finish_scores(
         qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
         scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
@@ -51,14 +51,14 @@ def score_gradient(
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
         if SOFTCAP:
-            rate = tl.where(allowed, rate, 0.0)  # NaN where q or k is
+            rate = tl.where(allowed, rate, 0.0)  # it is NaN if q or k is
     return dropped, ds, allowed, rate, distance
 
 
 @triton.jit
 def load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
-    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]; a row without keys gives +inf, and so weights
-    0. Factor and gradient are read if there are any."""
+    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]. A row without keys has lse +inf, so that its
+    weights are 0."""
     natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
     base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     d = tl.load(delta + offsets, mask=ok_m, other=0.0)

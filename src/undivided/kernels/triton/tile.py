@@ -1,11 +1,11 @@
-"""One tile of scores, as every kernel of this folder computes it.
+"""One tile of scores, shared by every kernel of this folder.
 
-Legend: M query rows, N keys of the tile; D head size of q and k. Scores are in base 2: ``log2(e)`` times the natural
-ones, so that ``exp2`` serves. A query row may be any (query, head) pair: rows carry their own head where heads are
-grouped. A tile of scores is [M, N], or [N, M] where its transpose is what the next product takes.
+Legend: M query rows, N keys of the tile; D head size of q and k. Scores are multiplied by ``log2(e)``, so that ``exp2``
+replaces ``exp``. A row is a (query, head) pair; with grouped heads a tile has rows of several heads. A tile of scores
+is [M, N], or [N, M] if the next product needs the transpose.
 
-Memory: a tile is read once by each program that needs it; nothing of size S x S is ever written, but the gradient of a
-dense bias, which is that large.
+Memory: a tile is read once by each program that needs it. Nothing of size S x S is written, except the gradient of a
+dense bias, which has that size.
 """
 
 import triton
@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(is_interpreted())
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# Philox4x32 (Salmon et al. 2011), as `undivided.kernels.philox` defines the pattern.
+# constants of Philox4x32 (Salmon et al. 2011); `undivided.kernels.philox` defines the dropout pattern
 ROUND_A = tl.constexpr(0xD2511F53)
 ROUND_B = tl.constexpr(0xCD9E8D57)
 WEYL_A = tl.constexpr(0x9E3779B9)
@@ -26,7 +26,7 @@ WEYL_B = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in fp32. The interpreter multiplies no bfloat16, so it gets the same numbers as fp32."""
+    """acc + a @ b in fp32. The interpreter cannot multiply bfloat16, so it gets the same numbers in fp32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -37,7 +37,7 @@ def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: 
     """Element offsets of these keys' rows [N] within one head: in place, or through the block table."""
     if PAGE:
         page = tl.load(pages + b * pages_b + o_n // PAGE)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # entries that no length reaches may hold anything
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # entries beyond a sequence's length may hold anything
         return page.to(tl.int64) * stride_page + (o_n % PAGE).to(tl.int64) * stride_n
     return o_n.to(tl.int64) * stride_n
 
@@ -46,8 +46,8 @@ def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: 
 def load_rows(
     base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr, WHOLE: tl.constexpr, CHECKED: tl.constexpr
 ):
-    """[N, WIDTH] columns from `first` on of rows at these offsets; 0 outside. WHOLE: all of the columns lie inside;
-    not CHECKED: all of the rows do."""
+    """WIDTH columns from `first` on of the rows at these offsets, [N, WIDTH]; 0 outside. WHOLE: all columns exist; not
+    CHECKED: all rows exist."""
     o_d = first + tl.arange(0, WIDTH)
     at = base + offsets[:, None] + o_d[None, :]
     if CHECKED:
@@ -61,15 +61,15 @@ def load_rows(
 
 
 @triton.jit
-def described_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] rows of one head from `first` on, by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0
+def load_descriptor_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of one head from `first` on, [ROWS, WIDTH], by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0
     outside."""
     return tensor.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(ROWS, WIDTH)
 
 
 @triton.jit
 def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
-    """The keys of each row, [start, stop) twice; the second is empty if there is one range."""
+    """(start, stop, start2, stop2) of each row's two ranges of keys; the second is empty if there is only one."""
     nothing = rows * 0
     if COLUMNS == 0:
         return nothing, nothing, nothing, nothing
@@ -82,7 +82,7 @@ def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
 
 @triton.jit
 def runs(at):
-    """Of a block of rows: [first, full_first, full_last, last) of its first range and of its second, in tiles."""
+    """[first, full_first, full_last, last) of the first and of the second range of a block of rows, in tiles."""
     return (
         tl.load(at),
         tl.load(at + 1),
@@ -115,8 +115,8 @@ def row_features(
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """(slope, position under ALiBi, dropout's row, dropout's sequence) of rows [M], h one head or each row's own; 0
-    if there is no such feature."""
+    """(slope, ALiBi position, dropout row, dropout sequence) of rows [M], 0 without the feature; h is one head, or one
+    per row."""
     slope, at_m, i_m, b_m = 0.0, 0, 0, 0
     if ALIBI:
         at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
@@ -130,7 +130,7 @@ def row_features(
 
 @triton.jit
 def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """The smallest [first, last) that holds the ranges of all rows; [0, 0) where no row has a key."""
+    """The smallest [first, last) that contains the ranges of all rows; [0, 0) if no row has a key."""
     first = tl.min(tl.where(stop > start, start, 2147483647), 0)
     last = tl.max(stop, 0)
     if COLUMNS == 4:
@@ -141,8 +141,8 @@ def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
 
 @triton.jit
 def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """Inside the rows' ranges and the tensors: rows [M, 1] and keys [1, N] give [M, N], [1, M] and [N, 1] give [N,
-    M]."""
+    """Whether a pair is within the row's ranges and the tensors: [M, N] for rows [M, 1] and keys [1, N]; [N, M] for
+    rows [1, M] and keys [N, 1]."""
     inside = ok_rows & (keys < kv_len)
     if COLUMNS == 0:
         return inside
@@ -154,7 +154,7 @@ def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl
 
 @triton.jit
 def tanh(x):
-    """Exact near 0 too, where 1 - exp(-2x) would cancel."""
+    """tanh(x), with a series near 0, where 1 - exp(-2x) would cancel."""
     y = tl.abs(x)
     e = tl.exp(-2.0 * y)
     far = (1.0 - e) / (1.0 + e)
@@ -186,9 +186,10 @@ def finish_scores(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each as large as qk.
+    """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each in the shape of
+    qk.
 
-    What belongs to rows (ok_rows, slope, row_at, pointers) and to keys has an axis of length 1, as in `allowed_pairs`.
+    Values of rows (ok_rows, slope, row_at, pointers) and of keys have an axis of length 1, as in `allowed_pairs`.
     """
     rate = 1.0
     distance = 0.0
@@ -234,10 +235,12 @@ def _philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def kept(o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Which weights survive dropout, [M, N]: a function of seed, sequence, head and the two positions alone.
+def dropout_keep(
+    o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    """Which weights survive dropout, [M, N]: a function of seed, sequence, head and the two positions only.
 
-    One generator call serves eight neighbouring keys where keys stand at their own index (ALIGNED), one each elsewhere.
+    ALIGNED: the position of a key is its index, so that one generator call serves eight keys; otherwise one per key.
     """
     i, h, b = i_m.to(tl.uint32)[:, None], h_m.to(tl.uint32)[:, None], b_m.to(tl.uint32)[:, None]
     if ALIGNED:

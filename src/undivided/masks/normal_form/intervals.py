@@ -64,6 +64,12 @@ class NormalForm:
         """The ranges for a kernel, int32 ``[B|1, Sq, 2|4]``: a contiguous copy, within the keys."""
         return self.ranges.clamp(0, self.kv_len).contiguous()
 
+    @cached_property
+    def table_place(self) -> tuple[int, int, int]:
+        """Address of `table`, its batch stride (0 if it is broadcast), and its columns."""
+        table = self.table
+        return table.data_ptr(), table.stride(0) if table.shape[0] > 1 else 0, table.shape[2]
+
     @property
     def q_len(self) -> int:
         """Number of query rows."""
@@ -267,25 +273,25 @@ class NormalForm:
     @cached_property
     def q_position(self) -> Tensor:
         """i' of each row, int32 ``[B|1, Sq]``."""
-        return self._selected(self._geometry.q_position, self.row_index)
+        return self._select_at(self._geometry.q_position, self.row_index)
 
     @cached_property
     def kv_position(self) -> Tensor:
         """j' of each key, int32 ``[B|1, Sk]``."""
-        return self._selected(self._geometry.kv_position, self.key_index)
+        return self._select_at(self._geometry.kv_position, self.key_index)
 
     @cached_property
     def shift(self) -> Tensor:
         """d of each row's sequence, int32 ``[B|1, Sq]``."""
-        return self._selected(self._geometry.anchor - self._geometry.q_position, self.row_index)
+        return self._select_at(self._geometry.anchor - self._geometry.q_position, self.row_index)
 
     @cached_property
     def q_sequence(self) -> Tensor:
         """The batch element of each row, int32 ``[B, Sq]``; packed: the document, ``[1, Sq]``."""
-        return self._selected(self._geometry.q_sequence, self.row_index)
+        return self._select_at(self._geometry.q_sequence, self.row_index)
 
     @staticmethod
-    def _selected(values: Tensor, index: Tensor | None) -> Tensor:
+    def _select_at(values: Tensor, index: Tensor | None) -> Tensor:
         return (values if index is None else values.index_select(1, index)).to(torch.int32)
 
     @cached_property

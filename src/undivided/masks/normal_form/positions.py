@@ -48,7 +48,7 @@ class Geometry:
     kv_slot_ends: Tensor | None = None
 
     @staticmethod
-    def of_parts(
+    def from_parts(
         parts: Sequence[Part], bottom_right: bool, batch: int, q_len: int, kv_len: int, device: torch.device
     ) -> Geometry:
         """The geometry of a call whose mask has these parts."""
@@ -73,7 +73,7 @@ class Geometry:
         if self.q_slot_ends is None:
             rows = torch.arange(self.batch, device=self.device)[:, None]
             return rows.expand(self.batch, self.q_len)
-        return _slot_of(self.q_slot_ends, self.q_len)
+        return _token_slots(self.q_slot_ends, self.q_len)
 
     def per_row(self, value: Size) -> Size:
         """A value per sequence (int or ``[N]``) as a value per row: int, ``[B, 1]`` or ``[1, Sq]``."""
@@ -95,7 +95,7 @@ class Geometry:
         keys = torch.arange(self.kv_len, device=self.device)[None]
         if self.kv_slot_ends is None or not isinstance(self.kv_start, Tensor):
             return keys - (self.kv_start[:, None] if isinstance(self.kv_start, Tensor) else self.kv_start)
-        return keys - self.kv_start[_slot_of(self.kv_slot_ends, self.kv_len)]
+        return keys - self.kv_start[_token_slots(self.kv_slot_ends, self.kv_len)]
 
     @cached_property
     def anchor(self) -> Tensor:
@@ -116,7 +116,7 @@ class Geometry:
         if not isinstance(self.kv_size, Tensor):
             return None
         ends = self.kv_slot_ends
-        size = self.kv_size[:, None] if ends is None else self.kv_size[_slot_of(ends, self.kv_len)]
+        size = self.kv_size[:, None] if ends is None else self.kv_size[_token_slots(ends, self.kv_len)]
         return (self.kv_position >= 0) & (self.kv_position < size)
 
 
@@ -129,7 +129,7 @@ def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> t
     return offsets[:-1], real.diff(), offsets[1:].contiguous()
 
 
-def _slot_of(ends: Tensor, length: int) -> Tensor:
+def _token_slots(ends: Tensor, length: int) -> Tensor:
     """The slot of each token, int64 ``[1, length]``; the last slot for tokens after all slots."""
     tokens = torch.arange(length, device=ends.device)
     return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]

@@ -34,7 +34,7 @@ class PredicatePairs:
     keys: Tensor | None = None
 
     @staticmethod
-    def of_call(fn: PredicateFunction, geometry: Geometry) -> PredicatePairs:
+    def for_call(fn: PredicateFunction, geometry: Geometry) -> PredicatePairs:
         """The pairs of a function for a call with this geometry."""
         if not geometry.batch:
             return PredicatePairs(fn, geometry.device)

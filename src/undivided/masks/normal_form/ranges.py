@@ -56,7 +56,7 @@ def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
     form = _shared_forms.get(key)
     if form is None:
         form = build()
-        if type(form.ranges) is not Tensor:  # a fake tensor is useless to the next call
+        if type(form.ranges) is not Tensor:  # a fake tensor cannot serve the next call
             return form
         _shared_forms[key] = form
         if len(_shared_forms) > SHARED_FORMS:
@@ -76,7 +76,7 @@ def build(
     for part in parts:
         if isinstance(part, Ranges):
             return part.form
-    geometry = Geometry.of_parts(parts, bottom_right, batch, q_len, kv_len, device)
+    geometry = Geometry.from_parts(parts, bottom_right, batch, q_len, kv_len, device)
     keys: Range = (0, geometry.per_row(geometry.kv_size))
     base = _within(keys, *_band(geometry, *band))
     extras: list[Extra] = []
@@ -90,15 +90,15 @@ def build(
             base = _within_raw(geometry, base, found)
             if not readable(whole) or not bool(whole.all()):
                 extras.append(pairs)
-    unranged = _unranged(parts, geometry)
-    if unranged:
-        base = _within_raw(geometry, base, _row_hull(unranged, geometry, heads))
+    evaluated = _evaluated_parts(parts, geometry)
+    if evaluated:
+        base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads))
     unions = [part for part in parts if isinstance(part, GlobalBand)]
     for part in unions[1:]:
         extras.append(RangePairs(_union_ranges(geometry, keys, part)))
         base = _within(base, None, _union_stop(geometry, part))
     ranges = _union_ranges(geometry, base, unions[0]) if unions else _pack(geometry, base)
-    return NormalForm(ranges, kv_len, batch, heads, (*extras, *unranged), geometry)
+    return NormalForm(ranges, kv_len, batch, heads, (*extras, *evaluated), geometry)
 
 
 def _within(keys: Range, start: Bound, stop: Bound) -> Range:
@@ -192,14 +192,14 @@ def _same_ids(part: DocumentIds, batch: int, device: torch.device) -> tuple[Rang
     return (start, stop), ~found | (stop - start == high - low), pairs
 
 
-def _unranged(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
+def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     """The parts whose ranges are unknown until they are evaluated."""
     found: list[Extra] = []
     for part in parts:
         if isinstance(part, Dense):
             found.append(DensePairs(part.tensor.to(geometry.device)))
         elif isinstance(part, Predicate):
-            found.append(PredicatePairs.of_call(part.fn, geometry))
+            found.append(PredicatePairs.for_call(part.fn, geometry))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import Heads
-from undivided.nn.arguments.refused import shortened
+from undivided.nn.arguments.refused import shorten
 
 
 def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> str:
@@ -25,7 +25,7 @@ def checked_integer(argument: str, value: object, at_least: int) -> int:
     """The value as an int; InputError unless it is an int of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
-        raise InputError(argument, "be an int", shortened(value), hint=hint)
+        raise InputError(argument, "be an int", shorten(value), hint=hint)
     return as_integer(argument, int(value), at_least)
 
 
@@ -33,7 +33,7 @@ def checked_number(argument: str, value: object, least: float, most: float, word
     """The value as a finite float; InputError, with `words`, unless it lies in [least, most]."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_real or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
-        raise InputError(argument, f"be {words}", shortened(value))
+        raise InputError(argument, f"be {words}", shorten(value))
     assert isinstance(value, numbers.Real)
     if not least <= float(value) <= most:
         raise InputError(argument, f"be {words}", repr(value))

@@ -91,7 +91,7 @@ def checked_format(
     raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
 
-def unpacked(
+def unpack(
     query: Tensor | None,
     key: Tensor | None,
     value: Tensor | None,

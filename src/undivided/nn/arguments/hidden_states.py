@@ -2,9 +2,9 @@
 
     sbhd  [s, b, hidden]    bshd  [b, s, hidden]    thd  [t, hidden], packed sequences
 
-The format is always given and never guessed. A [b, s, hidden] tensor that is called "sbhd" has legal shapes throughout
-a layer. So every argument that implies a number of sequences or a length is compared with the format: cu_seqlens,
-masks, a cache, the output of the encoder.
+The format is always given and never guessed. A [b, s, hidden] tensor that is passed as "sbhd" has legal shapes
+throughout a layer. So every argument that implies a number of sequences or a length is compared with the format:
+cu_seqlens, masks, a cache, the output of the encoder.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
 def _other_rank(x: Tensor) -> str | None:
     if x.dim() == 3:
         return (
-            f"a batch of one is packed as x.squeeze(), {'[tokens, hidden]'}"
+            "a batch of one is packed as x.squeeze(), [tokens, hidden]"
             if 1 in x.shape[:2]
-            else ("a padded batch is 'bshd' or 'sbhd' with a padding mask type")
+            else "a padded batch is 'bshd' or 'sbhd' with a padding mask type"
         )
     if x.dim() == 2:
         return "packed sequences are 'thd', with cu_seqlens_q; one sequence alone is x[None] in 'bshd'"
@@ -185,9 +185,8 @@ def evidence(
             yield Evidence(name, offsets.shape[0] - 1)
     if isinstance(mask, tuple | list) and mask:
         mask = mask[0]
-    if (
-        isinstance(mask, Tensor) and not mask.is_nested and mask.dim() == 4
-    ):  # [b, 1, 1, s], or of pairs [b | 1, h | 1, sq | 1, skv]
+    # [b, 1, 1, s], or of pairs [b | 1, h | 1, sq | 1, skv]
+    if isinstance(mask, Tensor) and not mask.is_nested and mask.dim() == 4:
         batch, _, queries, keys = (n if n != 1 else None for n in mask.shape)
         yield Evidence("attention_mask", batch, keys if padding else queries)
     if isinstance(bias, Tensor) and not bias.is_nested and bias.dim() == 4:  # [b | 1, h | 1, sq | 1, skv]

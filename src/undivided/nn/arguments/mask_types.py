@@ -69,7 +69,7 @@ def checked_window(value: object) -> Window | None:
     return left, right
 
 
-def normalised_window(kind: MaskType, window: Window | None) -> Window:
+def normalise_window(kind: MaskType, window: Window | None) -> Window:
     """The window for a mask type. It is changed, with a warning, in the same cases as in TransformerEngine."""
     if window is None:
         return (-1, 0) if kind.causal else (-1, -1)
@@ -97,7 +97,7 @@ def is_bottom_right(kind: MaskType, requested: bool | None) -> bool:
 
 def band(kind: MaskType, window: Window | None, bottom_right_diagonal: bool | None) -> Mask:
     """The mask of the causal diagonal and the window. Its alignment is always set, because ALiBi uses it too."""
-    left, right = normalised_window(kind, window)
+    left, right = normalise_window(kind, window)
     align: Literal["top_left", "bottom_right"] = (
         "bottom_right" if is_bottom_right(kind, bottom_right_diagonal) else "top_left"
     )

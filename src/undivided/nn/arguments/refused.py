@@ -46,9 +46,9 @@ AT_CALL: dict[str, FixedArgument] = {
 }
 
 _LAYER_TENSOR_PARALLEL = (
-    "every rank holds whole parameters; use FSDP to shard them, or DotProductAttention to divide heads by hand"
+    "every rank holds whole parameters; use FSDP to shard them, or DotProductAttention to divide heads yourself"
 )
-_OVERLAP = "there is no tensor-parallel communication to overlap"
+_OVERLAP = "tensor parallelism is not supported, so nothing is sent that could overlap"
 _WGRAD = "gradients are in .grad; main_grad is not supported"
 LAYERS_AT_CONSTRUCTION: dict[str, FixedArgument] = {
     "tp_group": FixedArgument(None, _LAYER_TENSOR_PARALLEL),
@@ -86,10 +86,10 @@ def check_refused(table: Mapping[str, FixedArgument], arguments: Mapping[str, ob
         value = arguments[name]
         if value is default or (isinstance(value, int | str) and value == default):
             continue
-        raise InputError(name, f"be {default!r}", shortened(value), hint=reason)
+        raise InputError(name, f"be {default!r}", shorten(value), hint=reason)
 
 
-def shortened(value: object) -> str:
+def shorten(value: object) -> str:
     """The repr of a value for an error, or the name of its type if the repr is long."""
     text = repr(value)
     return text if len(text) <= 60 else type(value).__name__

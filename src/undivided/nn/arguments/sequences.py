@@ -46,14 +46,14 @@ class SequenceArguments(NamedTuple):
 
 
 def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
-    """Raise InputError if the mask type and the format do not use an argument, or lack one."""
+    """Raise InputError if the mask type and the format do not use an argument, or need one that is missing."""
     if inputs.packed and not kind.padding:
         padded = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
         raise InputError(
             "attn_mask_type",
             "be a padding type with qkv_format='thd'",
             repr(kind.name),
-            hint=f"attn_mask_type={padded!r} keeps packed sequences apart; without padding it equals {kind.name!r}",
+            hint=f"attn_mask_type={padded!r} separates packed sequences; without padding it equals {kind.name!r}",
         )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if (value := getattr(arguments, name)) is not None:

@@ -1,1 +1,1 @@
-"""The blocks that the layers are made of: linear maps, normalisations, the feed-forward block, and their base class."""
+"""The blocks of the layers: linear maps, normalisations, the feed-forward block, and their base class."""

@@ -1,4 +1,4 @@
-"""Stochastic depth: leave out the output of a block for whole sequences, in training."""
+"""Stochastic depth: omit the output of a block for whole sequences, in training."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Linear(Module):
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
         """One tensor [.., features] per part, and the input of the maps.
 
-        Each part is a matrix product of its own, because joining the weights would copy them.
+        Each part is a separate matrix product, because joining the weights would copy them.
         """
-        x = self.normalised(x)
+        x = self.normalise(x)
         return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x itself."""
         return x
 
@@ -108,7 +108,7 @@ class LayerNormLinear(Linear):
         if hasattr(self, "norm"):  # the constructor of the base class calls this first
             self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x normalised."""
         return self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
 

@@ -48,9 +48,8 @@ class Norm(NamedTuple):
         """x normalised over its last axis, in the dtype of x."""
         dtype = torch.promote_types(x.dtype, weight.dtype)
         if self.zero_centered:
-            dtype = (
-                torch.float32 if dtype in _HALF else dtype
-            )  # 1 + weight loses the last bits of weight in half precision
+            # in half precision, 1 + weight would lose the last bits of weight
+            dtype = torch.float32 if dtype in _HALF else dtype
             weight = weight.to(dtype) + 1
         wide, shape = x.to(dtype), (x.shape[-1],)
         if self.kind == "RMSNorm":

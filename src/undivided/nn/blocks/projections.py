@@ -30,8 +30,8 @@ def split_qkv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tup
     """q [.., h, d], k [.., g, d] and v [.., g, d_v] from the parts [.., features]."""
     group = heads.q // heads.kv
     if len(parts) == 1 and interleaved:
-        of_group = parts[0].unflatten(-1, (heads.kv, -1))
-        q, k, v = of_group.split((group * heads.qk_dim, heads.qk_dim, heads.v_dim), -1)
+        by_kv_head = parts[0].unflatten(-1, (heads.kv, -1))
+        q, k, v = by_kv_head.split((group * heads.qk_dim, heads.qk_dim, heads.v_dim), -1)
         return q.unflatten(-1, (group, heads.qk_dim)).flatten(-3, -2), k, v
     q, k, v = parts[0].split(tuple(qkv_parts(heads, False).values()), -1) if len(parts) == 1 else parts
     return split_q(q, heads), *split_kv((k, v), heads, False)
@@ -48,5 +48,5 @@ def split_kv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tupl
 
 def split_q(q: Tensor, heads: Heads) -> Tensor:
     """q as [.., h, d], from [.., h * d]."""
-    of_heads: Tensor = q.unflatten(-1, (heads.q, heads.qk_dim))
-    return of_heads
+    q_by_head: Tensor = q.unflatten(-1, (heads.q, heads.qk_dim))
+    return q_by_head

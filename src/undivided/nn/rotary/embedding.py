@@ -94,7 +94,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
             )
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return methods.scaled(self.scaling, self.dim, self.rotary_base, device)
+        return methods.scaled_frequencies(self.scaling, self.dim, self.rotary_base, device)
 
     def reset_parameters(self) -> None:
         """Compute the frequencies again, for example after `to_empty`."""
@@ -156,7 +156,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
             positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
-        inv_freq = methods.scaled_for_length(self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len)
+        inv_freq = methods.frequencies_for_length(
+            self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len
+        )
         return positions[:, None] * inv_freq  # not a matmul, which autocast rounds
 
     def extra_repr(self) -> str:

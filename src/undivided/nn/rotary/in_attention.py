@@ -9,9 +9,9 @@ from undivided.cache import InferenceParams
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn._context_parallel import freqs_of_rank
+from undivided.nn._context_parallel import rank_freqs
 from undivided.nn.arguments.error_names import rename_arguments
-from undivided.nn.rotary.rotation import Rotation, rotate, rotation_of
+from undivided.nn.rotary.rotation import Rotation, compute_rotation, rotate
 
 RotaryPosEmb = Tensor | tuple[Tensor, Tensor]
 
@@ -38,7 +38,7 @@ def rotate_queries_and_keys(
         interleaved: the kind of pairs, see `apply_rotary_pos_emb`.
         offsets_q, offsets_kv: offsets of packed sequences, int [b + 1]; used in thd only.
         params: cache, after whose tokens the positions of the queries continue.
-        is_cross: whether keys have positions of their own.
+        is_cross: whether keys have other positions than queries.
         cp: context parallelism.
     """
     q_freqs, k_freqs = freqs if isinstance(freqs, tuple | list) else (freqs, freqs)
@@ -50,9 +50,9 @@ def rotate_queries_and_keys(
 
     def rotation(t: Tensor, rows: Tensor, start: Tensor | None, offsets: Tensor | None, side: Side = "q") -> Rotation:
         if cp is not None:
-            rows = freqs_of_rank(rows, t, format, cp, offsets, side)
+            rows = rank_freqs(rows, t, format, cp, offsets, side)
             offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
-        return rotation_of(t, rows, format, start, interleaved, offsets)
+        return compute_rotation(t, rows, format, start, interleaved, offsets)
 
     try:
         q_rotation = rotation(q, q_freqs, starts, offsets_q)

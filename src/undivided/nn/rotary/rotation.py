@@ -73,10 +73,10 @@ def apply_rotary_pos_emb(
     """
     checked_flag("fused", fused)
     format = checked_format(tensor_format, t, argument="tensor_format", tensor="t")
-    return rotate(t, rotation_of(t, freqs, format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank))
+    return rotate(t, compute_rotation(t, freqs, format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank))
 
 
-def rotation_of(
+def compute_rotation(
     t: Tensor,
     freqs: Tensor,
     format: Layout,
@@ -120,7 +120,7 @@ def _dense_positions(
         return None
     positions = torch.arange(length, device=device)
     if cp_size > 1:
-        positions = _on_rank(positions, length // 2, cp_size, cp_rank)
+        positions = _rank_positions(positions, length // 2, cp_size, cp_rank)
     return positions if start is None else start.to(device).long()[:, None] + positions
 
 
@@ -133,13 +133,13 @@ def _packed_positions(
     sequence = torch.searchsorted(offsets[1:], token, right=True).clamp(max=offsets.shape[0] - 2)
     positions = token - offsets[sequence]
     if cp_size > 1:
-        positions = _on_rank(positions, offsets.diff()[sequence] // 2, cp_size, cp_rank)
+        positions = _rank_positions(positions, offsets.diff()[sequence] // 2, cp_size, cp_rank)
     if start is not None:
         positions = positions + start.to(device).long()[sequence]
     return torch.where(token < offsets[-1], positions, 0)
 
 
-def _on_rank(local: Tensor, chunk: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
+def _rank_positions(local: Tensor, chunk: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
     """Positions of a rank's tokens: the first half is chunk cp_rank of 2 * cp_size, the second the opposite chunk."""
     shift = torch.where(local < chunk, cp_rank, 2 * cp_size - 2 - cp_rank)
     return local + shift * chunk

@@ -86,7 +86,7 @@ def frequencies(dim: int, base: float, device: torch.device | str | None = None)
     return 1.0 / (base**exponents)
 
 
-def scaled(scaling: Scaling, dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
+def scaled_frequencies(scaling: Scaling, dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
     """The frequencies of a method that are independent of the length of a call, fp32 [dim / 2]."""
     plain = frequencies(dim, base, device)
     if scaling.kind == "linear":
@@ -98,8 +98,8 @@ def scaled(scaling: Scaling, dim: int, base: float, device: torch.device | str |
     return plain
 
 
-def scaled_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
-    """The frequencies for a call of ``length`` positions: "dynamic" stretches them beyond the original length.
+def frequencies_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
+    """The frequencies for a call of ``length`` positions: "dynamic" lowers them beyond the original length.
 
     Source: dynamic NTK-aware scaling, https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/
     """

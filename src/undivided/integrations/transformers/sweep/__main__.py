@@ -1,5 +1,4 @@
-"""``python -m undivided.integrations.transformers.sweep``: compare architectures, and write the page about all of
-them."""
+"""``python -m undivided.integrations.transformers.sweep``: compare architectures, and write the page."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from undivided.integrations.transformers.sweep import _compare, _table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, and print a line for each architecture."""
+    """Compare the architectures, and print one line for each."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,4 +1,4 @@
-"""One architecture: outputs and gradients with "undivided" against those with "eager", case by case."""
+"""One architecture: outputs and gradients with "undivided" compared with those with "eager", case by case."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from undivided.integrations.transformers.sweep._inputs import CASES, LENGTH, Inp
 from undivided.integrations.transformers.sweep._models import VARIANTS, Unbuildable, Variant, build
 
 TOLERANCE = 2e-4
-"""Of a tensor's norm, in float32."""
+"""Allowed error in float32, relative to a tensor's norm."""
 AMPLIFIED = 2e-2
-"""The same for models that amplify rounding: those that agree to `EXACT` in float64."""
+"""The same for models that amplify rounding errors; they must agree to `EXACT` in float64."""
 EXACT = 1e-9
 FLOOR = 1e-5
-"""Of the norm of all gradients: below it a gradient is noise around 0, as that of a key's bias is."""
+"""Relative to the norm of all gradients: a smaller gradient is rounding noise around 0, such as that of a key's
+bias."""
 
 
 class Outcome(NamedTuple):
@@ -31,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 def compare(model_type: str) -> dict[str, Outcome]:
-    """What each case of an architecture came to; ``{"": Outcome}`` if there is no model or no input for it.
+    """The outcome of each case of an architecture; ``{"": Outcome}`` if there is no model or no input for it.
 
     >>> from undivided.integrations.transformers import register
     >>> register()
@@ -43,10 +44,10 @@ def compare(model_type: str) -> dict[str, Outcome]:
         warnings.simplefilter("ignore")
         for variant in VARIANTS:
             if unused and variant.layers == VARIANTS[0].layers:
-                continue  # more layers may bring one with attention
+                continue  # with more layers, one may have attention
             try:
                 found = _cases(model_type, variant)
-            except Exception as error:  # whatever the library raises for sizes that do not fit together
+            except Exception as error:  # the library raises many kinds for sizes that do not fit together
                 first = first or Outcome("unbuilt", _in_a_line(error))
                 if isinstance(error, Unbuildable | ImportError):
                     break
@@ -68,13 +69,13 @@ def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
     seen: list[str] = []
     for case in CASES:
         try:
-            inputs, expected = accepted(eager, case)
+            inputs, expected = find_inputs(eager, case)
         except Exception:
             if case == "none":
                 raise
             continue
         case_key = repr({name: value for name, value in inputs.items() if not _is_noise(value)})
-        if case_key in seen:  # a model that takes no mask, no positions
+        if case_key in seen:  # the model has no argument for the mask or the positions of this case
             continue
         seen.append(case_key)
         try:
@@ -92,7 +93,7 @@ def _is_noise(value: object) -> bool:
 
 
 def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> Outcome:
-    with counted() as calls:
+    with count_calls() as calls:
         words = difference(step(ours, inputs, case), expected, TOLERANCE)
     if not words:
         return Outcome("equal" if calls else "unused")
@@ -101,7 +102,7 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
         exact = {name: v.double() if _is_noise(v) else v for name, v in inputs.items()}
         try:
             found, expected = (step(one.double(), exact, case) for one in (ours, eager))
-        except RuntimeError:  # a model that makes float32 of its own
+        except RuntimeError:  # a model that creates float32 tensors itself
             return Outcome("differs", words)
         finally:
             ours.float(), eager.float()
@@ -111,8 +112,8 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[None]]:
-    """A list that grows by an entry for each call of attention."""
+def count_calls() -> Iterator[list[None]]:
+    """A list with one entry per call of attention in the ``with`` block."""
     calls: list[None] = []
     module = vars(_attention)
     attend = module["attend"]
@@ -128,7 +129,7 @@ def counted() -> Iterator[list[None]]:
         module["attend"] = attend
 
 
-def tensors_of(value: Any, label: str = "out") -> Iterator[tuple[str, Tensor]]:
+def output_tensors(value: Any, label: str = "out") -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a model's output, with names; caches are left out."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
@@ -136,20 +137,20 @@ def tensors_of(value: Any, label: str = "out") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Mapping):
         for name, one in value.items():
             if "past_key_values" not in name and "cache" not in name:
-                yield from tensors_of(one, str(name))
+                yield from output_tensors(one, str(name))
     elif isinstance(value, list | tuple):
         for n, one in enumerate(value):
-            yield from tensors_of(one, f"{label}[{n}]")
+            yield from output_tensors(one, f"{label}[{n}]")
 
 
 def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
-    """Outputs of the real tokens, and the gradients of a sum of them with random weights."""
+    """The outputs of the real tokens, and the gradients of their sum with random weights."""
     torch.manual_seed(0)
     real = real_tokens(case) if "attention_mask" in inputs else None
     found: dict[str, Tensor] = {}
     loss = torch.zeros(())
     generator = torch.Generator().manual_seed(2)
-    for label, tensor in tensors_of(network(**inputs)):
+    for label, tensor in output_tensors(network(**inputs)):
         if real is not None and tensor.shape[0] == len(real) and tensor.dim() > 1 and tensor.shape[1] >= LENGTH:
             keep = torch.nn.functional.pad(real.bool(), (0, tensor.shape[1] - LENGTH), value=True)
             tensor = tensor[keep]  # tokens that a model adds come after the text
@@ -164,7 +165,7 @@ def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
-    """The tensor that differs most, in words; empty if all agree."""
+    """A description of the tensor that differs most; empty if all agree."""
     if found.keys() != expected.keys():
         return f"other results: {sorted(found.keys() ^ expected.keys())[:3]}"
     scale = max((float(t.norm()) for name, t in expected.items() if name.startswith("grad")), default=0.0)
@@ -181,8 +182,8 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
     return words
 
 
-def accepted(network: nn.Module, case: str) -> tuple[Inputs, dict[str, Tensor]]:
-    """The first inputs that the model runs on with finite results, and these."""
+def find_inputs(network: nn.Module, case: str) -> tuple[Inputs, dict[str, Tensor]]:
+    """(inputs, results) of the first inputs for which the model runs and returns finite results."""
     first: Exception | None = None
     for inputs in candidates(network, case):
         try:

@@ -1,4 +1,4 @@
-"""Inputs for a model whose signature alone is known: candidates, of which the first that eager accepts is used."""
+"""Candidate inputs for a model, from its signature; the first candidate that eager accepts is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 BATCH, LENGTH = 3, 11
 CASES = ("none", "right", "left", "packed", "weights")
-"""Padding of the texts, documents by positions that begin again, and the attention weights."""
+"""No padding, padding on a side, documents by restarting position ids, and the attention weights."""
 
 Inputs = dict[str, Any]
 Signature = Mapping[str, inspect.Parameter]
@@ -32,42 +32,42 @@ def real_tokens(case: str, length: int = LENGTH) -> Tensor | None:
 
 
 def candidates(network: nn.Module, case: str) -> Iterator[Inputs]:
-    """Inputs to try in turn, from those that ask least of a model to those that give it everything."""
-    taken = inspect.signature(network.forward).parameters
+    """The inputs to try in turn, the simplest first."""
+    parameters = inspect.signature(network.forward).parameters
     more: Inputs = {"output_attentions": True} if case == "weights" else {}
-    text = _text(network, taken, case)
+    text = _text(network, parameters, case)
     if text:
         yield {**text, **more}
-    for other in (*_sequences(network, taken, case), *_images(network, taken), *_sounds(network, taken)):
-        decoder = _decoder(network, taken)
+    for other in (*_sequences(network, parameters, case), *_images(network, parameters), *_sounds(network, parameters)):
+        decoder = _decoder(network, parameters)
         if text:
             yield {**text, **other, **more}
         yield {**other, **decoder, **more}
 
 
-def _text(network: Any, taken: Signature, case: str) -> Inputs:
-    if "input_ids" not in taken:
+def _text(network: Any, parameters: Signature, case: str) -> Inputs:
+    if "input_ids" not in parameters:
         return {}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 10, (BATCH, LENGTH), generator=generator)
     real = real_tokens(case)
-    ids = _ended(network.config, ids, real)
-    found: Inputs = {"input_ids": ids, **_decoder(network, taken)}
-    if real is not None and "attention_mask" in taken:
+    ids = _like_a_tokenizer(network.config, ids, real)
+    found: Inputs = {"input_ids": ids, **_decoder(network, parameters)}
+    if real is not None and "attention_mask" in parameters:
         found["attention_mask"] = real
-    if case == "packed" and "position_ids" in taken:
+    if case == "packed" and "position_ids" in parameters:
         documents = ((4, 7), (1, 10), (6, 5))
         found["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    if "use_cache" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         found["use_cache"] = False
-    if "bbox" in taken:
+    if "bbox" in parameters:
         corner = torch.randint(0, 20, (BATCH, LENGTH, 2), generator=generator)
         found["bbox"] = torch.cat((corner, corner + 5), -1)
     return found
 
 
-def _ended(config: Any, ids: Tensor, real: Tensor | None) -> Tensor:
-    """As a tokenizer makes them: padding ids in the padding, and an end of text, which some models (CLIP) look for."""
+def _like_a_tokenizer(config: Any, ids: Tensor, real: Tensor | None) -> Tensor:
+    """The ids as a tokenizer returns them: padding ids in the padding, and an end of text, which CLIP looks for."""
     text = getattr(config, "text_config", config)
     pad, end = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
     last = (torch.ones_like(ids) if real is None else real).cumsum(1).argmax(1)
@@ -78,66 +78,66 @@ def _ended(config: Any, ids: Tensor, real: Tensor | None) -> Tensor:
     return ids
 
 
-def _decoder(network: Any, taken: Signature) -> Inputs:
-    if "decoder_input_ids" not in taken:
+def _decoder(network: Any, parameters: Signature) -> Inputs:
+    if "decoder_input_ids" not in parameters:
         return {}
     generator = torch.Generator().manual_seed(3)
     return {"decoder_input_ids": torch.randint(3, 10, (BATCH, 7), generator=generator), "use_cache": False}
 
 
-def _sequences(network: Any, taken: Signature, case: str) -> Iterator[Inputs]:
-    """Hidden states, as inner models take them."""
+def _sequences(network: Any, parameters: Signature, case: str) -> Iterator[Inputs]:
+    """Hidden states, for inner models."""
     width = _field(network.config, 32, "hidden_size", "d_model")
     for name in ("inputs_embeds", "hidden_states"):
-        if name in taken and "grid_thw" not in taken:
+        if name in parameters and "grid_thw" not in parameters:
             found: Inputs = {name: _noise(BATCH, LENGTH, width)}
             real = real_tokens(case)
-            if real is not None and "attention_mask" in taken:
+            if real is not None and "attention_mask" in parameters:
                 found["attention_mask"] = real
-            if "encoder_hidden_states" in taken:
+            if "encoder_hidden_states" in parameters:
                 found["encoder_hidden_states"] = _noise(BATCH, 6, width)
             yield found
 
 
-def _images(network: Any, taken: Signature) -> Iterator[Inputs]:
+def _images(network: Any, parameters: Signature) -> Iterator[Inputs]:
     config = network.config
     patch = _field(getattr(config, "vision_config", config), 8, "patch_size", "spatial_patch_size")
     channels = _field(getattr(config, "vision_config", config), 3, "in_channels", "in_chans", "num_channels")
     for grid in ("grid_thw", "image_grid_thw"):
-        if grid in taken:
+        if grid in parameters:
             frames = _field(config, 1, "temporal_patch_size")
-            name = next(name for name in taken if name != grid)
+            name = next(name for name in parameters if name != grid)
             patches = _noise(2 * 16, channels * frames * patch * patch)
             yield {name: patches, grid: torch.tensor([[1, 4, 4]] * 2)}
-    if "spatial_shapes" in taken:
+    if "spatial_shapes" in parameters:
         shapes = torch.tensor([[4, 4], [4, 2], [3, 3]])
         real = torch.arange(16) < shapes.prod(1, keepdim=True)
         pixels = {"pixel_values": _noise(BATCH, 16, channels * patch * patch), "spatial_shapes": shapes}
         for name in ("pixel_attention_mask", "attention_mask"):
             yield {**pixels, name: real.long()}
-    if "pixel_position_ids" in taken:
+    if "pixel_position_ids" in parameters:
         at = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, -1, -1).clone()
         at[1, 12:] = -1
         yield {"pixel_values": torch.rand(BATCH, 16, channels * patch * patch), "pixel_position_ids": at}
-    if "pixel_values" in taken:
+    if "pixel_values" in parameters:
         for depth, size in dict.fromkeys(_image_sizes(config)):
             yield {"pixel_values": _noise(BATCH, depth, *size)}
             yield {"pixel_values": _noise(BATCH, 4, depth, *size)}
             yield {"pixel_values": _noise(BATCH, 2, depth, *size)}
-    if "pixel_values_videos" in taken:
+    if "pixel_values_videos" in parameters:
         yield {"pixel_values_videos": _noise(BATCH, 4, 3, 32, 32)}
 
 
-def _sounds(network: Any, taken: Signature) -> Iterator[Inputs]:
+def _sounds(network: Any, parameters: Signature) -> Iterator[Inputs]:
     bins = _field(network.config, 16, "num_mel_bins", "input_feat_per_channel")
     for name in ("input_features", "input_values"):
-        if name not in taken:
+        if name not in parameters:
             continue
         for width in dict.fromkeys((bins, 16, 32, 80, 128)):
             for shape in ((BATCH, width, 40), (BATCH, 40, width), (BATCH, width, 128), (BATCH, 1, 40, width)):
                 found: Inputs = {name: _noise(*shape)}
                 yield found
-                if "input_features_mask" in taken:
+                if "input_features_mask" in parameters:
                     time = max(shape[1:], key=lambda size: size != width)
                     yield {**found, "input_features_mask": torch.ones(BATCH, time, dtype=torch.bool)}
         yield {name: _noise(BATCH, 3200)}
@@ -158,7 +158,7 @@ def _field(config: Any, default: int, *names: str) -> int:
 
 
 def _image_sizes(config: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Channels and (height, width) of the images that a configuration, or one inside it, names."""
+    """Channels and (height, width) of images, from a configuration and its sub-configurations."""
     inner = [getattr(config, name, None) for name in (*config.sub_configs, "vision_config", "backbone_config")]
     for one in (config, *(value for value in inner if value is not None)):
         channels, size = _field(one, 3, "num_channels"), getattr(one, "image_size", None)

@@ -1,4 +1,4 @@
-"""What is known of single architectures: fields that the general sizes do not fit, and why results differ."""
+"""Settings of single architectures: configuration fields that need other sizes, and why results differ."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ EXPLAINED: dict[str, str] = {
     "pe_audio": "the text's first position is pooled; padding on the left attends to nothing there: 0, as with `sdpa`",
     "granite_swa": "`eager` returns the weights before the sinks take their share; outputs and gradients are equal",
     "granitemoe_swa": "`eager` returns the weights before the sinks take their share; outputs and gradients are equal",
-    "recurrent_gemma": "its recurrence reads the padding before the text, whose rows attend to "
-    "nothing: 0, as with `sdpa`",
-    "blt_global_transformer": "called without a mask: causal, as the layer says and as for `sdpa`; "
-    "`eager` masks nothing",
+    "recurrent_gemma": "its recurrence reads the padding before the text, whose rows attend to nothing: 0, as with "
+    "`sdpa`",
+    "blt_global_transformer": "called without a mask: causal, as the layer says and as for `sdpa`; `eager` has no mask",
 }
 """Why an architecture differs, by its ``model_type``."""

@@ -1,7 +1,7 @@
 """Tiny models of every architecture, built from the fields of its configuration: nothing is downloaded.
 
-Every size that is larger than ours is replaced, by the name of its field. Where the sizes do not fit together the next
-of `VARIANTS` is tried, and `ADJUSTED` holds what single architectures need besides.
+A field whose value exceeds the size for its name in `SIZES` gets that size. If the sizes do not fit together, the next
+of `VARIANTS` is tried. `ADJUSTED` has further fields of single architectures.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SIZES: tuple[tuple[str, int], ...] = (
 """The largest value of a field, by the first pattern that its name matches."""
 
 KV_HEADS, LAYERS = SIZES[2][0], SIZES[1][0]
-MOST_WEIGHTS = 8_000_000
+MAX_WEIGHTS = 8_000_000
 
 
 class Variant(NamedTuple):
-    """Another choice of sizes; ``mrope`` are the sections of rotary positions of images and text."""
+    """A choice of sizes; ``mrope`` are the sections of multimodal rotary positions."""
 
     kv_heads: int = 2
     layers: int = 2
@@ -65,7 +65,7 @@ VARIANTS = (
 
 
 class Unbuildable(Exception):
-    """A tiny model of this architecture cannot be made; the message says why."""
+    """A tiny model of this architecture cannot be built; the message says why."""
 
 
 def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | None = None, inside: Any = None) -> Any:
@@ -75,7 +75,7 @@ def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | 
         config_class: a subclass of transformers' ``PreTrainedConfig``.
         variant: the choice of sizes.
         adjusted: values for fields; a dict for a sub-configuration's fields. A value of None leaves the default.
-        inside: the configuration that a larger one holds by default, whose other fields are kept.
+        inside: the default value of this configuration in a larger one; its other fields are kept.
     """
     adjusted = {**ADJUSTED.get(getattr(config_class, "model_type", ""), {}), **(adjusted or {})}
     default = config_class()
@@ -125,13 +125,13 @@ def _small(name: str, value: Any, variant: Variant) -> Any:
         return value if value < 10 else 10 + sum(map(ord, name)) % 80
     if isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
         return _small_rope(value, variant)
-    for pattern, most in SIZES:
+    for pattern, limit in SIZES:
         if re.fullmatch(pattern, name):
-            most = {KV_HEADS: variant.kv_heads, LAYERS: variant.layers}.get(pattern, most)
+            limit = {KV_HEADS: variant.kv_heads, LAYERS: variant.layers}.get(pattern, limit)
             if isinstance(value, int):
-                return min(value, most)
+                return min(value, limit)
             if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
-                least = type(value)(min(one, most) for one in value)
+                least = type(value)(min(one, limit) for one in value)
                 return value if least == value else least
             break
     return value
@@ -147,8 +147,8 @@ def _small_rope(value: dict[str, Any], variant: Variant) -> dict[str, Any]:
 
 
 def model_class(model_type: str) -> Any:
-    """The class that AutoModel builds, else that of another task, else the first of its module with this
-    configuration."""
+    """The class that AutoModel builds; if there is none, that of another task, or the first class of its module with
+    this configuration."""
     import transformers
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -172,14 +172,14 @@ def model_class(model_type: str) -> Any:
 
 
 def build(model_type: str, implementation: str, variant: Variant = VARIANTS[0]) -> nn.Module:
-    """The tiny model with an attention implementation, in evaluation: the same weights each time."""
+    """The tiny model with an attention implementation, in evaluation mode, always with the same weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     network_class = model_class(model_type)
     with torch.device("meta"):
         config = tiny_config(CONFIG_MAPPING[model_type], variant)
         weights = sum(p.numel() for p in network_class(config).parameters())
-    if weights > MOST_WEIGHTS:
+    if weights > MAX_WEIGHTS:
         raise Unbuildable(f"its smallest form has {weights:,} weights")
     config = tiny_config(CONFIG_MAPPING[model_type], variant)
     config._attn_implementation = implementation
@@ -191,7 +191,8 @@ def build(model_type: str, implementation: str, variant: Variant = VARIANTS[0]) 
 
 
 def randomize(network: nn.Module) -> None:
-    """Weights large enough for attention to matter: transformers' own leave every softmax nearly uniform."""
+    """Set random weights large enough for attention to matter: with the default ones every softmax is nearly
+    uniform."""
     generator = torch.Generator().manual_seed(0)
     for label, weight in network.named_parameters():
         if not weight.is_floating_point():

@@ -1,4 +1,4 @@
-"""The sweep as a page: how many architectures are equal, and a line for each of the others."""
+"""The page with the results: how many architectures are equal, and one line for each of the others."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Map
 
 
 def kind(outcomes: Outcomes) -> str:
-    """equal, unequal, unused or unbuilt."""
+    """The kind of an architecture: equal, unequal, unused or unbuilt."""
     states = {outcome.state for outcome in outcomes.values()}
     if states & {"differs", "fails"}:
         return "unequal"
@@ -97,16 +97,16 @@ def kind(outcomes: Outcomes) -> str:
 
 
 def explanation(name: str, outcomes: Outcomes) -> str:
-    """Why it is not equal, and in which cases."""
+    """The cases in which it is not equal, and why."""
     bad = {case: one for case, one in outcomes.items() if one.state in ("differs", "fails")}
     first = next(iter(bad.values()))
     why = CLASS_TABLE if first.detail == "KeyError: 'undivided'" else EXPLAINED.get(name, _short(first.detail))
     return f"{', '.join(bad)}: {why}"
 
 
-def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], wanted: str) -> str:
+def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], requested: str) -> str:
     return textwrap.fill(
-        ", ".join(f"`{name}`" for name in found if kinds[name] == wanted),
+        ", ".join(f"`{name}`" for name in found if kinds[name] == requested),
         140,
         break_on_hyphens=False,
         break_long_words=False,

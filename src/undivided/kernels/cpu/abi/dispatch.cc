@@ -10,8 +10,8 @@ EXPORT int undivided_forward(const Attention* a) {
   if (a->size != (int64_t)sizeof(Attention) || a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
   try {
-    return is_decoding(*a) ? run_chunks(*a) : run_blocks(*a);
-  } catch (...) {  // std::bad_alloc for the list of blocks; nothing else throws
+    return run_forward(*a);
+  } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
 }
@@ -23,7 +23,7 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
   if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
   try {
     return run_backward(*a, *g);
-  } catch (...) {  // std::bad_alloc for the list of units; nothing else throws
+  } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
 }

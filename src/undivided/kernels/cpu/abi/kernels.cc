@@ -114,8 +114,8 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   });
 }
 template <class Half>
-void chunk(const Attention& a, const KeyChunk& c, const KeyChunk* next_chunk, float* partials, char* scratch) {
-  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(a, c, next_chunk, partials, scratch); });
+void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
+  with_engine<Half>(*c.problem, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
 template <class Half>
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,

@@ -29,10 +29,12 @@ struct RowBlock {
   const RowBlock* next_block = nullptr;  // the block that this thread probably takes next
 };
 
-// A range of keys with every query row of some key/value heads. Partial results are rows of heads of `Dv + 2` floats,
+// One unit of decoding: a range of keys with every query row of some key/value heads. Partial results are rows of heads of `Dv + 2` floats,
 // rounded up to 16: weighted sums of V, the largest score in natural units, the sum of the weights.
 struct KeyChunk {
+  const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
+  float* partials;
 };
 
 // Exponents of the powers of two that scale a block of rows: its dO; its Q where it is multiplied with dS; and the
@@ -93,7 +95,7 @@ struct Kernels {
   bool (*can_decode)(const Attention&);  // few rows per key/value head, and head sizes that the engine takes
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // next_chunk: the chunk that this thread probably takes next, or null; its first keys are prefetched
-  void (*chunk)(const Attention&, const KeyChunk&, const KeyChunk* next_chunk, float* partials, char* scratch);
+  void (*chunk)(const KeyChunk&, const KeyChunk* next_chunk, char* scratch);
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
                 int64_t stride);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // as prefill, for gradients

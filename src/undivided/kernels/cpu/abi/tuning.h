@@ -77,6 +77,16 @@ constexpr int64_t kMaxPrefetchRows = 32;
 // column.)
 constexpr int64_t kMaxRowMajorKeys = 128, kMaxRowMajorBytes = 32 << 10;
 
+// ---- packed documents (schedule/forward.cc)
+
+// A document is decoded by itself if it has few rows and its average row sees at least so many keys, and has blocks of
+// its own from so many rows or keys per average row on.
+constexpr int64_t kMinDecodeKeys = 64, kMinDocumentBlockRows = 64, kMinDocumentBlockKeys = 256;
+// Heads of problems per thread from which on problems are not cut further for the sake of balance.
+constexpr int64_t kProblemRounds = 8;
+// Reading a key costs as much as its products with this many rows.
+constexpr int64_t kDecodeRowCost = 16;
+
 // ---- prefill of rows that see few keys, on AMX (forward/short_block.h)
 
 // Rows that see no more keys than so many take this path: all scores of a panel stay near L1. (Granite Rapids, 640 and

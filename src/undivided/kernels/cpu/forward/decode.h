@@ -47,7 +47,6 @@ static DecodeSpace layout_decode(const Attention& a, int64_t kv_heads, char* bas
 // Iterates over the segments of a chunk in steps.
 template <class T>
 struct Steps {
-  const Attention& a;
   const KeyChunk& chunk;
   const Panel& panel;
   int64_t max_keys;  // keys per step
@@ -55,6 +54,7 @@ struct Steps {
   int segment = 0;
 
   void find(const KeyChunk& chunk, int64_t from, int64_t keys, Step<T>& step) const {
+    const Attention& a = *chunk.problem;
     step.key = from, step.keys = keys;
     step.k.find(key_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.k_h + a.qk_dim);
     step.v.find(value_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.v_h + a.v_dim);
@@ -73,9 +73,9 @@ struct Steps {
 };
 
 template <class Engine>
-static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state,
-                       float* q) {
+static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state, float* q) {
   typedef typename Engine::T T;
+  const Attention& a = *chunk.problem;
   const int64_t group = a.heads / a.kv_heads;
   const T* row[kMaxDecodeRows];
   for (int64_t r = 0; r < state.rows; r++) {
@@ -91,9 +91,10 @@ static void start_head(const Attention& a, const KeyChunk& chunk, int64_t n, int
 // Computes `rows` rows of each head of a chunk, from `first` on, and calls finish(state, n, r, row) for row r of the
 // n-th head, with room for its sums.
 template <class Engine, class Finish>
-static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first,
-                      int64_t rows, char* scratch, Finish finish) {
+static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first, int64_t rows, char* scratch,
+                      Finish finish) {
   typedef typename Engine::T T;
+  const Attention& a = *chunk.problem;
   const DecodeSpace space = layout_decode<Engine>(a, chunk.kv_heads, scratch);
   Panel& p = *space.panel;
   RowBlock block = {chunk.batch, 0, 0, first, rows, 0};
@@ -104,12 +105,12 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   };
   for (int64_t n = 0; n < chunk.kv_heads; n++) {
     HeadState state = state_of(n);
-    start_head<Engine>(a, chunk, n, first, state, space.q + n * Engine::q_floats(a));
+    start_head<Engine>(chunk, n, first, state, space.q + n * Engine::q_floats(a));
   }
   const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   const int64_t max_keys = larger_of(
       kStepAlignment, smaller_of(kDecodeStepKeys, kDecodeStepBytes / key_bytes / kStepAlignment * kStepAlignment));
-  Steps<T> steps = {a, chunk, p, max_keys};
+  Steps<T> steps = {chunk, p, max_keys};
   Step<T>*previous = (Step<T>*)space.steps, *step = previous + 1, *next = previous + 2;
   float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
@@ -150,8 +151,8 @@ static void sum_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
 }
 
 template <class Engine>
-static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk* next_chunk, float* partials,
-                      char* scratch) {
+static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* scratch) {
+  const Attention& a = *chunk.problem;
   typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
   constexpr bool independent_columns = std::is_same<Engine, VectorEngine>::value;
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
@@ -159,18 +160,18 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
   const float natural = score_unit<Direct>(a).natural;
   const bool checks_finite = !independent_columns || (a.ranges && a.q_len > 1);
   bool non_finite = false;
-  sum_chunk<Engine>(a, chunk, next_chunk, 0, rows, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
-    float* to = partials + (n * rows + r) * size;
+  sum_chunk<Engine>(chunk, next_chunk, 0, rows, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
+    float* to = chunk.partials + (n * rows + r) * size;
     Engine::store_sums(a, state, r, to);
     for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unit;
     to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unit;
     if (checks_finite) non_finite |= has_non_finite_sums(to, a.v_dim, state.total[r]);
   });
   for (int64_t i = 0; non_finite && i < chunk.kv_heads * rows; i++) {
-    float* to = partials + i * size;
+    float* to = chunk.partials + i * size;
     if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1])) continue;
-    const KeyChunk of_head = {chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys};
-    sum_chunk<VectorEngine>(a, of_head, nullptr, i % rows, 1, scratch,
+    const KeyChunk head = {&a, chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys, nullptr};
+    sum_chunk<VectorEngine>(head, nullptr, i % rows, 1, scratch,
                             [&](const HeadState& state, int64_t, int64_t r, float* row) {
                               VectorEngine::store_sums(a, state, r, row);
                               const float max_score = state.max_score[r] * natural,
@@ -180,6 +181,8 @@ static void run_chunk(const Attention& a, const KeyChunk& chunk, const KeyChunk*
                             });
   }
 }
+
+constexpr int kMergedChunks = 32;
 
 // Merges one row's chunks, in order, into out and lse. `partials` is the row in the first chunk, which receives the
 // sum; the other chunks follow at distance `stride`.
@@ -197,15 +200,22 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     memset(out, 0, (size_t)a.v_dim * sizeof(T));
     return;
   }
-  float total = 0;
-  for (int64_t c = 0; c < count; c++) {
-    const float weight = expf(max_scores[c * stride] - max_score);
-    const bool first = c == 0;
-    if (weight == 0 && !first && all == all) continue;  // NaN is not skipped
-    total += totals[c * stride] * weight;
-    const float* from = partials + c * stride;
-    for (int64_t d = 0; d < a.v_dim; d += kLanes)
-      store(partials + d, first ? load(from + d) * weight : load(partials + d) + load(from + d) * weight);
+  float total = 0, weights[kMergedChunks];
+  const float* from[kMergedChunks];
+  for (int64_t c = 0; c < count;) {  // in registers, some chunks at a time
+    const bool is_first = c == 0;
+    int merged = 0;
+    for (; c < count && merged < kMergedChunks; c++) {
+      const float weight = expf(max_scores[c * stride] - max_score);
+      if (weight == 0 && c > 0 && all == all) continue;  // NaN is not skipped
+      total += totals[c * stride] * weight;
+      from[merged] = partials + c * stride, weights[merged] = weight, merged++;
+    }
+    for (int64_t d = 0; d < a.v_dim; d += kLanes) {
+      Vec sum = is_first ? load(from[0] + d) * weights[0] : load(partials + d);
+      for (int i = is_first; i < merged; i++) sum += load(from[i] + d) * weights[i];
+      store(partials + d, sum);
+    }
   }
   if (lse) *lse = max_score + logf(total);
   const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));

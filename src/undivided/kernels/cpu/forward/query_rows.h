@@ -93,8 +93,13 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
   const int64_t size = round_up(a.v_dim + 2, 16);
   float* to = block.partials + first * size;
   const float unit = (a.dropout ? (float)a.survivor_scale : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
-  for (int64_t d = 0; d < a.v_dim; d++)
-    for (int64_t r = 0; r < rows; r++) to[r * size + d] = ot[d * kPanel + r] * unit;
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t d = 0; d < a.v_dim; d += kLanes) {  // keys are split only if Dv is a multiple of 16
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; i++) x[i] = load(ot + (d + i) * kPanel + r) * unit;
+      transpose(x);
+      for (int i = 0; i < smaller_of(rows - r, kLanes); i++) store(to + (r + i) * size + d, x[i]);
+    }
   for (int64_t r = 0; r < rows; r++)
     to[r * size + a.v_dim] = max_score[r] * score_unit<Mode>(a).natural,
                   to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();

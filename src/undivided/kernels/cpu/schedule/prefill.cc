@@ -1,16 +1,13 @@
-// Schedules prefill: blocks of query rows, each thread's most expensive ones first; if there are few rows and many
-// keys, the keys are split too (split-KV).
+// Cuts prefill into blocks of query rows; if there are few rows and many keys, the keys are split too (split-KV).
 #include <stdint.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 #include <algorithm>
-#include <atomic>
-#include <utility>
 #include <vector>
 
-#include "schedule/schedule.h"
+#include "schedule/prefill.h"
 
 namespace undivided {
 namespace {
@@ -43,13 +40,6 @@ KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t
   const int64_t size = (key_blocks + parts - 1) / parts;
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
-
-// How the blocks of a problem divide its heads, rows and keys.
-struct Division {
-  int64_t heads, rows;  // rows of a head
-  bool share;           // the heads of a group share a block
-  int64_t parts;        // of the keys
-};
 
 // Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
 // results do not depend on the number of threads.
@@ -114,89 +104,76 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   return best;
 }
 
-// The blocks of a problem: consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048
-// and 4096 tokens: up to 7 % faster than with the first rows of all heads first).
-class RowBlockList {
- public:
-  RowBlockList(const Attention& a, const Kernels& k, const Division& d, int64_t threads, float* partials)
-      : a_(a), k_(k), d_(d), threads_(threads), partials_(partials), max_short_keys_(k.short_key_limit(a)) {}
+}  // namespace
 
-  std::vector<RowBlock> blocks() {
-    for (int64_t b = 0; b < a_.batch; b++) {
-      if (b == 0 || a_.ranges_b > 0) spans_ = spans_of(a_, d_, b, max_short_keys_);
-      const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
-      for (const Span& span : spans_) add(b, span, keys);
-    }
-    return std::move(blocks_);
-  }
+BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt)
+    : a_(a), k_(*kernels().prefill(a, attempt)), d_(divide(a)), threads_(threads) {}
 
- private:
-  void add(int64_t b, const Span& span, const KeyParts& keys) {
-    const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, span.short_keys, threads_);
-    std::vector<RowBlock> head_blocks;
-    for (int64_t row = span.row; row < span.row + span.rows; row += step) {
-      const int64_t rows = std::min(step, span.row + span.rows - row),
-                    cost = threads_ > 1 ? row_costs(a_, b, row, rows) : 0;
-      RowBlock block = {b, 0, 0, row, rows, cost};
-      block.short_keys = span.short_keys;
-      head_blocks.push_back(block);
-    }
-    for (int64_t h = 0; h < d_.heads; h++)
-      for (RowBlock block : head_blocks) {
-        block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
-        if (d_.parts == 1) blocks_.push_back(block);
-        else
-          for (int64_t part = 0; part < keys.count; part++) {
-            block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
-            block.partials =
-                partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
-            blocks_.push_back(block);
-          }
-      }
-  }
-
-  const Attention& a_;
-  const Kernels& k_;
-  const Division& d_;
-  const int64_t threads_;
-  float* const partials_;
-  const int64_t max_short_keys_;
-  std::vector<Span> spans_;
-  std::vector<RowBlock> blocks_;
-};
-
-// One share of the blocks per thread, the most expensive first. Blocks of equal cost are adjacent heads; each share
-// gets a run of them.
-Shares distribute(std::vector<RowBlock>& blocks, int64_t threads) {
-  if (threads == 1) return one_share((int64_t)blocks.size());
-  std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& x, const RowBlock& y) { return x.cost > y.cost; });
-  std::vector<std::vector<RowBlock>> shares(std::max(std::min(blocks.size(), (size_t)threads), (size_t)1));
-  for (size_t start = 0, stop = 0; start < blocks.size(); start = stop) {
-    while (stop < blocks.size() && blocks[stop].cost == blocks[start].cost) stop++;
-    for (size_t i = start; i < stop; i++) shares[(i - start) * shares.size() / (stop - start)].push_back(blocks[i]);
-  }
-  Shares starts = {0};
-  blocks.clear();
-  for (const std::vector<RowBlock>& share : shares) {
-    blocks.insert(blocks.end(), share.begin(), share.end());
-    starts.push_back((int64_t)blocks.size());
-  }
-  return starts;
+int64_t BlockProblem::partial_floats() const {
+  return d_.parts > 1 ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
 }
 
-void merge_parts(const Attention& a, const Kernels& k, const Division& d, float* partials) {
-  const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
-  for (int64_t b = 0; b < a.batch; b++) {
-    const int64_t count = parts_of(a, k.block_keys, b, d.parts).count;
-    for (int64_t h = 0; h < d.heads; h++, partials += d.parts * d.rows * size)
-      for (int64_t r = 0; r < d.rows; r++)
-        kernels().merge(a, b, (d.share ? h * group : h) + r / a.q_len, r % a.q_len, partials + r * size, count,
-                        d.rows * size);
+// Consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048 and 4096 tokens: up to 7 %
+// faster than with the first rows of all heads first).
+void BlockProblem::cut(float* partials) {
+  partials_ = partials;
+  const int64_t max_short_keys = k_.short_key_limit(a_);
+  std::vector<Span> spans;
+  for (int64_t b = 0; b < a_.batch; b++) {
+    if (b == 0 || a_.ranges_b > 0) spans = spans_of(a_, d_, b, max_short_keys);
+    for (const Span& span : spans) add(b, span.row, span.rows, span.short_keys);
   }
 }
 
-// Large results are mapped anew for each call and fault in slowly as small pages. Huge pages are requested; the system
-// may ignore that.
+void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys) {
+  const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, short_keys, threads_), stop = row + rows;
+  const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
+  std::vector<RowBlock> head_blocks;
+  for (; row < stop; row += step) {
+    rows = std::min(step, stop - row);
+    RowBlock block = {b, 0, 0, row, rows, row_costs(a_, b, row, rows)};
+    block.short_keys = short_keys;
+    head_blocks.push_back(block);
+  }
+  for (int64_t h = 0; h < d_.heads; h++)
+    for (RowBlock block : head_blocks) {
+      block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
+      if (d_.parts == 1) blocks_.push_back(block);
+      else
+        for (int64_t part = 0; part < keys.count; part++) {
+          block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
+          block.partials =
+              partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
+          blocks_.push_back(block);
+        }
+    }
+}
+
+int64_t BlockProblem::scratch_bytes() const {
+  int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks on the general path, and on the path of few keys
+  for (const RowBlock& block : blocks_) rows[block.short_keys > 0] = std::max(rows[block.short_keys > 0], block.rows);
+  for (int is_short = 0; is_short < 2; is_short++)
+    if (rows[is_short] > 0) bytes = std::max(bytes, k_.block_scratch(a_, rows[is_short], is_short));
+  return bytes;
+}
+
+void BlockProblem::run(int64_t block, char* scratch) {
+  if (!is_out_of_range_ && !k_.block(a_, blocks_[(size_t)block], scratch)) is_out_of_range_ = true;
+}
+
+void BlockProblem::merge() {
+  if (d_.parts == 1) return;
+  const int64_t size = partial_size(a_), group = a_.heads / a_.kv_heads;
+  float* partials = partials_;
+  for (int64_t b = 0; b < a_.batch; b++) {
+    const int64_t count = parts_of(a_, k_.block_keys, b, d_.parts).count;
+    for (int64_t h = 0; h < d_.heads; h++, partials += d_.parts * d_.rows * size)
+      for (int64_t r = 0; r < d_.rows; r++)
+        kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials + r * size, count,
+                        d_.rows * size);
+  }
+}
+
 void advise_huge_pages(const Attention& a) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t huge = 2 << 20, min_bytes = kMinHugePageResult;
@@ -208,42 +185,6 @@ void advise_huge_pages(const Attention& a) {
 #else
   (void)a;
 #endif
-}
-
-// Runs all blocks with the table `k`. Returns kOutOfRange if some numbers do not fit.
-int run_blocks_on(const Kernels& k, const Attention& a) {
-  const Division d = divide(a);
-  const int64_t threads = threads_for(a);
-  float* partials = nullptr;
-  if (d.parts > 1) {
-    partials = (float*)caller_scratch.reserve(a.batch * d.heads * d.parts * d.rows * partial_size(a) * 4);
-    if (partials == nullptr) return kNoMemory;
-  }
-  std::vector<RowBlock> blocks = RowBlockList(a, k, d, threads, partials).blocks();
-  const Shares shares = distribute(blocks, threads);
-  for (size_t i = 0; i + 1 < blocks.size(); i++) blocks[i].next_block = &blocks[i + 1];
-  int64_t rows[2] = {0, 0}, bytes = 64;  // of blocks on the general path, and on the path of few keys
-  for (const RowBlock& block : blocks) rows[block.short_keys > 0] = std::max(rows[block.short_keys > 0], block.rows);
-  for (int is_short = 0; is_short < 2; is_short++)
-    if (rows[is_short] > 0) bytes = std::max(bytes, k.block_scratch(a, rows[is_short], is_short));
-  std::atomic<bool> out_of_range{false};
-  const int status = run_units(shares, bytes, threads, [&](int64_t i, char* scratch) {
-    if (!out_of_range && !k.block(a, blocks[(size_t)i], scratch)) out_of_range = true;
-  });
-  if (status == kOk && out_of_range) return kOutOfRange;
-  if (d.parts > 1 && status == kOk) merge_parts(a, k, d, partials);
-  return status;
-}
-
-}  // namespace
-
-int run_blocks(const Attention& a) {
-  advise_huge_pages(a);
-  int status = kOutOfRange;
-  // each attempt repeats the whole problem, so that a row's result does not depend on which block it was in
-  for (int attempt = 0; status == kOutOfRange; attempt++) status = run_blocks_on(*kernels().prefill(a, attempt), a);
-  caller_scratch.shrink();
-  return status;
 }
 
 }  // namespace undivided

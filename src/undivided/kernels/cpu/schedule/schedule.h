@@ -1,4 +1,5 @@
-// Cuts a problem into units of work and runs them: one file each for prefill, decoding and gradients.
+// Cuts problems into units of work and runs them. forward.cc gives each sequence the better of prefill.cc and decode.cc;
+// backward.cc has the gradients.
 #pragma once
 
 #include <stdint.h>
@@ -14,9 +15,7 @@ namespace undivided {
 using namespace tuning;
 
 // Each returns a Status.
-int run_blocks(const Attention& a);  // any problem
-bool is_decoding(const Attention& a);
-int run_chunks(const Attention& a);  // only if is_decoding
+int run_forward(const Attention& a);
 int run_backward(const Attention& a, const Gradients& g);
 
 // How many threads a problem is worth.

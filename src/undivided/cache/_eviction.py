@@ -1,0 +1,78 @@
+"""Pages that no later query of a sequence can see: which they are, and that no mask sees them again.
+
+Causal masks, windows, sinks, prefixes and chunks, joined by ``&`` and ``|``, hide more of the old keys from every later
+query, and never show a hidden one again. So the next query of a sequence decides which of its keys are still needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from undivided import masks
+from undivided.cache._ledger import EVICTED, Pages
+from undivided.cache._masks import align
+from undivided.cache._storage import Counts
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.masks._parts import Chunk
+from undivided.request.checks import checked_mask
+
+_EVICTABLE = frozenset({"causal", "window", "prefix", "global", "chunks"})
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def evict(ledger: Pages, mask: Mask) -> int:
+    """Release every full page whose keys `mask` hides from all later queries; the number of pages of all sequences."""
+    check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
+    count = 0
+    for n, ranges in enumerate(visible(mask, ledger.lengths)):
+        full = ledger.lengths[n] // ledger.page_size
+        hidden = [p for p in range(full) if not _sees(ranges, p, ledger.page_size)]
+        count += ledger.evict(n, hidden)
+    return count
+
+
+def check_evictable(mask: Mask, must: str) -> None:
+    """InputError unless the mask hides from every later query what it hides from the next one."""
+    mask = checked_mask(mask)
+    moved = any(isinstance(part, Chunk) and part.offset is not None for part in mask.parts)
+    if mask.kinds - _EVICTABLE or mask.align == "top_left" or moved:
+        raise InputError("mask", must, repr(mask), hint="masks.window(4095, 0) | masks.sinks(4)")
+
+
+def check_hidden(mask: Mask, tables: Sequence[Sequence[int]], lengths: Counts, counts: Counts, page_size: int) -> None:
+    """InputError if a query of the last `counts` tokens of each sequence sees a key on an evicted page of `tables`."""
+    evicted = tuple([tuple([p for p, page in enumerate(pages) if page == EVICTED]) for pages in tables])
+    key = "evicted", evicted, lengths, counts, page_size
+    mask.cached(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
+
+
+def _check_hidden(
+    mask: Mask, evicted: Sequence[Sequence[int]], lengths: Counts, counts: Counts, page_size: int
+) -> bool:
+    must = "hide the keys that were evicted"
+    check_evictable(mask, must)
+    before = tuple([length - count for length, count in zip(lengths, counts, strict=True)])
+    for n, ranges in enumerate(visible(mask, before)):
+        for p in evicted[n]:
+            if counts[n] and _sees(ranges, p, page_size):
+                keys = f"a mask that shows keys {p * page_size} to {(p + 1) * page_size - 1}"
+                hint = "attend with the mask of evict(), or a narrower one, and before evict()"
+                raise InputError("mask", f"{must} of sequence {n}", f"{keys} to its query {before[n]}", hint)
+    return True
+
+
+def visible(mask: Mask, lengths: Counts) -> list[Ranges]:
+    """For each sequence the ranges of keys, [start, stop), that its next query sees, the query's own key included."""
+    with torch.inference_mode(False):
+        with_next = torch.tensor(lengths, dtype=torch.int32) + 1
+        table = (align(mask) & masks.lengths(with_next)).intervals(1, max(lengths) + 1, batch=len(lengths))
+    return [list(zip(row[0][::2], row[0][1::2], strict=True)) for row in table.tolist()]
+
+
+def _sees(ranges: Ranges, page: int, page_size: int) -> bool:
+    first, stop = page * page_size, (page + 1) * page_size
+    return any(start < stop and end > first for start, end in ranges if start < end)

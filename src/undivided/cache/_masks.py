@@ -1,0 +1,102 @@
+"""The masks of a cached call: the caller's mask, aligned, with the lengths of the cached sequences.
+
+Legend: B sequences, Sk keys of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from undivided import masks
+from undivided.arguments.layout import Layout
+from undivided.cache._storage import Counts
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+CAUSAL = masks.causal(align="bottom_right")
+"""The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
+
+EVERY = masks.window(None, None)
+"""The same for a single query, which is the last token and attends to every key: less work per step."""
+
+_WITH_LENGTHS = frozenset({"lengths", "documents"})
+PER_KEY = frozenset({"dense", "document_ids"})
+_PER_PAIR = PER_KEY | {"predicate"}
+
+
+def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
+    build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
+    return mask.cached(("cache", lengths, q_counts, device), build)
+
+
+def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
+    """The mask restricted to real tokens. Its tensors have version counters even in inference mode."""
+    with torch.inference_mode(False):
+        kv = torch.tensor(lengths, dtype=torch.int32, device=device)
+        q = None if q_counts is None else torch.tensor(q_counts, dtype=torch.int32, device=device)
+        mask = mask if mask is EVERY else align(mask)
+        return mask & masks.lengths(kv, q)
+
+
+def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
+    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: paged)."""
+    with torch.inference_mode(False):
+        q, kv = (
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
+        )
+        starts = None
+        if slot is not None:
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
+        documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
+        return align(mask) & documents
+
+
+def align(mask: Mask) -> Mask:
+    """The mask, bottom-right if it has no alignment: the last query is the last token."""
+    if mask.align is not None:
+        return mask
+    return mask.cached("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+
+
+def is_causal(mask: Mask) -> bool:
+    return mask.left is None and mask.right == 0 and not mask.parts and mask.align != "top_left"
+
+
+def check_mask(mask: Mask, layout: Layout) -> None:
+    if mask.kinds & _WITH_LENGTHS:
+        raise InputError(
+            "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths is the number of real queries"
+        )
+    if layout == "thd" and mask.kinds & _PER_PAIR:
+        raise InputError(
+            "mask",
+            "consist of causal, window, sinks, chunks and prefix in layout 'thd'",
+            repr(mask),
+            hint="a cache in layout 'bshd', with padding",
+        )
+
+
+def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:
+    """A mask of pairs, extended from the longest sequence to the end of its last page."""
+    tensors, wide = mask.take("dense")
+    ids, wide = wide.take("document_ids")
+    for tensor in tensors or ():
+        wide = wide & masks.dense(extend("mask", tensor, longest, extent, False))
+    for part in ids or ():
+        wide = wide & masks.document_ids(part.ids_q, extend("mask", part.ids_kv, longest, extent, -1))
+    return wide
+
+
+def extend(name: str, tensor: Tensor, longest: int, extent: int, value: float) -> Tensor:
+    """The tensor with its last axis, the keys, extended; a broadcast axis stays."""
+    keys = tensor.shape[-1] if tensor.dim() else 1
+    if keys == longest:
+        return pad(tensor, (0, extent - longest), value=value)
+    if keys != 1:
+        raise InputError(name, f"end with the {longest} keys of the longest sequence, or 1", list(tensor.shape))
+    return tensor

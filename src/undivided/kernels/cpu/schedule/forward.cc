@@ -1,0 +1,193 @@
+// Runs a forward: a problem as chunks of keys if it is decoding, otherwise as blocks of rows; a pack with each document
+// as it would run alone.
+#include <stdint.h>
+
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+#include "schedule/decode.h"
+#include "schedule/documents.h"
+#include "schedule/prefill.h"
+
+namespace undivided {
+namespace {
+
+// A chunk if `blocks` is null.
+struct Unit {
+  BlockProblem* blocks;
+  int64_t index, cost;
+};
+
+// The problems of a forward, which threads share. Their addresses must not change.
+struct Work {
+  Decoding decoding;
+  std::deque<BlockProblem> prefill;
+};
+
+// One share of the units per thread, the most expensive first. Units of equal cost are adjacent heads; each share gets
+// a run of them.
+Shares distribute(std::vector<Unit>& units, int64_t threads) {
+  if (threads == 1) return one_share((int64_t)units.size());
+  std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost > y.cost; });
+  std::vector<std::vector<Unit>> shares(std::max(std::min(units.size(), (size_t)threads), (size_t)1));
+  for (size_t start = 0, stop = 0; start < units.size(); start = stop) {
+    while (stop < units.size() && units[stop].cost == units[start].cost) stop++;
+    for (size_t i = start; i < stop; i++) shares[(i - start) * shares.size() / (stop - start)].push_back(units[i]);
+  }
+  Shares starts = {0};
+  units.clear();
+  for (const std::vector<Unit>& share : shares) {
+    units.insert(units.end(), share.begin(), share.end());
+    starts.push_back((int64_t)units.size());
+  }
+  return starts;
+}
+
+int64_t chunk_cost(const KeyChunk& chunk) {
+  const Attention& a = *chunk.problem;
+  return chunk.keys * chunk.kv_heads * std::max(a.heads / a.kv_heads * a.q_len, kDecodeRowCost);
+}
+
+// Cuts the problems, and returns their units. Null partial results if there is no memory for them.
+std::vector<Unit> cut(Work& work, int64_t& bytes, bool& has_memory) {
+  if (!work.decoding.is_empty()) work.decoding.cut();
+  int64_t floats = work.decoding.partial_floats();
+  for (const BlockProblem& p : work.prefill) floats += p.partial_floats();
+  float* partials = (float*)caller_scratch.reserve(std::max(floats * 4, (int64_t)64));
+  has_memory = partials != nullptr;
+  std::vector<Unit> units;
+  if (!has_memory) return units;
+  if (!work.decoding.is_empty()) {
+    work.decoding.set_partials(partials), partials += work.decoding.partial_floats();
+    bytes = std::max(bytes, work.decoding.scratch_bytes());
+    const std::vector<KeyChunk>& chunks = work.decoding.chunks();
+    for (size_t i = 0; i < chunks.size(); i++) units.push_back({nullptr, (int64_t)i, chunk_cost(chunks[i])});
+  }
+  for (BlockProblem& p : work.prefill) {
+    p.cut(partials), partials += p.partial_floats();
+    bytes = std::max(bytes, p.scratch_bytes());
+    for (size_t i = 0; i < p.blocks().size(); i++) units.push_back({&p, (int64_t)i, p.blocks()[i].cost});
+  }
+  return units;
+}
+
+// Runs all problems; kOutOfRange if some numbers of one did not fit.
+int run(Work& work, int64_t threads) {
+  int64_t bytes = 64;
+  bool has_memory = true;
+  std::vector<Unit> units = cut(work, bytes, has_memory);
+  if (!has_memory) return kNoMemory;
+  // the chunks of a batch are adjacent in memory, and nearly equal
+  const Shares shares =
+      work.prefill.empty() ? even_shares((int64_t)units.size(), threads) : distribute(units, threads);
+  for (size_t i = 0; i + 1 < units.size(); i++)
+    if (units[i].blocks && units[i].blocks == units[i + 1].blocks) {
+      std::vector<RowBlock>& blocks = units[i].blocks->blocks();
+      blocks[(size_t)units[i].index].next_block = &blocks[(size_t)units[i + 1].index];
+    }
+  const std::vector<KeyChunk>& chunks = work.decoding.chunks();
+  const Kernels& k = kernels();
+  const int status = run_units(shares, bytes, threads, [&](int64_t i, char* scratch) {
+    const Unit &unit = units[(size_t)i], *next = (size_t)i + 1 < units.size() ? &unit + 1 : nullptr;
+    if (unit.blocks) return unit.blocks->run(unit.index, scratch);
+    k.chunk(chunks[(size_t)unit.index], next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
+  });
+  if (status != kOk) return status;
+  work.decoding.merge();
+  bool out_of_range = false;
+  for (BlockProblem& p : work.prefill)
+    if (p.is_out_of_range()) out_of_range = true;
+    else p.merge();
+  return out_of_range ? kOutOfRange : kOk;
+}
+
+// Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not
+// depend on which block it was in.
+int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
+  int status = run(work, threads);
+  std::vector<const Attention*> failed;
+  for (int attempt = 1; status == kOutOfRange; attempt++) {
+    failed.clear();
+    for (const BlockProblem& p : work.prefill)
+      if (p.is_out_of_range()) failed.push_back(&p.problem());
+    Work again;
+    for (const Attention* a : failed) again.prefill.emplace_back(*a, cut_threads, attempt);
+    std::swap(work.prefill, again.prefill), work.decoding = Decoding();
+    status = run(work, threads);
+  }
+  caller_scratch.shrink();
+  return status;
+}
+
+// How a document runs. One of few rows or keys runs beside its neighbours: their rows share panels.
+enum class Path { kBesideOthers, kBlocks, kChunks };
+Path path_of(const Attention& pack, const DocumentExtent& d) {
+  Attention a = pack;  // sizes decide
+  a.q_len = d.rows, a.kv_len = d.seen;
+  const int64_t average_keys = d.pairs / d.rows;
+  if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
+  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks
+                                                                                  : Path::kBesideOthers;
+}
+
+// The documents of a pack as problems; neighbours that run beside each other are one.
+class Pack {
+ public:
+  Pack(const Attention& a) {
+    std::vector<DocumentExtent> parts;
+    for (const DocumentExtent& d : find_extents(a)) {
+      const Path path = path_of(a, d);
+      if (path == Path::kBesideOthers && !paths_.empty() && paths_.back() == path) {
+        DocumentExtent& last = parts.back();
+        last.rows += d.rows, last.seen = d.key + d.seen - last.key, last.pairs += d.pairs;
+        continue;
+      }
+      parts.push_back(d), paths_.push_back(path);
+    }
+    if (parts.size() < 2) return;
+    ranges_.resize((size_t)(a.q_len * a.columns));
+    for (DocumentExtent d : parts) {
+      d.keys = d.seen;
+      int32_t* ranges = ranges_.data() + d.row * a.columns;
+      shift_ranges(a, d, ranges);
+      problems_.push_back(attention_of(a, d, ranges));
+    }
+  }
+
+  const std::vector<Attention>& problems() const { return problems_; }
+  Path path(size_t i) const { return paths_[i]; }
+
+ private:
+  std::vector<Path> paths_;
+  std::vector<int32_t> ranges_;
+  std::vector<Attention> problems_;
+};
+
+}  // namespace
+
+int run_forward(const Attention& a) {
+  Work work;
+  const int64_t threads = threads_for(a);
+  if (is_decoding(a)) {
+    work.decoding.add(a);
+    return run_attempts(work, threads, threads);
+  }
+  advise_huge_pages(a);
+  const Pack pack(a);
+  if (pack.problems().empty()) {
+    work.prefill.emplace_back(a, threads, 0);
+    return run_attempts(work, threads, threads);
+  }
+  // many problems keep the threads busy, few have to be cut into more blocks
+  const int64_t count = (int64_t)pack.problems().size() * a.kv_heads,
+                cut_threads = count >= kProblemRounds * threads ? 1 : threads;
+  for (size_t i = 0; i < pack.problems().size(); i++) {
+    const Attention& problem = pack.problems()[i];
+    if (pack.path(i) == Path::kChunks) work.decoding.add(problem);
+    else work.prefill.emplace_back(problem, cut_threads, 0);
+  }
+  return run_attempts(work, threads, cut_threads);
+}
+
+}  // namespace undivided

@@ -1,0 +1,51 @@
+// A prefill problem as blocks of query rows: what `run_blocks` runs alone, and a pack beside others.
+#pragma once
+
+#include <stdint.h>
+
+#include <atomic>
+#include <vector>
+
+#include "schedule/schedule.h"
+
+namespace undivided {
+
+// How the blocks of a problem divide its heads, rows and keys.
+struct Division {
+  int64_t heads, rows;  // rows of a head
+  bool share;           // the heads of a group share a block
+  int64_t parts;        // of the keys
+};
+
+class BlockProblem {
+ public:
+  // threads: how many the blocks have to keep busy. attempt: see Kernels::prefill.
+  BlockProblem(const Attention& a, int64_t threads, int attempt);
+
+  int64_t partial_floats() const;   // of partial results, if the keys are split
+  void cut(float* partials);        // makes the blocks
+  int64_t scratch_bytes() const;    // of the largest block
+  void run(int64_t block, char* scratch);
+  void merge();                     // the partial results, if the keys are split
+  bool is_out_of_range() const { return is_out_of_range_; }
+
+  const Attention& problem() const { return a_; }
+  std::vector<RowBlock>& blocks() { return blocks_; }
+
+ private:
+  void add(int64_t b, int64_t row, int64_t rows, int64_t short_keys);
+
+  const Attention& a_;
+  const Kernels& k_;
+  const Division d_;
+  const int64_t threads_;
+  float* partials_ = nullptr;
+  std::vector<RowBlock> blocks_;
+  std::atomic<bool> is_out_of_range_{false};
+};
+
+// Large results are mapped anew for each call and fault in slowly as small pages. Huge pages are requested; the system
+// may ignore that.
+void advise_huge_pages(const Attention& a);
+
+}  // namespace undivided

@@ -1,0 +1,15 @@
+"""The report: one HTML file with the machine, its backends, a verification, benchmarks and the mask explorer.
+
+page        the file, from its values               values      the values, measured on this machine
+plots       charts of a benchmark report            compare     two benchmark reports, beyond noise
+mask_explorer.js, report.html.jinja, report.css     what the file contains
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["EXPLORER"]
+
+EXPLORER = Path(__file__).parent / "mask_explorer.js"
+"""The script of the mask explorer."""

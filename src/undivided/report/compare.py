@@ -1,0 +1,142 @@
+"""Two benchmark reports: which of our times changed beyond noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from undivided.benchmarking.report import Cell, Table, span, tables
+from undivided.benchmarking.timing import DRIFT
+
+Report = Mapping[str, Any]
+Case = Mapping[str, Any]
+
+RULE = (
+    f"A change counts if our time differs by more than the largest of: {100 * DRIFT:.0f} %; the difference of the "
+    "probes of the machine before and after, in either run; the change of every other competitor in the same case, "
+    "whose code is the same. A case that either run marks as disturbed (~) never counts."
+)
+"""The rule for noise, for the help and below the table."""
+
+CONDITIONS = ("processor", "gpu", "threads", "native", "UNDIVIDED_ISA", "torch", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Our times of one case in two reports: `noise` is the relative change that does not count."""
+
+    case: str
+    old: float
+    new: float
+    noise: float
+    disturbed: bool
+
+    @property
+    def ratio(self) -> float:
+        """The new time relative to the old one."""
+        return self.new / self.old
+
+    @property
+    def factor(self) -> float:
+        """The longer of the two times relative to the shorter one."""
+        return max(self.ratio, 1 / self.ratio)
+
+    @property
+    def verdict(self) -> str:
+        """One of "faster", "slower", "same" and "disturbed"."""
+        if self.disturbed:
+            return "disturbed"
+        if self.factor - 1 <= self.noise:
+            return "same"
+        return "faster" if self.ratio < 1 else "slower"
+
+
+def changes(old: Report, new: Report) -> list[Change]:
+    """The change of every case that both reports timed.
+
+    Args:
+        old, new: results of `undivided.benchmarking.execute`.
+
+    Returns:
+        One `Change` per case, in the order of the new report.
+
+    Raises:
+        InputError: one of the two is not a report of this version.
+
+    >>> changes({"schema": 1, "cases": []}, {"schema": 1, "cases": []})
+    []
+    """
+    for report in (old, new):
+        tables(report)  # checks the report
+    before = {(case["suite"], case["name"]): case for case in old["cases"]}
+    found = []
+    for case in new["cases"]:
+        earlier = before.get((case["suite"], case["name"]))
+        times = _times(case), _times(earlier) if earlier else {}
+        if earlier is None or not all("undivided" in one for one in times):
+            continue
+        now, then = times
+        shared = (now.keys() & then.keys()) - {"undivided", "without"}
+        ours = {name for one in (case, earlier) for name in _ours(one)}
+        moved = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - ours]
+        noise = max([DRIFT, *moved, _drift(case), _drift(earlier)])
+        disturbed = case["rate"]["contended"] or earlier["rate"]["contended"]
+        name = f"{case['suite']}/{case['name']}"
+        found.append(Change(name, then["undivided"], now["undivided"], noise, disturbed))
+    return found
+
+
+def comparison(old: Report, new: Report) -> Table:
+    """The changes beyond noise as a table, with what else differs between the two runs as notes.
+
+    Args:
+        old, new: results of `undivided.benchmarking.execute`.
+
+    Returns:
+        A `Table`: one row per change that counts, the largest first.
+
+    Raises:
+        InputError: one of the two is not a report of this version.
+    """
+    found = changes(old, new)
+    counted = [change for change in found if change.verdict in ("faster", "slower")]
+    counted.sort(key=lambda change: change.factor, reverse=True)
+    rows = tuple(
+        (
+            Cell(change.case),
+            Cell(span(change.old)),
+            Cell(span(change.new)),
+            Cell(f"{change.factor:.2f} x {change.verdict}", "good" if change.ratio < 1 else "bad"),
+            Cell(f"{1 + change.noise:.2f} x"),
+        )
+        for change in counted
+    )
+    verdicts = [change.verdict for change in found]
+    totals = ", ".join(f"{verdicts.count(word)} {word}" for word in ("faster", "slower", "same", "disturbed"))
+    notes = [f"{len(found)} cases in both reports: {totals}.", RULE]
+    if different := _conditions(old, new):
+        notes.insert(1, f"The runs differ in more than the library: {'; '.join(different)}.")
+    return Table("Changes beyond noise", ("case", "old", "new", "change", "noise"), rows, tuple(notes))
+
+
+def _times(case: Case) -> dict[str, float]:
+    return {entry["name"]: entry["seconds"] for entry in case["entries"] if entry.get("seconds")}
+
+
+def _ours(case: Case) -> set[str]:
+    """The names of our backends that were timed in addition; their code may have changed."""
+    others = ("sdpa", "math", "onnxruntime", "flex")
+    return {entry["name"] for entry in case["entries"] if entry["name"] not in others}
+
+
+def _drift(case: Case) -> float:
+    rate = case["rate"]
+    if not rate.get("before") or not rate.get("after"):
+        return 0.0
+    return float(max(rate["before"], rate["after"]) / min(rate["before"], rate["after"]) - 1)
+
+
+def _conditions(old: Report, new: Report) -> list[str]:
+    then, now = old["machine"], new["machine"]
+    return [f"{name} {then.get(name)} and {now.get(name)}" for name in CONDITIONS if then.get(name) != now.get(name)]

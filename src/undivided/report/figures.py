@@ -1,0 +1,101 @@
+"""The numbers of a benchmark report that its charts draw: points, with sizes read from the problems."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Report = Mapping[str, Any]
+Case = Mapping[str, Any]
+
+SIZES = re.compile(r"(q|kv) ([0-9]+(?:x[0-9]+)+)(?: \(([BSHDT](?:x[BSHDT])+)\))?(?:, v dim (\d+))?")
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+OURS = "undivided"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One competitor in one case: `length` keys, `rate` in FLOP/s, `intensity` in FLOP per byte."""
+
+    suite: str
+    case: str
+    name: str
+    dtype: str
+    length: int
+    rate: float
+    intensity: float
+    disturbed: bool
+
+    @property
+    def line(self) -> str:
+        """The case without its length: one line of a chart over the length."""
+        return re.sub(rf"-{self.length}(?=-|$)", "", self.case)
+
+
+def points(report: Report) -> list[Point]:
+    """A point for every timed competitor of every case whose problem names its sizes."""
+    found = []
+    for case in report["cases"]:
+        sizes = _sizes(case["problem"])
+        dtype = next((name for name in BYTES if re.search(rf"\b{name}\b", case["problem"])), None)
+        if sizes is None or dtype is None:
+            continue
+        length, elements = sizes
+        moved = case["bytes"] or elements * BYTES[dtype] * (2 if case["backward"] else 1)
+        for entry in case["entries"]:
+            if entry["ok"] and entry.get("seconds"):
+                rate = case["operations"] / entry["seconds"]
+                intensity = case["operations"] / max(moved, 1)
+                disturbed = bool(case["rate"]["contended"])
+                point = Point(case["suite"], case["name"], entry["name"], dtype, length, rate, intensity, disturbed)
+                found.append(point)
+    return found
+
+
+def _sizes(problem: str) -> tuple[int, int] | None:
+    """(keys, elements of q, k, v and the output), from the text of a problem."""
+    found = {match[1]: match for match in SIZES.finditer(problem)}
+    if "q" not in found or not found["q"][3]:
+        return None
+    axes = found["q"][3].split("x")
+    q: dict[str, int] = dict(zip(axes, map(int, found["q"][2].split("x")), strict=False))
+    kv: dict[str, int] = dict(zip(axes, map(int, found["kv"][2].split("x")), strict=False)) if "kv" in found else q
+    return kv.get("S", kv.get("T", 0)), 2 * math.prod(q.values()) + 2 * math.prod(kv.values())
+
+
+def ratios(report: Report) -> dict[str, dict[str, list[float]]]:
+    """Times of each competitor divided by ours: {competitor: {group of cases: ratios}}."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case in report["cases"]:
+        group = f"{case['suite']} {case['name'].partition('-')[0]}"
+        for entry in case["entries"]:
+            if entry["name"] not in (OURS, "without") and entry["ok"] and entry.get("of_ours"):
+                found.setdefault(entry["name"], {}).setdefault(group, []).append(entry["of_ours"])
+    return found
+
+
+def roofs(report: Report) -> tuple[dict[str, float], float | None]:
+    """(the highest measured FLOP/s by what was measured, the highest measured bytes per second or None)."""
+    flops: dict[str, float] = {}
+    reads: list[float] = []
+    for case in report["cases"]:
+        used = case["rate"].get("used")
+        if used and case["bytes"]:
+            reads.append(used)
+        elif used:
+            what = case["rate"]["what"]
+            flops[what] = max(flops.get(what, 0.0), used)
+    return flops, max(reads, default=None)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive numbers.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    return math.exp(statistics.fmean(math.log(value) for value in values))

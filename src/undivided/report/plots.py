@@ -1,0 +1,221 @@
+"""Charts of a benchmark report: throughput over length, ratios to each competitor, roofline. matplotlib draws them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from undivided.benchmarking.report import headline, tables
+from undivided.errors import InputError
+from undivided.report.figures import OURS, Point, geometric_mean, points, ratios, roofs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Report = Mapping[str, Any]
+
+THEMES = {
+    "light": {"ink": "#1c2330", "paper": "#ffffff", "grid": "#d5dae1"},
+    "dark": {"ink": "#e6eaf0", "paper": "#12161d", "grid": "#39424f"},
+}
+COLOURS = {
+    "light": ("#1f5fa8", "#b5520a", "#2b7a3d", "#8a3b9c", "#8a6d00", "#a11212"),
+    "dark": ("#6aa9f2", "#f0a35e", "#7fce90", "#d59be4", "#e0c552", "#ff9c9c"),
+}
+LINES = {"sdpa": "--", "math": ":", "onnxruntime": "-.", "flex": (0, (1, 3))}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: its file name, its title, a text that replaces it, and the figure."""
+
+    name: str
+    title: str
+    alternative: str
+    figure: Figure
+
+    def svg(self) -> bytes:
+        """The chart as SVG."""
+        import matplotlib
+
+        buffer = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": self.name}):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        return buffer.getvalue()
+
+
+def require_matplotlib(argument: str) -> None:
+    """InputError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
+
+
+def charts(report: Report, theme: str = "light") -> list[Chart]:
+    """The charts that the cases of a report allow.
+
+    Args:
+        report: the result of `undivided.benchmarking.execute`.
+        theme: "light" or "dark".
+
+    Returns:
+        Throughput over length, ratios, roofline; fewer if the report lacks such cases.
+
+    Raises:
+        InputError: it is not a report of this version.
+    """
+    tables(report)  # checks the report
+    found = points(report)
+    made = [_throughput(found, theme), _ratios(report, theme), _roofline(report, found, theme)]
+    return [chart for chart in made if chart is not None]
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """The paths of the charts as PNG, after they were written to a folder."""
+    paths = []
+    for chart in charts(report):
+        path = folder / f"{chart.name}.png"
+        chart.figure.suptitle(headline(report), fontsize=8)
+        chart.figure.savefig(path)
+        paths.append(path)
+    return paths
+
+
+def _figure(theme: str, width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor=THEMES[theme]["paper"])
+
+
+def _plain(axes: Axes, theme: str, title: str) -> None:
+    colours = THEMES[theme]
+    axes.set_facecolor(colours["paper"])
+    axes.set_title(title, color=colours["ink"], fontsize=10)
+    axes.tick_params(colors=colours["ink"], which="both", labelsize=8)
+    axes.xaxis.label.set_color(colours["ink"])
+    axes.yaxis.label.set_color(colours["ink"])
+    axes.grid(color=colours["grid"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(colours["ink"])
+
+
+def _legend(axes: Axes, theme: str) -> None:
+    axes.legend(fontsize=7, labelcolor=THEMES[theme]["ink"], facecolor=THEMES[theme]["paper"], framealpha=0.6)
+
+
+def _throughput(found: list[Point], theme: str) -> Chart | None:
+    lines: dict[tuple[str, str, str], dict[int, float]] = {}
+    for point in found:
+        if point.suite in ("forward", "backward", "gpu", "small") and point.name in (OURS, "sdpa"):
+            lines.setdefault((point.dtype, point.line, point.name), {})[point.length] = point.rate
+    lines = {key: line for key, line in lines.items() if len(line) > 1 and (key[0], key[1], OURS) in lines}
+    if not lines:
+        return None
+    dtypes = list(dict.fromkeys(dtype for dtype, _, _ in lines))
+    figure = _figure(theme, 3.6 * len(dtypes) + 0.8, 3.8)
+    panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
+    for dtype, axes in zip(dtypes, panels, strict=True):
+        titles = list(dict.fromkeys(line for kind, line, _ in lines if kind == dtype))[: len(COLOURS[theme])]
+        for title, colour in zip(titles, COLOURS[theme], strict=False):
+            for name in (OURS, "sdpa"):
+                if line := lines.get((dtype, title, name)):
+                    at = sorted(line)
+                    label = title.partition("-")[2] or title
+                    style: Any = "-" if name == OURS else LINES[name]
+                    axes.plot(
+                        at,
+                        [line[length] / 1e9 for length in at],
+                        color=colour,
+                        linestyle=style,
+                        marker="o",
+                        markersize=3,
+                        label=label if name == OURS else None,
+                    )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("keys")
+        axes.set_ylim(bottom=0)
+        _plain(axes, theme, dtype)
+        _legend(axes, theme)
+    panels[0].set_ylabel("GFLOP/s; dashed: PyTorch's SDPA")
+    best = max((max(line.values()), *key) for key, line in lines.items() if key[2] == OURS)
+    alternative = (
+        f"Throughput over the number of keys, {len(lines)} lines. The highest of undivided is {best[0] / 1e9:.0f} "
+        f"GFLOP/s ({best[2]}). The tables below hold every figure."
+    )
+    return Chart("throughput", "Throughput over length", alternative, figure)
+
+
+def _ratios(report: Report, theme: str) -> Chart | None:
+    found = ratios(report)
+    if not found:
+        return None
+    height = max(2.4, 0.24 * max(map(len, found.values())) + 1.2)
+    figure = _figure(theme, 3.2 * len(found) + 1.0, height)
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    texts = []
+    for (name, groups), axes, colour in zip(found.items(), panels, COLOURS[theme] * len(found), strict=False):
+        means = [geometric_mean(values) for values in groups.values()]
+        low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
+        high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
+        widths = [mean - 1 for mean in means]  # a bar starts at a ratio of 1
+        ink = THEMES[theme]["ink"]
+        bars = axes.barh(
+            list(groups), widths, left=1, height=0.7, color=colour, alpha=0.75, xerr=[low, high], ecolor=ink, capsize=2
+        )
+        axes.bar_label(bars, [f"{mean:.2f} x" for mean in means], fontsize=7, color=THEMES[theme]["ink"], padding=3)
+        axes.axvline(1, color=THEMES[theme]["ink"], linewidth=1)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.set_ylim(max(map(len, found.values())) - 0.4, -0.6)
+        axes.set_xlabel("its time / our time")
+        _plain(axes, theme, name)
+        every = [value for values in groups.values() for value in values]
+        texts.append(f"{name} {geometric_mean(every):.2f} ({min(every):.2f} to {max(every):.2f})")
+    alternative = f"Time of each competitor divided by ours, geometric mean and range: {', '.join(texts)}."
+    return Chart("ratios", "Ratios to the other implementations", alternative, figure)
+
+
+def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
+    import numpy
+
+    flops, reads = roofs(report)
+    ours = [point for point in found if point.name == OURS and point.intensity > 0]
+    if not ours or not flops:
+        return None
+    figure = _figure(theme, 7.6, 4.4)
+    axes = figure.subplots()
+    low, high = min(p.intensity for p in ours) / 2, max(p.intensity for p in ours) * 2
+    x = numpy.geomspace(low, high, 200)
+    for (what, rate), colour in zip(flops.items(), COLOURS[theme], strict=False):
+        roof = numpy.minimum(rate, reads * x) if reads else numpy.full_like(x, rate)
+        axes.plot(x, roof / 1e9, color=colour, linewidth=1.2, label=what)
+    suites = list(dict.fromkeys(point.suite for point in ours))
+    for suite, marker in zip(suites, "osD^vPX*", strict=False):
+        chosen = [point for point in ours if point.suite == suite]
+        axes.scatter(
+            [p.intensity for p in chosen],
+            [p.rate / 1e9 for p in chosen],
+            s=16,
+            marker=marker,
+            facecolors="none",
+            edgecolors=THEMES[theme]["ink"],
+            label=suite,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte of q, k, v and output")
+    axes.set_ylabel("GFLOP/s")
+    _plain(axes, theme, "undivided and the measured peaks")
+    _legend(axes, theme)
+    slope = "The slope is the measured read rate." if reads else "The report has no read rate, so there is no slope."
+    peaks = ", ".join(f"{what} {rate / 1e9:.0f} GFLOP/s" for what, rate in flops.items())
+    alternative = f"Roofline of {len(ours)} cases. Peaks: {peaks}. {slope}"
+    return Chart("roofline", "Roofline", alternative, figure)

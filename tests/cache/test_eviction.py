@@ -1,0 +1,184 @@
+"""Evicted pages: what remains gives the rows of one pass, and no mask reads an evicted page."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from token_lists import POISON, joined, parted
+from torch import Tensor
+
+import undivided
+from undivided import InferenceParams, InputError, PagedKVCache, masks
+from undivided.masks import Mask
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
+STREAMING = masks.window(6, 0) | masks.sinks(3)
+MASKS = {
+    "window": masks.window(6, 0),
+    "window-of-one": masks.window(0, 0),
+    "window-and-sinks": STREAMING,
+    "window-and-prefix": masks.window(6, 0) | masks.prefix(torch.tensor([1, 0, 5])) & masks.causal(),
+    "chunks": masks.chunks(6) & masks.causal(),
+    "two-windows": masks.window(9, 0) & (masks.window(5, 0) | masks.sinks(2)),
+    "causal": masks.causal(),
+}
+
+
+def new_sequences(lengths: tuple[int, ...]) -> list[list[Tensor]]:
+    """[q, k, v] of each sequence, [n, H, D]."""
+    return [[torch.randn(n, h, DIM) for h in (HEADS, KV_HEADS, KV_HEADS)] for n in lengths]
+
+
+def in_one_pass(sequence: list[Tensor], mask: Mask) -> Tensor:
+    q, k, v = (t.unsqueeze(0) for t in sequence)
+    return undivided.attention(q, k, v, layout="bshd", mask=mask, backend="reference")[0]
+
+
+def poison(cache: PagedKVCache) -> None:
+    """Fill every page that no sequence uses with NaN."""
+    unused = list(cache._ledger.unused)
+    cache._storage.k[unused] = POISON
+    cache._storage.v[unused] = POISON
+
+
+def one_step(cache: PagedKVCache, tokens: list[list[Tensor]], mask: Mask, **options: Any) -> list[Tensor]:
+    counts = [len(q) for q, _, _ in tokens]
+    q, k, v = (joined([t[n] for t in tokens], cache.layout) for n in range(3))
+    cache.append(k, v, lengths=counts)
+    return parted(cache.attend(q, mask, **options), cache.layout, counts)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("name", MASKS)
+def test_steps_with_eviction_equal_one_pass(name: str, layout: Any, backend: str | None) -> None:
+    mask = MASKS[name]
+    if layout == "thd" and name == "window-and-prefix":
+        mask = masks.window(6, 0) | masks.sinks(3)
+    lengths = (41, 17, 30)
+    sequences, chance = new_sequences(lengths), random.Random(name)
+    cache = PagedKVCache(24, PAGE, KV_HEADS, DIM, batch=3, dtype=torch.float32, layout=layout)
+    poison(cache)
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    while any(at < end for at, end in zip(cache.lengths, lengths, strict=True)):
+        step = []
+        for sequence, at in zip(sequences, cache.lengths, strict=True):
+            stop = at + chance.randrange(1, 5)
+            step.append([t[at:stop] for t in sequence])
+        for rows, out in zip(found, one_step(cache, step, mask, backend=backend), strict=True):
+            rows.append(out)
+        cache.evict(mask)
+        poison(cache)
+    for n, (sequence, rows) in enumerate(zip(sequences, found, strict=True)):
+        alone = (
+            masks.window(6, 0) | masks.sinks((1, 0, 5)[n]) if name == "window-and-prefix" and layout == "bshd" else mask
+        )
+        torch.testing.assert_close(torch.cat(rows), in_one_pass(sequence, alone))
+    assert (cache.free_pages == 0) == (name == "causal")
+
+
+def test_a_pool_of_a_window_streams_forever() -> None:
+    cache = PagedKVCache(4, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    (sequence,) = new_sequences((200,))
+    rows = []
+    for n in range(200):
+        rows += one_step(cache, [[t[n : n + 1] for t in sequence]], STREAMING)
+        cache.evict(STREAMING)
+    torch.testing.assert_close(torch.cat(rows), in_one_pass(sequence, STREAMING))
+    assert cache.lengths == (200,)
+
+
+def test_a_broader_mask_is_refused_and_a_narrower_one_is_not() -> None:
+    cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    one_step(cache, new_sequences((30,)), STREAMING)
+    released = cache.evict(STREAMING)
+    assert released == 8 - cache.block_table.shape[1] + 5
+    query = torch.randn(1, 1, HEADS, DIM)
+    assert cache.attend(query, masks.window(2, 0)).isfinite().all()
+    for mask in (None, masks.window(20, 0), masks.sinks(12), masks.predicate(lambda b, h, q, k: k > 20)):
+        with pytest.raises(InputError, match="mask must hide the keys that were evicted"):
+            cache.attend(query, mask)
+    with pytest.raises(InputError, match="shows keys 20 to 23 to its query 26"):  # before the eviction
+        cache.attend(torch.randn(1, 4, HEADS, DIM), STREAMING)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.predicate(lambda b, h, q, k: k > 3),
+        masks.document_ids(torch.zeros(1, 1).int(), torch.zeros(1, 30).int()),
+        masks.window(6, 0, align="top_left"),
+        masks.chunks(8, offset=3),
+        masks.causal() & masks.lengths([30]),
+    ],
+)
+def test_masks_that_may_show_a_key_again_are_refused(mask: Mask) -> None:
+    cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    one_step(cache, new_sequences((30,)), masks.causal())
+    before = cache.block_table.clone(), cache.free_pages
+    with pytest.raises(InputError, match="mask must consist of causal, window, sinks, prefix and chunks"):
+        cache.evict(mask)
+    assert torch.equal(cache.block_table, before[0])
+    assert cache.free_pages == before[1]
+    assert cache.evict(masks.causal()) == 0
+
+
+def test_forks_share_what_one_of_them_evicts() -> None:
+    cache = PagedKVCache(12, PAGE, KV_HEADS, DIM, batch=2, dtype=torch.float32)
+    (sequence,) = new_sequences((24,))
+    nothing = [t[:0] for t in sequence]
+    one_step(cache, [sequence, nothing], STREAMING)
+    cache.evict(STREAMING)
+    free = cache.free_pages
+    cache.fork(0, 1)
+    assert cache.free_pages == free
+    (ending,) = new_sequences((3,))
+    outs = one_step(cache, [ending, [t.neg() for t in ending]], STREAMING)
+    for sign, out in zip((1, -1), outs, strict=True):
+        whole = [torch.cat([a, sign * b]) for a, b in zip(sequence, ending, strict=True)]
+        torch.testing.assert_close(out, in_one_pass(whole, STREAMING)[24:])
+    cache.free(0)
+    cache.free(1)
+    assert cache.free_pages == 12
+
+
+def test_a_truncation_to_before_the_eviction_is_refused() -> None:
+    cache = PagedKVCache(12, PAGE, KV_HEADS, DIM, batch=2, dtype=torch.float32)
+    one_step(cache, new_sequences((30, 5)), STREAMING)
+    cache.evict(STREAMING)
+    with pytest.raises(InputError, match=r"lengths\[0\] must be 0 or at least the 30 tokens"):
+        cache.truncate([29, 4])
+    assert cache.lengths == (30, 5)
+    cache.truncate([30, 4])  # nothing of the second sequence was evicted
+    cache.truncate([0, 0])
+    assert cache.free_pages == 12
+    (sequence, _) = new_sequences((9, 0))
+    out = one_step(cache, [sequence, [t[:0] for t in sequence]], masks.causal())[0]
+    torch.testing.assert_close(out, in_one_pass(sequence, masks.causal()))
+
+
+def test_all_layers_of_a_model_evict_together() -> None:
+    params = InferenceParams(
+        2, 100, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE, total_num_pages=9, qkv_format="bshd"
+    )
+    sequences = new_sequences((60, 40))
+    found: list[list[Tensor]] = [[], []]
+    for n in range(40):
+        params.pre_step(OrderedDict(a=1, b=1))
+        for layer in (1, 2):
+            q, k, v = (torch.stack([s[i][n : n + 1] for s in sequences]) * layer for i in range(3))
+            out = params.attend(layer, q, k, v, mask=STREAMING if layer == 1 else masks.window(4, 0))
+            if layer == 1:
+                for b in range(2):
+                    found[b].append(out[b])
+        params.evict(STREAMING)
+    for b in range(2):
+        want = in_one_pass([t[:40] for t in sequences[b]], STREAMING)
+        torch.testing.assert_close(torch.cat(found[b]), want)
+    params.pre_step(OrderedDict(b=1))  # a has ended, and its pages are free
+    with pytest.raises(InputError, match="is_paged must be True"):
+        InferenceParams(2, 100, KV_HEADS, DIM, torch.float32).evict(STREAMING)
