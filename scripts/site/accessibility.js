@@ -1,7 +1,10 @@
 // Prints the faults that axe-core finds, in both themes; 1 if one of them is serious or critical.
 const { chromium } = require("playwright-core");
 
-const pages = ["index.html", "learn/masks.html", "reference/api/masks.html"];
+const pages = [
+  "index.html", "questions.html", "troubleshooting.html", "learn/masks.html", "learn/mask-explorer.html", "learn/caches.html",
+  "reference/api/masks.html", "reference/api/undivided.html", "reference/peers.html", "reference/performance.html",
+];
 
 const text = ({ html, any }) => {
   const { fgColor, bgColor, contrastRatio } = any[0]?.data ?? {};

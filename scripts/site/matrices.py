@@ -21,6 +21,8 @@ def _columns() -> list[tuple[str, Limits]]:
     """A name and its limits; a backend with separate limits per device or version has several columns."""
     columns = []
     for backend in all_backends():
+        if not type(backend).__module__.startswith("undivided."):
+            continue  # of another package that is installed here
         if backend.name == "torch_flash":
             columns += [("`torch_flash` CPU", backend.limits), ("`torch_flash` CUDA", CUDA_FLASH)]
         elif backend.name == "flash_attn":
