@@ -3,6 +3,11 @@ const { chromium } = require("playwright-core");
 
 const pages = ["index.html", "learn/masks.html", "reference/api/masks.html"];
 
+const text = ({ html, any }) => {
+  const { fgColor, bgColor, contrastRatio } = any[0]?.data ?? {};
+  return html.replace(/\s+/g, " ").slice(0, 120) + (fgColor ? ` ${fgColor} on ${bgColor}: ${contrastRatio}` : "");
+};
+
 (async () => {
   const browser = await chromium.launch({
     executablePath: process.env.CHROMIUM || "/usr/bin/chromium",
@@ -18,7 +23,7 @@ const pages = ["index.html", "learn/masks.html", "reference/api/masks.html"];
       const { violations } = await page.evaluate(() => axe.run());
       for (const { id, impact, help, nodes } of violations) {
         serious += ["serious", "critical"].includes(impact);
-        console.log(`${colorScheme} ${path}: ${impact} ${id}: ${help} (${nodes.length}), e.g. ${nodes[0].html.slice(0, 160)}`);
+        console.log(`${colorScheme} ${path}: ${impact} ${id}: ${help} (${nodes.length}), e.g. ${nodes.slice(0, 3).map(text).join(" | ")}`);
       }
     }
   }

@@ -109,3 +109,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
         return f'<div class="picture" role="group" aria-label="{match[1]}" tabindex="0">{svg.strip()}</div>'
 
     return IMAGE.sub(inline, html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """A name for the search dialog, which the theme leaves without one."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )

@@ -22,10 +22,10 @@ def _columns() -> list[tuple[str, Limits]]:
     columns = []
     for backend in all_backends():
         if backend.name == "torch_flash":
-            columns += [("`torch_flash`, CPU", backend.limits), ("`torch_flash`, CUDA", CUDA_FLASH)]
+            columns += [("`torch_flash` CPU", backend.limits), ("`torch_flash` CUDA", CUDA_FLASH)]
         elif backend.name == "flash_attn":
             versions = ((2, flash_attn._2), (3, flash_attn._3), (4, flash_attn._4))
-            columns += [(f"`flash_attn`, version {number}", version.limits) for number, version in versions]
+            columns += [(f"`flash_attn` {number}", version.limits) for number, version in versions]
         else:
             columns.append((f"`{backend.name}`", backend.limits))
     return columns
