@@ -1,4 +1,7 @@
-"""Packed documents: the same result as one document at a time, without padding and without leaks."""
+"""Packed documents: the same result as one document at a time, without padding and without leaks.
+
+Without the mask nothing is raised, and every document but the first is wrong.
+"""
 
 import torch
 

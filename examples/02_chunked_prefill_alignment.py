@@ -1,4 +1,7 @@
-"""Chunked prefill: with more keys than queries, causal has two meanings, and only bottom-right is correct here."""
+"""Chunked prefill: with more keys than queries, causal has two meanings, and only bottom-right is correct here.
+
+The wrong corner is drawn beside the right one, and both are compared with one pass over the whole prompt.
+"""
 
 import torch
 

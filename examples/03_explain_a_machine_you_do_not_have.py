@@ -1,4 +1,7 @@
-"""Selection is a pure function: it can be evaluated for another machine, with tensors that have no data."""
+"""Selection is a pure function: it can be evaluated for another machine, with tensors that have no data.
+
+The table names the backend that would run on it, and why each of the others would not.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Masks describe sets of pairs, combine with & and |, and print as drawings."""
+"""Masks describe sets of pairs, combine with & and |, and print as drawings.
+
+A million tokens take megabytes, because a mask is stored as ranges of keys per row.
+"""
 
 import torch
 

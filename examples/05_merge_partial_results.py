@@ -1,4 +1,7 @@
-"""Attention over parts of the keys, merged: the basis of split caches and of context parallelism."""
+"""Attention over parts of the keys, merged: the basis of split caches and of context parallelism.
+
+Each part returns its output and log-sum-exp, and the merged result equals attention over all keys.
+"""
 
 from itertools import pairwise
 

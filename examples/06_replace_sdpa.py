@@ -1,4 +1,7 @@
-"""An unmodified model on Undivided: PyTorch's function is replaced within a block, and its calls are counted."""
+"""An unmodified model on Undivided: PyTorch's function is replaced within a block, and its calls are counted.
+
+Outputs and gradients equal those without the block.
+"""
 
 import torch
 import torch.nn.functional as F

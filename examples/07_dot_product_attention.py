@@ -1,4 +1,7 @@
-"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, window, learnable sink."""
+"""TransformerEngine's DotProductAttention on any device: grouped heads, packed documents, window, learnable sink.
+
+The packed result equals each document alone, and an argument that does not fit gives a clear error.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""TransformerLayer: a Llama layer, packed and padded, generation from a cache, and the error for a wrong format."""
+"""TransformerLayer: a Llama layer, packed and padded, generation from a cache, and the error for a wrong format.
+
+Packed and padded tokens give the same rows, and so does one token at a time.
+"""
 
 from collections import OrderedDict
 

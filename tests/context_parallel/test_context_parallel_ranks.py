@@ -242,7 +242,7 @@ def test_losses_under_torchrun_are_those_of_one_process() -> None:
     losses = []
     for start in ([], launch):
         done = subprocess.run(
-            [sys.executable, *start, "examples/15_train_context_parallel.py"],
+            [sys.executable, *start, "examples/14_train_context_parallel.py"],
             cwd=root,
             capture_output=True,
             text=True,

@@ -1,7 +1,7 @@
 """One sequence over four ranks: any mask, forward and backward, the bytes sent, and a plan for more ranks.
 
 The ranks are threads of this process, so nothing has to be launched. With `torchrun` the only difference is
-that `undivided.ContextParallel()` takes the process group (see examples/15_train_context_parallel.py).
+that `undivided.ContextParallel()` takes the process group (see examples/14_train_context_parallel.py).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Train a small transformer whose sequence is divided among ranks; the losses equal those of one process.
 
-    torchrun --nproc-per-node 4 examples/15_train_context_parallel.py
-    python examples/15_train_context_parallel.py                        # one process: the same losses
+    torchrun --nproc-per-node 4 examples/14_train_context_parallel.py
+    python examples/14_train_context_parallel.py                        # one process: the same losses
 
 Every rank has all parameters and a part of the tokens (zigzag, of packed documents). Two changes make it parallel: the
 layers get the group, and tokens and labels are sharded. Gradients of parameters are summed over the ranks, as in data

@@ -4,7 +4,7 @@ The model is built from TransformerLayer in `undivided.cli.byte_model`. Document
 library, packed one after another: no padding, and no file attends to another. `undivided demo --train` runs 1000 steps
 and draws the loss; this example runs twelve.
 
-    python examples/14_train_a_byte_model.py
+    python examples/13_train_a_byte_model.py
 """
 
 import tempfile
