@@ -20,7 +20,7 @@ EXPRESSIONS = [*FIXED, *generated(150)]
 
 WRONG = (
     ("casual()", 0), ("causal() &", 10), ("causal() causal()", 9), ("window(1)", 0), ("window(1.5, 0)", 7),
-    ("causal(align=3)", 13), ("causal(aling='top_left')", 7), ("window(1, 0) | documents([0, 3])", 13),
+    ("causal(align=3)", 13), ("causal(slope='top_left')", 7), ("window(1, 0) | documents([0, 3])", 13),
     ("documents([1, 3])", 10), ("documents([0, 3]) & lengths([3])", 18), ("chunks(0)", 7), ("prefix(-1)", 7),
     ("causal('top_left') & causal('bottom_right')", 19), ("window(1, 0", 11), ("import os", 0), ("", 0),
     ("__import__('os')", 0), ("causal()\n& causal()", 8), ("document_ids([[0, 1]])", 13), ("lengths([1, -1])", 8),

@@ -371,7 +371,7 @@
     return row[b.length];
   }
 
-  const count = (number, unit) => `${number} ${unit}${number === 1 ? "" : "s"}`;
+  const count = (number, unit, units = `${unit}s`) => `${number} ${number === 1 ? unit : units}`;
 
   // ------------------------------------------------------------------------------------- masks and their rules
 
@@ -470,7 +470,7 @@
       return value;
     }
     sameLength(name, values, length) {
-      if (values !== null && values.length !== length) this.wrong(name, `have ${count(length, "entry").replace("entrys", "entries")}`);
+      if (values !== null && values.length !== length) this.wrong(name, `have ${count(length, "entry", "entries")}`);
     }
     offsets(name) {
       const value = this.vector(name);
@@ -1074,7 +1074,7 @@
       kinds = tiles(computed, Number(tile.value));
       const pairs = computed.rows.reduce((sum, runs) => sum + runs.reduce((total, edge, at) => total + (at % 2 ? edge : -edge), 0), 0);
       const all = computed.qLen * computed.kvLen;
-      summary.textContent = `${count(computed.qLen, "query").replace("querys", "queries")}, ${count(computed.kvLen, "key")}: ` +
+      summary.textContent = `${count(computed.qLen, "query", "queries")}, ${count(computed.kvLen, "key")}: ` +
         `${pairs.toLocaleString("en")} of ${all.toLocaleString("en")} pairs allowed (${((100 * pairs) / all).toFixed(1)} %); ` +
         `${kinds.empty} of ${count(kinds.kinds.length, "tile")} skipped, ${kinds.partial} partial, ${kinds.full} full.`;
       rows.replaceChildren(...computed.rows.slice(0, LISTED).map((runs, row) => {
